@@ -83,7 +83,7 @@ test: train_unet train_unet_cpu train_unet_asan $(if $(shell command -v mpicxx),
 	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) $(foreach name,training diffusion editing posthoc gpu world,dev/test/test_$(name).py))
 
 # The GPU build's kernels where there is no GPU.
-EMULATED = $(MAKE) -C dev BUILD=emulated && BUILD=emulated $(PYTEST) dev/test/test_pairs.py
+EMULATED = $(MAKE) -C dev BUILD=emulated && BUILD=emulated $(PYTEST) dev/test/test_pairs.py dev/test/test_order.py
 test_emulated: python
 	EMULATE_ALL=1 && export EMULATE_ALL && $(EMULATED)
 

@@ -7,57 +7,57 @@
 //    152  Part I. The program
 //    155     1. Types at the interface: what operations are called with
 //    348     2. The interface: all that the program asks of a device
-//    538     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    598     4. Errors, files and pictures: what Part III does for the program
-//    672     5. Configuration: flags, presets, help, what can work and what cannot
-//   1161     6. The network: a list of layers, made of guided-diffusion's flags
-//   1594     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1753     8. Forward and backward: two walks over the list
-//   1837     9. Diffusion: noise schedules, objectives, samplers
-//   2200    10. Data: .bin files that may be larger than memory, the order of their images
-//   2318    11. Model files: weights and checkpoints, initial weights
-//   2498    12. The log, put together for the run's page
-//   2522    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2739    14. A run: log, guard, checkpoints, resume, samples
-//   3222    15. main: the command line, then a run or samples
-//   3402  Part II. The device
-//   3405    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3584    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3646    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3826         Activations: pieces of 16 bytes
-//   4007         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4125         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4237         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4571         groupnorm_backward_whole: an image's slab in shared memory
-//   4956         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5281         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5387         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5501         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5725         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5940         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6087         Convolution: which kernels there are, and what they share
-//   6103         Swizzle: how rows lie in shared memory
-//   6112         ConvOut: results, 4 channels of a pixel at a time
-//   6275         conv_halo: 3x3, stride 1, any GPU
-//   6517         conv_gather: any kernel size and stride, any GPU
-//   6668         conv_few: the first and the last layer
-//   6778         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7135         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7173         building blocks of Hopper's kernels (sm_90a)
-//   7359         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7643         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7902         conv_weight_tma: weight gradients (sm_90a)
-//   8112         Hopper's convolutions: which kernel, and its tensor maps
-//   8384         Convolution: forward, input gradient, weight gradients
-//   8620         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9066         Attention: which kernel, forward and, where a has dout, backward
-//   9106    19. The GPU: memory, copies, repeated work
-//   9273    20. Ranks: who they are, what their hosts tell each other
-//   9736    21. Between ranks: from device to device
-//   9896  Part III. Tools: errors, files, pictures, the run's page
-//   9899    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10135    23. Pictures: PNG files, grids of images
-//  10218    24. The run's page: index.html
+//    545     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    605     4. Errors, files and pictures: what Part III does for the program
+//    679     5. Configuration: flags, presets, help, what can work and what cannot
+//   1168     6. The network: a list of layers, made of guided-diffusion's flags
+//   1601     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1760     8. Forward and backward: two walks over the list
+//   1844     9. Diffusion: noise schedules, objectives, samplers
+//   2207    10. Data: .bin files that may be larger than memory, the order of their images
+//   2325    11. Model files: weights and checkpoints, initial weights
+//   2505    12. The log, put together for the run's page
+//   2529    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2746    14. A run: log, guard, checkpoints, resume, samples
+//   3229    15. main: the command line, then a run or samples
+//   3410  Part II. The device
+//   3413    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3592    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3654    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3834         Activations: pieces of 16 bytes
+//   4015         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4133         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4245         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4579         groupnorm_backward_whole: an image's slab in shared memory
+//   4964         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5289         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5395         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5509         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5733         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5948         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6095         Convolution: which kernels there are, and what they share
+//   6111         Swizzle: how rows lie in shared memory
+//   6120         ConvOut: results, 4 channels of a pixel at a time
+//   6283         conv_halo: 3x3, stride 1, any GPU
+//   6525         conv_gather: any kernel size and stride, any GPU
+//   6676         conv_few: the first and the last layer
+//   6786         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7143         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7181         building blocks of Hopper's kernels (sm_90a)
+//   7367         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7651         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   7910         conv_weight_tma: weight gradients (sm_90a)
+//   8120         Hopper's convolutions: which kernel, and its tensor maps
+//   8392         Convolution: forward, input gradient, weight gradients
+//   8628         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9074         Attention: which kernel, forward and, where a has dout, backward
+//   9114    19. The GPU: memory, copies, repeated work
+//   9281    20. Ranks: who they are, what their hosts tell each other
+//   9744    21. Between ranks: from device to device
+//   9904  Part III. Tools: errors, files, pictures, the run's page
+//   9907    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10143    23. Pictures: PNG files, grids of images
+//  10226    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -514,7 +514,14 @@ static void free_graph(Graph* g);
 // Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-static bool overlap_allowed = true; // of any two kernels; false: one by one, as dev/bench's profile wants it
+// What makes the program fast. dev/bench turns it off, for its profile and for tests: the bits stay, but for batches, which
+// decide in how many parts a gradient is summed.
+static struct Allowed {
+    bool early = true;   // a launch begins before the one before it has ended
+    bool beside = true;  // run_beside's lane is one of its own
+    bool batches = true; // weight gradients of several layers in one launch
+    bool graphs = true;  // repeated work as one launch
+} allowed;
 
 // A buffer that the host fills for the device, while the device still works on another one.
 struct Upload {
@@ -1822,7 +1829,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
             last = i;
             load += conv_weight_load(a.conv());
-            if (load >= 1 || !overlap_allowed) compute_weights();
+            if (load >= 1 || !allowed.batches) compute_weights();
             if (!a.d1.dx && !a.d2.dx) continue;
         }
         mark({.layer = &l, .pass = BACKWARD});
@@ -3292,8 +3299,9 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     take("seed", std::to_string(h.get<int64_t>(SLOT_SEED)));
     const std::string data_file((const char*)&s[SLOT_PATH], strnlen((const char*)&s[SLOT_PATH], 512));
     std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
-    for (; found.is_relative() && !exists(found) && folder.has_relative_path(); folder = folder.parent_path())
-        if (exists(folder / data_file)) found = folder / data_file; // the run began in a folder above its own
+    for (; found.is_relative() && !exists(found.string()) && folder.has_relative_path(); folder = folder.parent_path())
+        if (exists((folder / data_file).string()))
+            found = folder / data_file; // the run began in a folder above its own
     if (!data_file.empty() && !c->given("data_file")) take("data_file", found.string());
 }
 
@@ -3707,7 +3715,7 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
                       size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
-    if (gpu.clusters && overlap_allowed && !lane->joined)
+    if (gpu.clusters && allowed.early && !lane->joined)
         attributes[config.numAttrs++] = {
             cudaLaunchAttributeProgrammaticStreamSerialization, {}, {.programmaticStreamSerializationAllowed = 1}};
     if (cluster > 1)
@@ -9111,6 +9119,7 @@ static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8)
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
 static cudaDeviceProp properties; // of the GPU of this process
+static cudaStream_t side_stream;  // the side lane's
 
 static int count_gpus() {
     int count = 0;
@@ -9157,7 +9166,8 @@ static void start_device(const std::string& precision, int number) {
     device.bf16 = precision != "fp32";
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
-    CUDA_CHECK(cudaStreamCreateWithPriority(&device.side.stream, cudaStreamNonBlocking, low));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&side_stream, cudaStreamNonBlocking, low));
+    device.side.stream = allowed.beside ? side_stream : device.stream;
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
 }
 
@@ -9195,6 +9205,7 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
 static act* make_copy(float* params, size_t n) { return device.bf16 ? device_alloc_bytes(n * sizeof(bf16)) : params; }
 
 template <class F> static void replay(Graph* g, F work) {
+    if (!allowed.graphs) return work();
     if (!g->exec) {
         cudaGraph_t graph;
         CUDA_CHECK(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeRelaxed));
@@ -9230,14 +9241,11 @@ static void follow(Lane* lane, const Lane& other) {
 
 static std::map<int, cudaEvent_t> side_events; // by ticket
 template <class F> static void run_beside(int ticket, F work) {
-    if (!overlap_allowed) return work(MAIN_LANE);
     follow(&device.side, device);
     work(&device.side);
     record(&side_events[ticket], device.side.stream);
 }
-static void wait_for_side(int ticket) {
-    if (overlap_allowed) follow(MAIN_LANE, side_events[ticket]);
-}
+static void wait_for_side(int ticket) { follow(MAIN_LANE, side_events[ticket]); }
 
 static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.stream); }
 static Upload make_upload(size_t bytes) {

@@ -59,8 +59,8 @@ static double microseconds(const Stamp& from, const Stamp& to) { // of work that
 
 // No launch begins before the one before it has ended.
 static void one_by_one(bool on) {
-    overlap_allowed = !on;
-    reserve(Workspace{.main = device.side.workspace_bytes}, false); // for what then runs there
+    allowed.early = allowed.batches = !on;
+    device.side.stream = on ? device.stream : side_stream;
 }
 #else
 struct Stamp {
@@ -336,7 +336,22 @@ static int take_count(std::vector<char*>* words, const char* flag) {
     return n;
 }
 
+// BENCH_WITHOUT=early,graphs: what Allowed calls so is not done. Tests see that the bits stay the same.
+static void leave_out() {
+    const std::map<std::string, bool*> names = {{"early", &allowed.early},
+                                                {"beside", &allowed.beside},
+                                                {"batches", &allowed.batches},
+                                                {"graphs", &allowed.graphs}};
+    const char* const list = getenv("BENCH_WITHOUT");
+    std::istringstream words(list ? list : "");
+    for (std::string word; std::getline(words, word, ',');) {
+        if (!names.count(word)) die("BENCH_WITHOUT: there is no %s", word.c_str());
+        *names.at(word) = false;
+    }
+}
+
 int main(int argc, char** argv) {
+    leave_out();
     std::vector<char*> words(argv, argv + argc);
     const int steps = take_count(&words, "--bench"), profiles = take_count(&words, "--profile");
     if (!steps && !profiles) return run_program(argc, argv);

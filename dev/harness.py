@@ -218,7 +218,11 @@ def check(pair: Pair, case: Case, precision: str = "fp32") -> list[Comparison]:
     """Runs one case. Raises AssertionError if outputs are missing, superfluous or of another shape."""
     inputs = make_inputs(pair, case, precision)
     got, in_bf16 = run(pair, inputs)
-    wanted = expected(pair, case, inputs)
+    return compare(pair, case, inputs, expected(pair, case, inputs), got, in_bf16)
+
+
+def compare(pair: Pair, case: Case, inputs: dict[str, Any], wanted: Arrays, got: Arrays, in_bf16: set[str]) -> list[Comparison]:
+    """What a binary wrote, with every output and gradient in float64."""
     missing = set(wanted) - set(got)
     assert not missing, f"{pair.name}: the binary did not write {sorted(missing)}"
     comparisons = []
@@ -229,7 +233,7 @@ def check(pair: Pair, case: Case, precision: str = "fp32") -> list[Comparison]:
         if base in ("stats_sum", "stats_square"):  # a group norm downstream needs the sums of what was stored
             stored = torch.tensor(got["out" + version], dtype=torch.float64)
             right, allowed = channel_stats(stored)[base].numpy(), rounding(stored.shape[1] * stored.shape[2])
-        elif precision == "bf16":
+        elif inputs["precision"] == "bf16":
             allowed += float(np.hypot(pair.inside(case, base, inputs | wanted), rounding_bf16(name in in_bf16)))
         assert value.shape == right.shape, f"{pair.name}: {name} is {value.shape}, not {right.shape}"
         # what cancels is of order one, or, a bias's gradient being the sum that its weight's is, but for a factor of order one, of that one's size

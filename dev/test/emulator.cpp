@@ -69,6 +69,7 @@ struct Ins {
     s64 imm[2] = {};
     std::vector<u32> list; // of operands in braces
     Text text;
+    mutable bool reached = false;
 };
 
 struct Constant {
@@ -137,6 +138,8 @@ struct Cluster {
     unsigned generation = 0;
     u32 warps = 0, mbarriers = 0; // the clocks' counts: of warps, warpgroups, then mbarriers up to here
     Clock clock, ended;           // of barrier.cluster
+    std::vector<Warp*> turns;
+    bool held = false; // at griddepcontrol.wait
 
     size_t counts() const { return warps * 2 + 256; }
 };
@@ -145,6 +148,9 @@ struct AsyncCopy {
     u32 to;
     const char* from;
     int bytes, valid, group;
+    char early[16]; // what was there when the kernel before had not ended
+
+    void read() { from = (const char*)memcpy(early, from, (size_t)valid); }
 };
 
 struct Warp {
@@ -686,6 +692,7 @@ template <bool WAIT> bool barrier(Warp& w, const Ins& i, u32) { // op: number, t
 }
 
 bool nothing(Warp&, const Ins&, u32) { return true; }
+bool await_previous(Warp& w, const Ins&, u32) { return !w.block->cluster->held; }
 
 bool cluster_arrive(Warp& w, const Ins&, u32) {
     Cluster& c = *w.block->cluster;
@@ -771,8 +778,12 @@ void do_copy(Warp& w, const AsyncCopy& c) {
 bool copy_async(Warp& w, const Ins& i, u32 lanes) { // op: to, from, bytes that are valid; imm: offsets
     for (const int l : Lanes{lanes}) {
         const int bytes = i.bytes[3];
-        AsyncCopy c{(u32)value_of(w, i, 0, l) + (u32)i.imm[0], (char*)value_of(w, i, 1, l) + i.imm[1], bytes,
-                    i.op[2] == NONE ? bytes : (int)w.reg<u32>(i.op[2])[l], w.groups[l]};
+        AsyncCopy c{(u32)value_of(w, i, 0, l) + (u32)i.imm[0],
+                    (char*)value_of(w, i, 1, l) + i.imm[1],
+                    bytes,
+                    i.op[2] == NONE ? bytes : (int)w.reg<u32>(i.op[2])[l],
+                    w.groups[l],
+                    {}};
         shared(w, c.to, (size_t)bytes);
         check_access(w, c.to, (size_t)bytes, true, false);
         if ((u64)c.from % bytes) fail(w, "%d bytes at %p: misaligned", bytes, c.from);
@@ -1366,6 +1377,7 @@ void Decoder::decode_operands(Ins& i, Text m, const std::vector<Text>& o, Text s
         i.op[2] = operand(o[2], 4, statement), i.op[3] = operand(inside(o[3]), 4, statement);
         return;
     }
+    if (m == "griddepcontrol.wait") return (void)(i.run = await_previous);
     // --- what changes no result
     for (const char* n : {"fence.", "griddepcontrol.", "setmaxnreg.", "prefetch", "createpolicy.", "wgmma.fence"})
         if (begins(m, n)) return (void)(i.run = nothing);
@@ -1492,6 +1504,7 @@ bool Warp::run() {
         for (bool together = true; together;) {
             const Ins& i = kernel->code[here];
             now = &i;
+            i.reached = true;
             u32 lanes = group, after = here + 1;
             if (i.predicate != NONE) lanes &= i.negated ? ~*reg<u32>(i.predicate) : *reg<u32>(i.predicate);
             if (i.kind == Kind::EXIT) {
@@ -1566,9 +1579,25 @@ void begin_block(const Kernel& k, Block& b, dim3 grid, dim3 threads, size_t dyna
     }
 }
 
+std::map<const char*, std::unique_ptr<Module>>& modules() {
+    static auto& m = *new std::map<const char*, std::unique_ptr<Module>>;
+    return m;
+}
+// EMULATE_COVERAGE names a file: a line for each kernel that ran, with where in the text of its module its instructions begin; - before those that were not reached.
+void write_coverage() {
+    FILE* const file = fopen(getenv("EMULATE_COVERAGE"), "w");
+    for (const auto& [ptx, module] : modules())
+        for (const auto& [name, kernel] : module->decoded) {
+            fprintf(file, "%s", name.c_str());
+            for (const Ins& i : kernel.code)
+                if (!i.text.empty()) fprintf(file, " %s%td", i.reached ? "" : "-", i.text.data() - ptx);
+            fprintf(file, "\n");
+        }
+    fclose(file);
+}
 Module& module_of(const char* ptx) {
-    static std::map<const char*, std::unique_ptr<Module>> modules;
-    auto& m = modules[ptx];
+    if (modules().empty() && getenv("EMULATE_COVERAGE")) atexit(write_coverage);
+    auto& m = modules()[ptx];
     if (!m) m = std::make_unique<Module>(Text(ptx));
     return *m;
 }
@@ -1594,52 +1623,111 @@ int emulated_parameters(const char* ptx, const char* kernel, EmulatedParameter* 
     return n;
 }
 
-void emulate(const char* ptx, const char* name, dim3 grid, dim3 threads, size_t dynamic, long cluster,
-             char* parameters) {
+struct EmulatedLaunch {
+    const Kernel& kernel;
+    dim3 grid, threads;
+    size_t dynamic;
+    u64 cluster; // blocks
+    std::shared_ptr<char> parameters;
+    std::map<u64, std::unique_ptr<Cluster>> begun; // by their first block
+
+    u64 blocks() const { return (u64)grid.x * grid.y * grid.z; }
+    u64 first(u64 done) const { return reversed() ? blocks() - cluster - done : done; }
+};
+
+namespace {
+
+void begin_cluster(const EmulatedLaunch& launch, Cluster& c, u64 first) {
+    while (c.blocks.size() < launch.cluster) c.blocks.push_back(std::make_unique<Block>());
+    for (u64 r = 0; r < launch.cluster; r++) {
+        c.blocks[r]->cluster = &c;
+        begin_block(launch.kernel, *c.blocks[r], launch.grid, launch.threads, launch.dynamic, launch.parameters.get(),
+                    first + r);
+    }
+    c.arrived = 0;
+    c.turns.clear();
+    for (auto& b : c.blocks)
+        for (auto& w : b->warps) w->number = (u32)c.turns.size(), c.turns.push_back(w.get());
+    c.warps = c.mbarriers = (u32)c.turns.size();
+    for (auto& b : c.blocks) b->first_products = std::exchange(c.mbarriers, c.mbarriers + (u32)b->warps.size());
+    c.clock.assign(c.counts(), 0), c.ended.assign(c.counts(), 0);
+    for (Warp* w : c.turns) w->clock.assign(c.counts(), 0), w->clock[w->number] = 1;
+    if (reversed()) std::reverse(c.turns.begin(), c.turns.end());
+}
+
+// To the end, or to where all wait for the kernel before.
+void run_cluster(Cluster& c) {
+    for (bool alive = true; alive;) {
+        bool moved = false;
+        alive = false;
+        for (Warp* w : c.turns)
+            if (w->live) {
+                running = w;
+                moved |= w->run();
+                alive |= w->live != 0;
+            }
+        if (moved || !alive) continue;
+        if (c.coming.empty() && c.held) return;
+        if (c.coming.empty()) {
+            for (Warp* w : c.turns)
+                if (w->live) say(*w, "everybody waits, warp %d here", w->rank);
+            _exit(9);
+        }
+        const auto copy = std::move(c.coming.front());
+        c.coming.pop_front();
+        copy();
+    }
+    for (auto& copy : c.coming) copy();
+    c.coming.clear();
+    for (Warp* w : c.turns) {
+        for (auto& store : w->stores) store();
+        w->stores.clear();
+    }
+}
+
+} // namespace
+
+std::shared_ptr<EmulatedLaunch> emulated_launch(const char* ptx, const char* name, dim3 grid, dim3 threads,
+                                                size_t dynamic, long cluster, std::shared_ptr<char> parameters) {
     const Kernel& k = module_of(ptx).kernel(name);
+    return std::shared_ptr<EmulatedLaunch>(
+        new EmulatedLaunch{k, grid, threads, dynamic, (u64)cluster, std::move(parameters), {}});
+}
+
+void emulate_beginning(EmulatedLaunch* launch, const EmulatedLaunch& before) {
+    constexpr size_t MOST_BYTES = (size_t)1 << 30; // of all registers, which are kept until the rest is run
+    const auto lets_in = [](const Ins& i) { return i.text == "griddepcontrol.launch_dependents"; };
+    if (!std::any_of(before.kernel.code.begin(), before.kernel.code.end(), lets_in)) return;
+    const u64 warps = ((u64)launch->threads.x * launch->threads.y * launch->threads.z + 31) / 32;
+    if (launch->blocks() * warps * launch->kernel.register_bytes > MOST_BYTES) return;
+    for (u64 done = 0; done < launch->blocks(); done += launch->cluster) {
+        auto& c = launch->begun[launch->first(done)];
+        c = std::make_unique<Cluster>();
+        begin_cluster(*launch, *c, launch->first(done));
+        c->held = true;
+        run_cluster(*c);
+        for (Warp* w : c->turns)
+            for (auto& copies : w->copies)
+                for (AsyncCopy& copy : copies) copy.read();
+    }
+    running = nullptr;
+}
+
+void emulate(EmulatedLaunch* launch) {
     signal(SIGSEGV, tell_where), signal(SIGBUS, tell_where);
     mallopt(M_MMAP_THRESHOLD, 1 << 30), mallopt(M_TRIM_THRESHOLD, 1 << 30); // registers are megabytes: keep them
-    Cluster c;
-    for (long r = 0; r < cluster; r++) c.blocks.push_back(std::make_unique<Block>());
-    const u64 blocks = (u64)grid.x * grid.y * grid.z;
-    for (u64 done = 0; done < blocks; done += (u64)cluster) {
-        const u64 first = reversed() ? blocks - (u64)cluster - done : done;
-        for (long r = 0; r < cluster; r++) {
-            c.blocks[r]->cluster = &c;
-            begin_block(k, *c.blocks[r], grid, threads, dynamic, parameters, first + (u64)r);
+    Cluster fresh;
+    for (u64 done = 0; done < launch->blocks(); done += launch->cluster) {
+        const u64 first = launch->first(done);
+        const auto begun = launch->begun.find(first);
+        if (begun == launch->begun.end()) {
+            begin_cluster(*launch, fresh, first);
+            run_cluster(fresh);
+        } else {
+            begun->second->held = false;
+            run_cluster(*begun->second);
+            launch->begun.erase(begun);
         }
-        c.arrived = 0;
-        std::vector<Warp*> warps;
-        for (auto& b : c.blocks)
-            for (auto& w : b->warps) w->number = (u32)warps.size(), warps.push_back(w.get());
-        c.warps = c.mbarriers = (u32)warps.size();
-        for (auto& b : c.blocks) b->first_products = std::exchange(c.mbarriers, c.mbarriers + (u32)b->warps.size());
-        c.clock.assign(c.counts(), 0), c.ended.assign(c.counts(), 0);
-        for (Warp* w : warps) w->clock.assign(c.counts(), 0), w->clock[w->number] = 1;
-        if (reversed()) std::reverse(warps.begin(), warps.end());
-        for (bool alive = true; alive;) {
-            bool moved = false;
-            alive = false;
-            for (Warp* w : warps)
-                if (w->live) {
-                    running = w;
-                    moved |= w->run();
-                    alive |= w->live != 0;
-                }
-            if (!moved && alive) {
-                if (c.coming.empty())
-                    for (Warp* w : warps)
-                        if (w->live) say(*w, "everybody waits, warp %d here", w->rank);
-                if (c.coming.empty()) _exit(9);
-                const auto copy = std::move(c.coming.front());
-                c.coming.pop_front();
-                copy();
-            }
-        }
-        for (auto& copy : c.coming) copy();
-        c.coming.clear();
-        for (Warp* w : warps)
-            for (auto& s : w->stores) s();
     }
     running = nullptr;
 }

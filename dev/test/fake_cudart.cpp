@@ -7,6 +7,8 @@
 // tells, for each kernel in the code that this GPU runs, the registers of a thread and the static shared memory (what ptxas -v says). Limits that all GPUs share
 // are constants below: CUDA C++ Programming Guide, "Compute Capabilities".
 //
+// With FAKE_FORGET=3 the third cudaStreamWaitEvent is not heard: what a program that forgot it would do.
+//
 // What was chosen can be read in the file that FAKE_LAUNCHES names, if any: a line for each launch, tensor map and allocation.
 //
 // Linked with emulator.cpp, to a binary that holds its code as PTX, it runs the kernels as well.
@@ -20,6 +22,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -70,6 +73,8 @@ constexpr long MAX_THREADS = 1024, REGISTERS = 65536, SHARED_UNASKED = 48 * 1024
                MAX_CLUSTER = 8;
 
 #pragma weak emulate
+#pragma weak emulate_beginning
+#pragma weak emulated_launch
 #pragma weak emulated_parameters
 #pragma weak emulated_tensor_map
 
@@ -85,7 +90,7 @@ std::map<const void*, Kernel>& kernels() {
     return k;
 }
 
-long launches = 0;
+long launches = 0, waits = 0; // waits: of a stream for an event
 std::set<const Kernel*> launched;
 std::set<std::string> told;
 int current = 0; // cudaSetDevice
@@ -127,23 +132,114 @@ long clusters_at_once(const Kernel& k, long cluster, long threads, long shared) 
     return gpu()["multiprocessors"] / group * (group * blocks_at_once(k, threads, shared) / cluster);
 }
 
-// What a stream is told to do: at once, or, while a graph is captured, whenever the graph is launched. (A graph's streams wait for each other only as its order says.)
-std::vector<std::function<void()>>* capture = nullptr;
-void act(std::function<void()> f) { capture ? capture->push_back(std::move(f)) : f(); }
+// What streams are told to do happens at once or, with FAKE_LATE, as late as CUDA allows: when somebody waits for it. FAKE_LATE=others: other streams' work comes after
+// all of the main one's that does not wait for it; FAKE_LATE=main: the other way round. And a kernel that may overlap the one before it begins even before that one.
+// Who does not wait for what he needs computes other bits then.
+const char* late() {
+    static const char* const which = getenv("FAKE_LATE");
+    return which;
+}
+struct Moment { // in a stream
+    cudaStream_t stream;
+    long number; // of what was asked for until then
+};
+struct Work { // one of these
+    cudaStream_t stream = nullptr;
+    std::function<void()> run = nullptr;
+    std::function<std::shared_ptr<EmulatedLaunch>()> kernel = nullptr;
+    cudaEvent_t record = nullptr, wait = nullptr;
 
-void run_kernel(const Kernel& k, dim3 grid, dim3 block, size_t dynamic, long cluster, void** arguments) {
+    bool early = false;                              // of a kernel: it may overlap the one before it
+    std::shared_ptr<EmulatedLaunch> begun = nullptr; // and has done so
+    Moment until{};                                  // of a wait
+};
+class Streams {
+    struct Queue {
+        std::deque<Work> work;
+        long done = 0;
+        long asked() const { return done + (long)work.size(); }
+    };
+    std::map<cudaStream_t, Queue> queues;
+    std::map<cudaEvent_t, Moment> events;
+
+    void do_next(Queue& q) {
+        const Work w = std::move(q.work.front());
+        q.work.pop_front();
+        q.done++;
+        if (w.wait) return finish(w.until);
+        if (w.run) return w.run();
+        const auto launch = w.begun ? w.begun : w.kernel();
+        if (!q.work.empty() && q.work.front().early) {
+            q.work.front().begun = q.work.front().kernel();
+            emulate_beginning(q.work.front().begun.get(), *launch);
+        }
+        emulate(launch.get());
+    }
+
+  public:
+    void add(Work w) {
+        Queue& q = queues[w.stream];
+        const auto event = events.find(w.wait);
+        if (w.record) return (void)(events[w.record] = {w.stream, q.asked()});
+        if (w.wait && event == events.end()) return; // nothing has been recorded
+        if (w.wait) w.until = event->second;
+        q.work.push_back(std::move(w));
+        if (!late()) do_next(q);
+    }
+    void finish(const Moment& m) {
+        for (Queue& q = queues[m.stream]; q.done < m.number;) do_next(q);
+    }
+    void finish(cudaStream_t s) {
+        for (auto& [other, q] : queues)
+            if (late() && !strcmp(late(), "main") && other != s) finish(Moment{other, q.asked()});
+        finish(Moment{s, queues[s].asked()});
+    }
+    void finish(cudaEvent_t e) {
+        if (events.count(e)) finish(events[e]);
+    }
+    bool finish() { // all; false: there was nothing
+        bool any = false;
+        for (auto& [stream, q] : queues) any |= !q.work.empty(), finish(stream);
+        return any;
+    }
+} device;
+
+std::map<cudaEvent_t, Moment> recorded;                      // of all records
+std::map<std::pair<cudaStream_t, cudaStream_t>, long> heard; // the latest of a stream that another one has waited for
+
+struct Captured { // a graph
+    cudaStream_t stream;
+    std::vector<Work> work;
+};
+std::shared_ptr<Captured> capture; // under way
+
+void act(Work w) { capture ? capture->work.push_back(std::move(w)) : device.add(std::move(w)); }
+
+void launch_graph(const Captured& graph) {
+    Streams streams;
+    for (const Work& w : graph.work) streams.add(w);
+    streams.finish(graph.stream);
+    if (streams.finish()) fprintf(stderr, "fake GPU: graph: nobody waits for some of its work\n");
+}
+
+void run_kernel(const Kernel& k, dim3 grid, dim3 block, size_t dynamic, long cluster, void** arguments,
+                cudaStream_t stream, bool early) {
     EmulatedParameter parameters[64];
     const int n = emulated_parameters(k.ptx, k.mangled.c_str(), parameters, 64);
     const size_t bytes = n ? parameters[n - 1].at + parameters[n - 1].bytes : 0;
     const std::shared_ptr<char> copy((char*)aligned_alloc(64, bytes / 64 * 64 + 64), free); // tensor maps ask for 64
     for (int p = 0; p < n; p++) memcpy(copy.get() + parameters[p].at, arguments[p], parameters[p].bytes);
-    act([=, &k] { emulate(k.ptx, k.mangled.c_str(), grid, block, dynamic, cluster, copy.get()); });
+    const auto kernel = [=, &k] {
+        return emulated_launch(k.ptx, k.mangled.c_str(), grid, block, dynamic, cluster, copy);
+    };
+    act({.stream = stream, .kernel = kernel, .early = early});
 }
 
-cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dynamic, long cluster, void** arguments) {
+cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dynamic, long cluster, void** arguments,
+                         cudaStream_t stream, bool early = false) {
     const Kernel& k = kernels()[function];
     const bool naive = k.name.find("_v0") != std::string::npos || k.name.find("_v1") != std::string::npos;
-    if (emulate && !(naive && grid.x > 32)) run_kernel(k, grid, block, dynamic, cluster, arguments);
+    if (emulate && !(naive && grid.x > 32)) run_kernel(k, grid, block, dynamic, cluster, arguments, stream, early);
     const long threads = (long)block.x * block.y * block.z, shared = k.shared + (long)dynamic,
                largest = gpu()["block_shared"];
     const long registers = round_up(round_up(threads, 32) / 32, 4) * round_up(32 * k.registers, 256);
@@ -174,17 +270,22 @@ cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dyn
     return cudaSuccess;
 }
 
+bool is_early(const cudaLaunchConfig_t* config) {
+    bool early = false;
+    for (unsigned i = 0; i < config->numAttrs; i++)
+        early |= config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization;
+    return early;
+}
+
 // A kernel that loads weights before it waits for the kernel before it may not overlap one that writes weights.
 void check_overlap(const cudaLaunchConfig_t* config, const void* function) {
     static std::map<cudaStream_t, std::string> before;
     const std::string &name = kernels()[function].name, previous = std::exchange(before[config->stream], name);
-    bool overlaps = false, early = false, writer = false;
-    for (unsigned i = 0; i < config->numAttrs; i++)
-        overlaps |= config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization;
+    bool early = false, writer = false;
     for (const char* reader : {"conv_tiles_kernel", "conv_small_kernel", "linear_forward_kernel"})
         early |= name.find(reader) == 0;
     for (const char* one : {"conv_few_rows", "adamw_kernel", "cast_params"}) writer |= previous.find(one) == 0;
-    if (overlaps && early && writer)
+    if (is_early(config) && early && writer)
         complain(kernels()[function], "overlap", "loads weights while %s may still write them", previous.c_str());
 }
 
@@ -220,10 +321,9 @@ cudaError_t take_memory(void* p) {
 constexpr size_t LARGE = 1 << 20;
 bool wanted(size_t bytes) { return emulate || bytes < LARGE; }
 
-// Streams, events and graphs are names only.
+// Streams and events are names only.
 template <class T> cudaError_t give_name(T* handle) {
-    static char next[1];
-    *handle = (T)next;
+    *handle = (T) new char;
     return cudaSuccess;
 }
 
@@ -305,16 +405,17 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
     return cudaSuccess;
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
-                               cudaStream_t) {
-    return check_launch((const void*)kernel, grid, block, shared, 1, arguments);
+                               cudaStream_t stream) {
+    return check_launch((const void*)kernel, grid, block, shared, 1, arguments, stream);
 }
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
-                             cudaStream_t) { // before CUDA 13
-    return check_launch(function, grid, block, shared, 1, arguments);
+                             cudaStream_t stream) { // before CUDA 13
+    return check_launch(function, grid, block, shared, 1, arguments, stream);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void** arguments) {
     check_overlap(c, function);
-    return check_launch(function, c->gridDim, c->blockDim, c->dynamicSmemBytes, cluster_size(c), arguments);
+    return check_launch(function, c->gridDim, c->blockDim, c->dynamicSmemBytes, cluster_size(c), arguments, c->stream,
+                        is_early(c));
 }
 
 // ----- kernels
@@ -397,31 +498,45 @@ cudaError_t cudaMalloc(void** p, size_t bytes) {
     record("cudaMalloc %zu\n", bytes);
     return give_memory(p, bytes);
 }
-cudaError_t cudaFree(void* p) { return take_memory(p); }
+cudaError_t cudaFree(void* p) {
+    device.finish();
+    return take_memory(p);
+}
 cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return give_memory(p, bytes); }
 cudaError_t cudaFreeHost(void* p) { return take_memory(p); }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-    if (wanted(bytes)) act([=] { memcpy(to, from, bytes); });
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    if (wanted(bytes)) act({.stream = stream, .run = [=] { memcpy(to, from, bytes); }});
     return cudaSuccess;
 }
-cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
-    if (wanted(bytes)) act([=] { memset(p, value, bytes); });
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
+    if (wanted(bytes)) act({.stream = stream, .run = [=] { memset(p, value, bytes); }});
     return cudaSuccess;
 }
 
-// ----- streams, events, graphs: everything happens at once
+// ----- streams, events, graphs
 #define SUCCEEDS(function, ...) \
     cudaError_t function(__VA_ARGS__) { return cudaSuccess; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return give_name(s); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return give_name(s); }
-SUCCEEDS(cudaStreamSynchronize, cudaStream_t)
-SUCCEEDS(cudaStreamWaitEvent, cudaStream_t, cudaEvent_t, unsigned)
-cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
-    capture = new std::vector<std::function<void()>>;
+cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+    device.finish(s);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
+    static const char* const forget = getenv("FAKE_FORGET");
+    if (++waits != (forget ? atol(forget) : 0)) act({.stream = s, .wait = e});
+    const Moment& m = recorded[e];
+    const bool again = m.number <= heard[{s, m.stream}] || m.stream == s;
+    heard[{s, m.stream}] = std::max(heard[{s, m.stream}], m.number);
+    if (emulate) record("wait %ld%s\n", waits, again ? " again" : "");
+    return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+    capture = std::make_shared<Captured>(Captured{s, {}});
     return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* g) {
-    *g = (cudaGraph_t)std::exchange(capture, nullptr);
+    *g = (cudaGraph_t) new std::shared_ptr<Captured>(std::exchange(capture, nullptr));
     return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
@@ -431,9 +546,17 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return give_name(e); }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return give_name(e); }
 SUCCEEDS(cudaEventDestroy, cudaEvent_t)
-SUCCEEDS(cudaEventRecord, cudaEvent_t, cudaStream_t)
-SUCCEEDS(cudaEventRecordWithFlags, cudaEvent_t, cudaStream_t, unsigned)
-SUCCEEDS(cudaEventSynchronize, cudaEvent_t)
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
+    act({.stream = s, .record = e});
+    static long number = 0;
+    recorded[e] = {s, ++number};
+    return cudaSuccess;
+}
+SUCCEEDS(cudaEventRecordWithFlags, cudaEvent_t, cudaStream_t, unsigned) // dev/bench's clock
+cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    device.finish(e);
+    return cudaSuccess;
+}
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
     *ms = 1;
     return cudaSuccess;
@@ -446,12 +569,12 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* n) {
     *n = 1;
     return cudaSuccess;
 }
-cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) {
-    for (auto& f : *(std::vector<std::function<void()>>*)e) f();
+cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
+    act({.stream = s, .run = [graph = *(std::shared_ptr<Captured>*)e] { launch_graph(*graph); }});
     return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
-    delete (std::vector<std::function<void()>>*)e;
+    delete (std::shared_ptr<Captured>*)e;
     return cudaSuccess;
 }
 SUCCEEDS(cudaGraphDestroy, cudaGraph_t)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, binary_path, checkpoints, data_bytes, environment, flags, make_images, model_name
+from conftest import ROOT, TINY, binary_path, checkpoints, data_bytes, environment, flags, make_images, model_name, read_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="failing_calls.cpp catches calls of Linux")
 
@@ -138,13 +138,15 @@ class Laboratory:
         saved = checkpoints(out)
         if failure.scenario == "resume" and not saved:
             wrong.append("the checkpoint is gone")
-        for step in saved:
-            if (out / model_name(step)).read_bytes() != self.models[step]:
+        for step in saved:  # a run whose data can't be read saves where it is, too
+            right = self.models.get(step)
+            same = (out / model_name(step)).read_bytes() == right if right else read_checkpoint(out / model_name(step)).step == step
+            if not same:
                 wrong.append(f"the checkpoint of step {step} is another one")
         if saved and whole_rows(out)[: saved[-1]] != self.log[: saved[-1]]:
             wrong.append("rows of the log are lost")
         left = sorted(p.name for p in cwd.rglob("*.tmp*") if "tmp12345" not in p.name)
-        if left and failure.call != "unlink":
+        if left and failure.call not in ("unlink", "malloc"):  # without memory a run ends at once, as if it were killed
             wrong.append(f"left over: {left}")
 
     def check_said(self, failure: Failure, cwd: Path) -> None:

@@ -77,6 +77,24 @@ def test_repeats_are_bit_identical(data: Path, tmp_path: Path, precision: str) -
 
 
 @needs_gpu
+@pytest.mark.parametrize("without", ["", "early", "beside", "graphs", "early,beside,graphs"])
+def test_what_makes_it_fast_changes_no_bit(tmp_path: Path, without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """unet64, whose launches overlap, whose weight gradients are computed beside the rest, and whose steps are graphs: without each of them the same 40
+    steps, in which every launch meets its neighbours often. A kernel that reads what another one has not written yet shows here as other bits."""
+    words = flags("--preset unet64 --data_file", ROOT / "data" / "emoji64.bin", "--max_steps 40 --log_interval 100 --sample_interval 40")
+    words = flags(words, "--timestep_respacing 5 --warmup_steps 1")
+
+    def bench(folder: Path, without: str) -> list[bytes]:
+        monkeypatch.setenv("BENCH_WITHOUT", without)
+        command = [ROOT / "dev" / "bench_cuda", *words, "--output_dir", folder]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return [(folder / name).read_bytes() for name in ("model_0000040.bin", "samples_0000040.png")]
+
+    assert bench(tmp_path / "with", "") == bench(tmp_path / "without", without)
+
+
+@needs_gpu
 def test_a_checkpoint_moves(data: Path, tmp_path: Path) -> None:
     """20 steps on the CPU = 10 there and 10 on the GPU, and the other way round."""
     words = [*RUN, *STRIDED, "--data_file", data, "--batch_size", 4]

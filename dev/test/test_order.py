@@ -1,0 +1,96 @@
+"""The same bits in whatever order a GPU works: a short run of the GPU build, whose kernels emulator.cpp runs, with and without what makes it fast.
+
+fake_cudart.cpp does what the streams are told either at once or, with FAKE_LATE, as late as CUDA allows, and lets kernels begin as early as CUDA allows. Who does
+not wait for what he needs has other bits then. make -C dev BUILD=emulated builds the binary; make test does so where there is nvcc and no GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY_RUN, data_bytes, environment, flags, make_images, model_name
+
+BINARY = ROOT / "dev/bench_emulated"
+pytestmark = pytest.mark.skipif(not BINARY.is_file(), reason="needs make -C dev BUILD=emulated, and nvcc for that")
+
+GPUS = {"A100": (80, 108, 164), "H200": (90, 132, 228)}
+# Two levels, so that there are skips, a strided convolution and an upsampled one; attention; microbatches, whose gradients are added; three steps, of
+# which two are graphs and the third is a graph again; a picture.
+MODEL = flags("--num_channels 32 --channel_mult 1,2 --num_res_blocks 1 --attention_resolutions 4 --num_head_channels 32")
+RUN = flags(TINY_RUN, MODEL, "--data_file small.bin --max_steps 3 --microbatch 2 --dropout 0.1 --class_cond True --num_samples 2 --sample_interval 3")
+RUN = flags(RUN, "--timestep_respacing 2 --sampler ddim --output_dir out")
+WAYS = {  # after the GPU and the precision; fp32 is the same on both GPUs but for what overlaps
+    "others late": ("H200", "bf16", {"FAKE_LATE": "others"}),
+    "main late": ("H200", "bf16", {"FAKE_LATE": "main"}),
+    "main late, the last block first": ("H200", "bf16", {"FAKE_LATE": "main", "EMULATE_REVERSED": "1"}),
+    "no early launches": ("H200", "bf16", {"BENCH_WITHOUT": "early"}),
+    "no side stream": ("H200", "bf16", {"BENCH_WITHOUT": "beside"}),
+    "a gradient at a time": ("H200", "bf16", {"BENCH_WITHOUT": "batches"}),  # none of so small a model is summed in parts
+    "no graphs": ("H200", "bf16", {"BENCH_WITHOUT": "graphs", "FAKE_LATE": "others"}),
+    "fp32, others late": ("H200", "fp32", {"FAKE_LATE": "others"}),
+    "fp32, main late": ("H200", "fp32", {"FAKE_LATE": "main"}),
+    "A100, others late": ("A100", "bf16", {"FAKE_LATE": "others"}),
+    "A100, main late": ("A100", "bf16", {"FAKE_LATE": "main"}),
+}
+
+
+def describe(folder: Path, gpu: str) -> None:
+    """What FAKE_GPU names."""
+    capability, multiprocessors, kb = GPUS[gpu]
+    words = f"capability {capability} code {capability} multiprocessors {multiprocessors} shared {kb << 10} block_shared {(kb - 1) << 10}"
+    (folder / "gpu.txt").write_text(words)
+
+
+def start(folder: Path, gpu: str, precision: str, binary: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
+    folder.mkdir()
+    describe(folder, gpu)
+    (folder / "small.bin").write_bytes(data_bytes(make_images(8, 3), np.arange(8) % 3, 3))
+    known = environment() | {"FAKE_GPU": "gpu.txt"} | variables
+    return subprocess.run([binary or BINARY, *RUN, "--precision", precision], cwd=folder, env=known, capture_output=True, text=True, timeout=900)
+
+
+def train(folder: Path, gpu: str, precision: str, **variables: str) -> tuple[bytes, bytes]:
+    """The last checkpoint and the picture."""
+    done = start(folder, gpu, precision, **variables)
+    assert done.returncode == 0 and re.fullmatch(r"fake GPU 0: .*\n", done.stderr), done.stdout[-1000:] + done.stderr[-2000:]
+    return results(folder)
+
+
+def results(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / "out" / model_name(3)).read_bytes(), (folder / "out/samples_0000003.png").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[bytes, bytes]]:
+    """usual(gpu, precision): the results when everything is on and happens at once."""
+
+    @functools.cache
+    def usual(gpu: str, precision: str) -> tuple[bytes, bytes]:
+        return train(tmp_path_factory.mktemp("usual") / "run", gpu, precision)
+
+    return usual
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_bits(way: str, usual: Callable, tmp_path: Path) -> None:
+    gpu, precision, variables = WAYS[way]
+    assert train(tmp_path / "run", gpu, precision, **variables) == usual(gpu, precision)
+
+
+def is_noticed(done: subprocess.CompletedProcess, folder: Path, right: tuple[bytes, bytes]) -> bool:
+    return done.returncode != 0 or results(folder) != right
+
+
+def test_kernels_that_do_not_wait_are_noticed(usual: Callable, tmp_path: Path) -> None:
+    """Kernels that begin early and read what the one before writes."""
+    program, text = tmp_path / "bench", BINARY.read_bytes()
+    right, wrong = b"griddepcontrol.wait;", b"griddepcontrol.none;"
+    assert right in text and len(right) == len(wrong)
+    program.write_bytes(text.replace(right, wrong))
+    program.chmod(0o755)
+    assert is_noticed(start(tmp_path / "run", "H200", "bf16", program, FAKE_LATE="others"), tmp_path / "run", usual("H200", "bf16"))
