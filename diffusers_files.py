@@ -269,7 +269,7 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
             (folder / name).write_text(json.dumps(values, indent=2) + "\n")
         safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata)
 
-    model_files.write_folder(path, UNET, make)
+    model_files.write_folder(path, (UNET, WEIGHTS, SCHEDULER, INDEX), make)
     told = f"{path}: the model of {source} for diffusers"
     by_hand = f"by UNet2DModel.from_pretrained('{path}', subfolder='unet') and {scheduler['_class_name']}'s"
     if config.objective != "ddpm":

@@ -279,7 +279,7 @@ def coreml_model(file: ModelFile, config: Config) -> Any:
 
 
 def save_coreml(model: Any, path: str) -> None:
-    model_files.write_folder(path, "Manifest.json", lambda folder: model.save(str(folder)))
+    model_files.write_folder(path, ("Manifest.json", "Data/"), lambda folder: model.save(str(folder)))
 
 
 # ======================================================================================================================

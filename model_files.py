@@ -127,21 +127,38 @@ def atomic_write(path: str, chunks: Iterable[Any]) -> None:
         raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
 
 
-def write_folder(path: str, mark: str, make: Callable[[Path], None]) -> None:
-    """make(a path beside it) makes a folder, which appears whole or not at all. One that is there is replaced if it holds the file `mark`, as such
-    folders do, or nothing."""
+def write_folder(path: str, own: tuple[str, ...], make: Callable[[Path], None]) -> None:
+    """make(a path beside it) makes a folder, which appears whole or not at all. own: the files and the folders/ that such folders have, the first being
+    in all. One that is there is replaced if it is empty, or has that first file and nothing but its own."""
     target = Path(path)
-    if os.path.lexists(target) and not (target / mark).is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{path}: is there and holds no {mark}; choose another name")
+    if os.path.lexists(target):
+        check_replaceable(target, own)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            new = Path(folder, "new" + target.suffix)
+            new, old = Path(folder, "new" + target.suffix), Path(folder, "old")
             make(new)
             if target.exists():
-                target.rename(Path(folder, "old"))
-            new.rename(target)
+                target.rename(old)
+            try:
+                new.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
     except OSError as e:
         raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
+
+
+def check_replaceable(target: Path, own: tuple[str, ...]) -> None:
+    """UserError if a folder that is to be replaced holds what would be lost."""
+    if not target.is_dir() or (any(target.iterdir()) and not (target / own[0]).is_file()):
+        raise UserError(f"{target}: is there and holds no {own[0]}; choose another name")
+    for file in sorted(target.rglob("*")):
+        name = file.relative_to(target).as_posix()
+        above = file.is_dir() and not file.is_symlink() and any(known.startswith(f"{name}/") for known in own)
+        inside = any(known.endswith("/") and name.startswith(known) for known in own)
+        if not (name in own or above or inside):
+            raise UserError(f"{target}: holds {name}, too, which would be lost; choose another name, or move that away")
 
 
 # ======================================================================================================================

@@ -233,6 +233,21 @@ def test_folders_that_can_not_be_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.bin", "mine"]
 
 
+@pytest.mark.parametrize("theirs", ["vae/config.json", "notes.txt", "unet/notes.txt", "unet/diffusion_pytorch_model.fp16.safetensors", "empty/"])
+def test_what_else_a_folder_holds_is_kept(tmp_path: Path, theirs: str) -> None:
+    """A pipeline's other parts, and what somebody has put there. A folder of ours alone is replaced."""
+    make_model(tmp_path / "m.bin")
+    convert(tmp_path / "m.bin", f"{tmp_path}/pipe/")
+    convert(tmp_path / "m.bin", f"{tmp_path}/pipe/")
+    other = tmp_path / "pipe" / theirs
+    other.parent.mkdir(exist_ok=True)
+    other.mkdir() if theirs.endswith("/") else other.write_text("mine")
+    before = sorted((path, path.is_file() and path.read_bytes()) for path in (tmp_path / "pipe").rglob("*"))
+    told = refused(tmp_path / "m.bin", f"{tmp_path}/pipe/")
+    assert f"pipe: holds {theirs.split('/')[0]}" in told and "would be lost" in told
+    assert sorted((path, path.is_file() and path.read_bytes()) for path in (tmp_path / "pipe").rglob("*")) == before
+
+
 def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
