@@ -482,10 +482,14 @@ template <class T> static Everywhere<T> everywhere(T* p) {
         if (r != world.rank) all.at[all.ranks++] = (T*)at_rank(p, r);
     return all;
 }
-// Between hosts; each waits for all ranks, or for rank 0 to broadcast. any_rank: the largest one; is it true anywhere?
-static std::string broadcast_host(const std::string& mine); // rank 0's
-static int any_rank(int mine);
-[[noreturn]] static void end_ranks(const std::string& why); // all of them, for an error of this one
+// Between hosts. All ranks come to the same places, which have names, in the same order; ranks that don't are found, and
+// the run ends with a sentence instead of waiting for ever. come_to: each stands before what all ranks must do together.
+// The others come to a place themselves; each waits for all ranks, or for rank 0 to broadcast.
+static void come_to(const char* place);
+static std::string broadcast_host(const char* place, const std::string& mine); // rank 0's
+static int any_rank(const char* place, int mine);                              // the largest; is it true anywhere?
+static void must_agree(const char* place, const std::string& lines);           // who differs from rank 0 says in what
+[[noreturn]] static void end_ranks(const std::string& why);                    // all of them, for an error of this one
 // At the start: who the ranks are, by their launcher; --num_gpus's own (lost when silent for patience seconds).
 static void find_ranks();
 static void take_num_gpus(const std::string& value, int patience, char** argv);
@@ -2193,6 +2197,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         show_status(text("sampling: %.0f %%, %s left", 100 * done / n, left.c_str()));
     };
     for (int i = 0; i < n; i += most * N) {
+        come_to("a batch of samples");
         const int first = i + most * world.rank, B = std::min(most, n - first);
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
         if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
@@ -2685,6 +2690,7 @@ static void update_slice(Trainer* tr) {
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
+    come_to("gathering weights, averages or moments");
     gather(flat, array == flat ? nullptr : array, PIECE * sizeof(float), tr.own, tr.own.n);
     return flat;
 }
@@ -2694,6 +2700,7 @@ static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     const int B = c.batch_size, T = c.diffusion_steps;
     Upload* batch = &tr->batch[step % 2];
+    come_to("a training step");
     if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
@@ -2722,6 +2729,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     Objective objective = tr->objective;
     objective.weights = nullptr;
     for (int i = 0; i < count; i += N * most) { // a batch for each rank
+        come_to("a batch of validation");
         const int first = world.rank * most, B = std::min(most, count - i - first);
         if (B > 0) {
             if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
@@ -3065,7 +3073,8 @@ static void collect_steps(Run* run, bool validate, bool show) {
 
 // Whether a signal ends the run; several ranks agree on it, after the same step.
 static bool is_stopped(Run* run) {
-    if (run->issued % STEPS_AGREED == 0 || world.size == 1) run->stop = any_rank(stop_signal);
+    if (run->issued % STEPS_AGREED == 0 || world.size == 1)
+        run->stop = any_rank("the question whether to stop", stop_signal);
     return run->stop;
 }
 
@@ -3145,7 +3154,8 @@ static int train(const Config& c, const Dataset& data, const std::string& resume
                run.seconds / (double)(s.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
         const int keep = c.keep_checkpoints;
         const bool spare = !world.rank && keep && (int)list_files(c.output_dir).size() > keep;
-        if (any_rank(spare) && train_step(&run.trainer, run.issued)) { // only to see whether the last one is good
+        if (any_rank("the question whether a checkpoint is to spare", spare) &&
+            train_step(&run.trainer, run.issued)) { // only to see whether the last one is good
             copy_to_host(&run.state, run.trainer.records + run.issued % RECORDS, sizeof run.state);
             if (s.ok) prove_checkpoint(&run);
         }
@@ -3357,8 +3367,60 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
             c.data_file.c_str(), m.path.c_str());
 }
 
-// The same program, data, weights and flags at all ranks, or the run ends. Section 20.
-static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start);
+// What a file holds, as a checksum. Our own data and model files carry one of all they hold in their first 1024 bytes,
+// and that is verified when they are read; unet.cu's carry none. So up to 64 MiB of any file are read here: all of it
+// or, of a larger one, 256 blocks at equal distances, the first one and the last among them. That takes a second at
+// most, and finds other images or weights, and files that were cut. A large file of unet.cu's that differs in a few
+// images only may be missed.
+static uint32_t sample_checksum(const InputFile& file) {
+    constexpr size_t BLOCKS = 256, BLOCK = 256 << 10;
+    if (file.size <= BLOCKS * BLOCK) return file.crc(0, 0);
+    std::vector<uint8_t> block(BLOCK);
+    uint32_t crc = 0;
+    for (size_t k = 0; k < BLOCKS; k++) {
+        file.read(block.data(), BLOCK, (file.size - BLOCK) / (BLOCKS - 1) * k);
+        crc = crc32(crc, block.data(), BLOCK);
+    }
+    file.read(block.data(), BLOCK, file.size - BLOCK);
+    return crc32(crc, block.data(), BLOCK);
+}
+
+// An input as ranks compare it: by what it holds, since its path may differ from machine to machine.
+static std::string describe_input(const std::string& name, const std::string& path) {
+    if (path.empty()) return "no " + name + "\n";
+    InputFile file;
+    file.open(path, "every rank reads it, at the same path unless its own command line names another");
+    const std::string told =
+        text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, sample_checksum(file));
+    close(file.file);
+    return told;
+}
+
+// The same program, inputs and flags at all ranks, or the run ends before anything is written: ranks that differ would
+// compute something else or wait for each other for ever.
+static void compare_ranks(const Config& c, const std::string& weights) {
+    if (world.size < 2) return;
+    std::ifstream self("/proc/self/exe", std::ios::binary);
+    const std::string program{std::istreambuf_iterator<char>(self), {}};
+    std::string mine = text("a program of checksum %08x\n", crc32(0, program.data(), program.size()));
+    const bool training = !c.sample;
+    mine += describe_input("file of weights (--init, --resume_checkpoint)", weights);
+    mine += describe_input("--data_file", training ? c.data_file : "");
+    mine += describe_input("--val_data_file", training ? c.val_data_file : "");
+    mine += describe_input("--start_from", c.start_from);
+    mine += describe_input("--inpaint", c.inpaint);
+    mine += describe_input("--mask", c.mask);
+    const std::set<std::string> inputs = {"init", "data_file", "val_data_file", "start_from", "inpaint", "mask"};
+    const std::set<std::string> own = {"device", "output", "output_dir"}; // rank 0's count, or each machine's
+    for (const Flag& f : FLAGS) {
+        if (inputs.contains(f.name) || own.contains(f.name)) continue;
+        std::string value = flag_value(c, f);
+        const bool names_file = !value.empty() && value != "latest" && value != "auto";
+        if (f.name == std::string("resume_checkpoint") && names_file) value = "FILE";
+        mine += text("--%s %s\n", f.name, value.c_str());
+    }
+    must_agree("the comparison of flags and files", mine);
+}
 
 // Result: the exit code.
 static int run_program(int argc, char** argv) {
@@ -3371,7 +3433,7 @@ static int run_program(int argc, char** argv) {
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (!c.sample && !world.rank) lock_folder(c.output_dir, false);
-    const std::string resume = broadcast_host(world.rank ? "" : resume_path(c));
+    const std::string resume = broadcast_host("the choice of a checkpoint", world.rank ? "" : resume_path(c));
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
     Dataset data;
@@ -3386,11 +3448,11 @@ static int run_program(int argc, char** argv) {
         c.timestep_respacing = "";
     const std::string where = model.size ? model.path + ": " : "";
     start_device(c.precision, c.device);
-    join_devices(c.exchange == "auto");
     if (c.sample) {
         if (!model.size) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
-        compare_ranks(c, data, model);
+        compare_ranks(c, model.path);
+        join_devices(c.exchange == "auto");
         sample_and_stop(c, model);
         return 0;
     }
@@ -3398,7 +3460,8 @@ static int run_program(int argc, char** argv) {
     if (!data.size) data = open_dataset(c.data_file);
     take_data_shape(&c, data, where);
     if (!resume.empty()) check_resume(c, model, data);
-    compare_ranks(c, data, model);
+    compare_ranks(c, model.path);
+    join_devices(c.exchange == "auto");
     return train(c, data, resume, model);
 }
 
@@ -9279,9 +9342,20 @@ static void reserve(const Workspace& most, bool training) {
 
 // =====================================================================================================================
 // 20. Ranks: who they are, what their hosts tell each other
-// Gradients and weights go from device to device (section 21). Beside that the hosts have lines of their own, TCP from
-// each to rank 0, for small decisions, errors and signs of life, on which a thread keeps watch: neither MPI nor NCCL
-// notices every process that is gone, and a GPU would wait for the memory of a dead neighbour for ever.
+// A run on several GPUs is several processes, its ranks. Here they learn who they are (find_ranks), meet (join_ranks),
+// and see to it that all are still there and do the same (keep_watch). Gradients and weights are not sent here: they go
+// from device to device, in section 21.
+//
+// Each rank has a TCP connection to rank 0, its line. Over it they send notes: small decisions, errors, signs of life.
+// In every process one thread, the watch, reads all notes, whatever the main thread does meanwhile. That is needed
+// because the main thread may wait inside MPI, inside NCCL or for a kernel, and none of these notices every neighbour
+// that is gone: without a watch it would wait for ever.
+//
+// A run is lost in three ways, and each has its sign:
+// - A process has ended: its line ends.
+// - A process stands still, or its machine is gone: it sends no sign of life for --rank_timeout seconds.
+// - A process does something else than the others, and so waits for what they never do: it comes to another place.
+//   Places have names (come_to), and all ranks must come to the same ones in the same order. Rank 0 compares them.
 
 // What to build or install for more than one rank; null: nothing.
 const char* const RANKS_NEED =
@@ -9293,16 +9367,28 @@ const char* const RANKS_NEED =
 #else
     "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
 #endif
+// Of section 21.
 static std::string device_trouble(); // what went wrong between devices; empty: nothing
+static void leave_devices();         // at the end of the program
 
-// GONE: none will come any more; PART: of gather_host; ERROR: to be said; LEAVE: it was said; DONE: at the end.
-enum NoteKind : uint32_t { GONE, ALIVE, HELLO, WELCOME, PART, ERROR, LEAVE, DONE };
-constexpr int JOIN_SECONDS = 60;
+enum NoteKind : uint32_t {
+    NO_NOTE, // the line has ended: nothing will come any more
+    ALIVE,   // once a second; it holds the places that the sender has come to since the last one
+    HELLO,   // the first note of a line: which rank it is
+    WELCOME, // rank 0's answer
+    PART,    // something for broadcast_host or gather_host: the place it is for, then the value
+    ERROR,   // to rank 0: say this, and end the run
+    LEAVE,   // from rank 0: the run ends, and why was said
+    DONE,    // a PART of the last place; from rank 0: all are done, and may go
+};
+constexpr int JOIN_SECONDS = 60;              // within which all ranks must have come
+constexpr const char* LAST_PLACE = "its end"; // of every rank
 
 struct Line { // to another rank
     int socket = -1;
-    double heard = now();           // when something came
-    std::deque<std::string> pieces; // that wait for gather_host
+    double heard = now();          // when a note last came
+    std::deque<std::string> parts; // that came, and wait for fetch
+    std::string places;            // where it has come to, as far as that is not compared yet; each ends in \n
 };
 
 struct Host {
@@ -9311,18 +9397,22 @@ struct Host {
 };
 
 static struct Ranks {
-    std::map<int, Line> lines; // by rank: rank 0's to all others, theirs to rank 0
-    std::vector<Host> hosts;
-    std::mutex sending, fetching;
-    std::condition_variable came;
-    std::atomic<int> patience = 20; // seconds of silence
-    std::atomic<bool> said = false; // why the run ends
-    std::atomic<bool> over = false; // all are done, and anyone may go
-}& ranks = *new Ranks;              // never destroyed: the thread needs it until the process ends
+    std::map<int, Line> lines;         // by rank: rank 0 has one to each, the others have one to rank 0
+    std::vector<Host> hosts;           // by rank
+    std::mutex sending;                // notes are sent one at a time
+    std::mutex receiving;              // guards all lines' parts
+    std::condition_variable part_came; // told of each new one
+    std::mutex walking;                // guards places
+    std::string places;                // where this rank has come to, as far as rank 0 has not been told or compared
+    std::atomic<int> patience = 20;    // --rank_timeout
+    std::atomic<bool> said = false;    // why the run ends
+    std::atomic<bool> over = false;    // all are done, and anyone may go
+}& ranks = *new Ranks;                 // never destroyed: the watch needs it until the process ends
 
 static std::string rank_name(int rank) {
-    const Host& h = ranks.hosts[rank];
-    return text("rank %d", rank) + (h.process ? text(" (process %d on %s)", h.process, h.name) : "");
+    const Host& host = ranks.hosts[rank];
+    const std::string process = host.process ? text(" (process %d on %s)", host.process, host.name) : "";
+    return text("rank %d", rank) + process;
 }
 
 // Where it fails, whoever reads notices.
@@ -9344,14 +9434,16 @@ static void post(NoteKind kind, const std::string& content = "") {
 
 static NoteKind receive(int socket, std::string* content) {
     uint32_t head[2];
-    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head || head[1] > 1 << 28) return GONE;
-    content->resize(head[1]);
-    const bool whole = !head[1] || recv(socket, content->data(), head[1], MSG_WAITALL) == (ssize_t)head[1];
-    return whole ? (NoteKind)head[0] : GONE;
+    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head) return NO_NOTE;
+    const size_t size = head[1];
+    if (size > 1 << 28) return NO_NOTE; // it is none of ours
+    content->resize(size);
+    if (size && recv(socket, content->data(), size, MSG_WAITALL) != (ssize_t)size) return NO_NOTE;
+    return (NoteKind)head[0];
 }
 
 [[noreturn]] static void say_and_leave(const std::string& why) {
-    while (ranks.said.exchange(true)) pause(); // another thread says something
+    while (ranks.said.exchange(true)) pause(); // another thread says something, and then ends the process
     fprintf(stderr, "train_unet: %s\n", why.c_str());
     post(LEAVE);
     _exit(1);
@@ -9359,7 +9451,10 @@ static NoteKind receive(int socket, std::string* content) {
 
 static void end_ranks(const std::string& why) {
     if (!world.rank) say_and_leave(why);
-    if (!ranks.lines.empty()) post(ERROR, why), sleep(10); // rank 0 says it, and tells this process to leave
+    if (!ranks.lines.empty()) {
+        post(ERROR, why);
+        sleep(10); // rank 0 says it, and tells this process to leave
+    }
     say_and_leave(rank_name(world.rank) + ": " + why);
 }
 
@@ -9367,85 +9462,223 @@ static void end_ranks(const std::string& why) {
 [[noreturn]] static void lose_rank(int lost, const std::string& how) {
     int speaker = world.rank ? 1 : 0;
     while (speaker < world.rank && strcmp(ranks.hosts[speaker].name, ranks.hosts[world.rank].name)) speaker++;
-    if (speaker != world.rank) sleep(3), _exit(1); // a launcher that sees one end may end the speaker before it spoke
+    if (speaker != world.rank) {
+        sleep(3); // a launcher that sees one process end may end the speaker before it has spoken
+        _exit(1);
+    }
     say_and_leave(rank_name(lost) + how +
                   ", so the run ends; --resume_checkpoint auto goes on from its latest checkpoint");
+}
+
+// Rank 0, or another rank itself: that rank does something else than rank 0.
+[[noreturn]] static void lose_the_way(int rank, const std::string& place, const std::string& place_of_0) {
+    const std::string why =
+        text("has come to %s, and rank 0 to %s; all ranks must do the same, with the same flags and "
+             "files",
+             place.c_str(), place_of_0.c_str());
+    if (world.rank) end_ranks(why);
+    say_and_leave(rank_name(rank) + ": " + why);
 }
 
 // A note from another rank. False: none will come any more.
 static bool take_note(int rank, Line* line) {
     std::string content;
     const NoteKind kind = receive(line->socket, &content);
-    if (kind == GONE) return false;
+    if (kind == NO_NOTE) return false;
     line->heard = now();
+    if (kind == ALIVE) line->places += content;
     if (kind == LEAVE) _exit(1);
-    if (kind == ERROR) usleep(300000), say_and_leave(rank_name(rank) + ": " + content); // rank 0 may find the same
-    if (kind != PART && kind != DONE) return true;
+    if (kind == ERROR) {
+        usleep(300000); // rank 0 may find the same mistake, and say it without another rank's name
+        say_and_leave(rank_name(rank) + ": " + content);
+    }
     if (kind == DONE && world.rank) ranks.over = true;
-    const std::lock_guard<std::mutex> turn(ranks.fetching);
-    line->pieces.push_back(std::move(content));
-    ranks.came.notify_one();
+    if (kind == PART || kind == DONE) {
+        const std::lock_guard<std::mutex> turn(ranks.receiving);
+        line->parts.push_back(std::move(content));
+        ranks.part_came.notify_one();
+    }
     return true;
 }
 
+// What the watch remembers from one look to the next.
+struct Watch {
+    double woke = now();
+    double continued = -INFINITY; // when this process went on, after it had been stopped as a whole (Ctrl-Z, then fg)
+    double told = 0;              // when it last told the others that this process is alive
+    double healthy = now();       // when there was last no trouble between devices
+    double moved = now();         // when the last of the ranks came to a place
+    bool noted = false;           // that some wait for others
+    std::string place;            // the latest one that all have come to
+};
+
+// Reads what has come, and misses who is gone.
+static void read_lines(const Watch& watch, const std::vector<struct pollfd>& sockets) {
+    for (size_t k = 0; auto& [rank, line] : ranks.lines) {
+        const bool came = sockets[k].revents != 0;
+        k++;
+        const bool ended = came && !take_note(rank, &line);
+        if (ended && watch.woke - watch.continued < 3)
+            sleep(3); // while this process was stopped the others missed it, and their launcher ends all
+        if (ended && !ranks.over) lose_rank(rank, " has ended");
+        if (ended) line.socket = -1;
+        if (watch.woke == watch.continued) line.heard = watch.woke;
+        const bool all_came = ranks.hosts[0].process; // until then rank 0 lets others in and has no watch
+        const int patience = ranks.patience + (all_came ? 0 : JOIN_SECONDS);
+        if (!ranks.over && watch.woke - line.heard > patience)
+            lose_rank(rank, text(" has been silent for %d s", patience));
+    }
+}
+
+// The name of a place, of which places[at] is a part.
+static std::string place_at(const std::string& places, size_t at) {
+    const size_t start = at ? places.rfind('\n', at - 1) + 1 : 0;
+    return places.substr(start, places.find('\n', start) - start);
+}
+
+// Rank 0, once in patience seconds: says for whom the others wait. They are alive and may only be slow: reading a large
+// file, or writing to a slow disk. So the run goes on.
+static void note_who_is_late(Watch* watch) {
+    if (watch->noted || watch->woke - watch->moved < ranks.patience) return;
+    std::string late = ranks.places.empty() ? rank_name(0) : "";
+    for (const auto& [rank, line] : ranks.lines) {
+        if (!line.places.empty()) continue;
+        if (watch->woke - line.heard > 3) return; // it will be missed soon
+        late += (late.empty() ? "" : ", ") + rank_name(rank);
+    }
+    watch->noted = true;
+    fprintf(stderr, "train_unet: the others have waited for %d s for %s since %s; it is alive, so they wait on\n",
+            (int)ranks.patience, late.c_str(), watch->place.empty() ? "the start" : watch->place.c_str());
+}
+
+// Rank 0: all ranks must have come to the same places, as far as each of them has got.
+static void compare_places(Watch* watch) {
+    const std::lock_guard<std::mutex> turn(ranks.walking);
+    std::string& own = ranks.places;
+    size_t common = own.size();
+    size_t farthest = own.size();
+    for (const auto& [rank, line] : ranks.lines) {
+        const size_t both = std::min(own.size(), line.places.size());
+        const auto differ = std::mismatch(own.begin(), own.begin() + both, line.places.begin());
+        const size_t at = differ.first - own.begin();
+        if (at < both) lose_the_way(rank, place_at(line.places, at), place_at(own, at));
+        common = std::min(common, line.places.size());
+        farthest = std::max(farthest, line.places.size());
+    }
+    if (common) {
+        watch->place = place_at(own, common - 1);
+        own.erase(0, common);
+        for (auto& [rank, line] : ranks.lines) line.places.erase(0, common);
+    }
+    const bool nobody_waits = common == farthest;
+    if (common || nobody_waits || watch->woke == watch->continued) {
+        watch->moved = watch->woke;
+        watch->noted = false;
+    }
+    if (!nobody_waits) note_who_is_late(watch);
+}
+
+// Once a second: a sign of life, and where this rank has come to.
+static void tell_others(Watch* watch) {
+    if (watch->woke - watch->told < 1) return;
+    watch->told = watch->woke;
+    if (!world.rank) return post(ALIVE); // it compares places itself
+    std::string places;
+    {
+        const std::lock_guard<std::mutex> turn(ranks.walking);
+        places.swap(ranks.places);
+    }
+    post(ALIVE, places);
+}
+
+// Trouble between devices ends the run after three seconds. If a rank has ended, that is the reason to be said, and it
+// is found earlier.
+static void report_device_trouble(Watch* watch) {
+    const std::string trouble = device_trouble();
+    if (trouble.empty()) watch->healthy = watch->woke;
+    if (watch->woke - watch->healthy < 3) return;
+    watch->healthy = watch->woke;
+    if (!world.rank) say_and_leave(trouble);
+    post(ERROR, trouble);
+}
+
+// The watch.
 static void keep_watch() {
     sigset_t all; // signals are for the main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
-    double woke = now(), told = 0, healthy = woke, continued = -INFINITY;
+    Watch watch;
     while (true) {
         std::vector<struct pollfd> sockets;
         for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
         poll(sockets.data(), sockets.size(), 500);
-        const double before = std::exchange(woke, now());
-        if (woke - before > 3) continued = woke; // it was this process that was stopped
-        for (size_t k = 0; auto& [rank, line] : ranks.lines) {
-            const bool ended = sockets[k++].revents && !take_note(rank, &line);
-            if (ended && woke - continued < 3) sleep(3); // they missed it, and their launcher ends all
-            if (ended && !ranks.over) lose_rank(rank, " has ended");
-            if (ended) line.socket = -1;
-            if (woke == continued) line.heard = woke;
-            const bool all_came = ranks.hosts[0].process; // until then rank 0 is at the door
-            if (all_came && !ranks.over && woke - line.heard > ranks.patience)
-                lose_rank(rank, text(" has been silent for %d s", (int)ranks.patience));
-        }
-        if (woke - told > 1) post(ALIVE), told = woke;
-        const std::string trouble = device_trouble();
-        if (trouble.empty()) healthy = woke;
-        if (woke - healthy < 3) continue; // a rank that has ended is the better reason
-        healthy = woke;
-        world.rank ? post(ERROR, trouble) : say_and_leave(trouble);
+        const double before = watch.woke;
+        watch.woke = now();
+        if (watch.woke - before > 3) watch.continued = watch.woke;
+        read_lines(watch, sockets);
+        if (!world.rank) compare_places(&watch);
+        tell_others(&watch);
+        report_device_trouble(&watch);
     }
 }
 
-// The next piece from another rank.
-static std::string fetch(int rank) {
-    std::deque<std::string>& pieces = ranks.lines.at(rank).pieces;
-    std::unique_lock<std::mutex> turn(ranks.fetching);
-    ranks.came.wait(turn, [&] { return !pieces.empty(); });
-    const std::string piece = std::move(pieces.front());
-    pieces.pop_front();
-    return piece;
+static void come_to(const char* place) {
+    if (world.size < 2) return;
+    const std::lock_guard<std::mutex> turn(ranks.walking);
+    ranks.places += std::string(place) + "\n";
 }
 
-static std::string broadcast_host(const std::string& mine) {
-    if (world.rank) return fetch(0);
-    post(PART, mine);
+// The next part from another rank, which must be meant for this place.
+static std::string fetch(int rank, const char* place) {
+    std::deque<std::string>& parts = ranks.lines.at(rank).parts;
+    std::unique_lock<std::mutex> turn(ranks.receiving);
+    ranks.part_came.wait(turn, [&] { return !parts.empty(); });
+    const std::string part = std::move(parts.front());
+    parts.pop_front();
+    turn.unlock();
+    const std::string its_place = place_at(part, 0);
+    if (its_place == place) return part.substr(its_place.size() + 1);
+    if (world.rank) lose_the_way(world.rank, place, its_place);
+    lose_the_way(rank, its_place, place);
+}
+
+static void post_part(const char* place, const std::string& value, NoteKind kind = PART) {
+    post(kind, std::string(place) + "\n" + value);
+}
+
+// Rank 0's value, at all ranks.
+static std::string send_from_0(const char* place, const std::string& mine) {
+    if (world.rank) return fetch(0, place);
+    post_part(place, mine);
     return mine;
 }
 
-template <class T> static std::vector<T> gather_host(const T& mine) { // in the order of the ranks
-    std::string pieces((const char*)&mine, sizeof mine);
-    if (world.rank) post(PART, pieces);
-    for (int rank = 1; rank < world.size && !world.rank; rank++) pieces += fetch(rank);
-    pieces = broadcast_host(pieces);
+static std::string broadcast_host(const char* place, const std::string& mine) {
+    come_to(place);
+    return send_from_0(place, mine);
+}
+
+// Everyone's value, in the order of the ranks, at all of them.
+template <class T> static std::vector<T> gather_host(const char* place, const T& mine) {
+    come_to(place);
+    std::string values((const char*)&mine, sizeof mine);
+    if (world.rank) post_part(place, values);
+    for (int rank = 1; rank < world.size && !world.rank; rank++) values += fetch(rank, place);
+    values = send_from_0(place, values);
     std::vector<T> all(world.size);
-    if (pieces.size() != all.size() * sizeof mine) die("internal error: ranks wait for each other at different places");
-    memcpy(all.data(), pieces.data(), pieces.size());
+    if (values.size() != all.size() * sizeof mine) die("internal error: at %s the ranks' values differ in size", place);
+    memcpy(all.data(), values.data(), values.size());
     return all;
 }
 
-static int any_rank(int mine) { return std::ranges::max(gather_host(mine)); }
+static int any_rank(const char* place, int mine) { return std::ranges::max(gather_host(place, mine)); }
+
+static void must_agree(const char* place, const std::string& lines) {
+    std::istringstream here(lines), there(broadcast_host(place, lines));
+    for (std::string own, of_0; std::getline(here, own) && std::getline(there, of_0);)
+        if (own != of_0) die("has %s, and rank 0 has %s; all ranks need the same", own.c_str(), of_0.c_str());
+    any_rank(place, false); // nobody goes on before all have compared
+}
 
 // What a launcher tells each process that it starts, by environment variables.
 struct Launcher {
@@ -9619,15 +9852,22 @@ static void join_ranks() {
     std::thread(keep_watch).detach();
     gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
     ranks.hosts[world.rank].process = getpid();
-    std::ranges::copy(gather_host(ranks.hosts[world.rank]), ranks.hosts.begin());
+    const std::vector<Host> hosts = gather_host("the introduction", ranks.hosts[world.rank]);
+    std::ranges::copy(hosts, ranks.hosts.begin());
 }
 
 // At the end of a run that went well: who is lost before rank 0 has heard that all are done is missed.
 static void leave_ranks() {
-    if (world.rank) return post(DONE), void(fetch(0));
-    for (const auto& [rank, line] : ranks.lines) fetch(rank);
+    come_to(LAST_PLACE);
+    leave_devices();
+    if (world.rank) {
+        post_part(LAST_PLACE, "", DONE);
+        fetch(0, LAST_PLACE);
+        return;
+    }
+    for (const auto& [rank, line] : ranks.lines) fetch(rank, LAST_PLACE);
     ranks.over = true;
-    post(DONE);
+    post_part(LAST_PLACE, "", DONE);
 }
 
 // Who this process is, as a launcher says by its variables. Empty, or what they lack.
@@ -9723,28 +9963,13 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
     if (count > 1) start_ranks(count, argv);
 }
 
-// Ranks that would not compute the same: whoever differs from rank 0 says in what.
-static void compare_ranks(const Config& c, const Dataset& data, const ModelFile& start) {
-    if (world.size < 2) return;
-    std::ifstream file("/proc/self/exe", std::ios::binary);
-    const std::string binary{std::istreambuf_iterator<char>(file), {}};
-    std::string mine = text("a program of checksum %08x\ndata of checksum %08x\nweights of checksum %08x\n",
-                            crc32(0, binary.data(), binary.size()), data.header_crc, start.header.slot[SLOT_CRC]);
-    const std::string own = " device output output_dir resume_checkpoint init data_file val_data_file "; // places
-    for (const Flag& f : FLAGS)
-        if (own.find(text(" %s ", f.name)) == std::string::npos)
-            mine += text("--%s %s\n", f.name, flag_value(c, f).c_str());
-    std::istringstream here(mine), there(broadcast_host(mine));
-    for (std::string a, b; std::getline(here, a), std::getline(there, b);)
-        if (a != b) die("has %s, and rank 0 has %s; all ranks need the same", a.c_str(), b.c_str());
-    any_rank(false); // all are here before anything is written
-}
-
 // =====================================================================================================================
 // 21. Between ranks: from device to device
 
 #ifdef USE_NCCL
 static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
+
+static void leave_devices() {}
 
 static std::string nccl_error(ncclResult_t error) {
     return text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
@@ -9784,11 +10009,11 @@ static void* open_alloc(size_t bytes) {
     cudaIpcMemHandle_t handle = {};
     cudaError_t error = cudaIpcGetMemHandle(&handle, own);
     CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
-    const std::vector<cudaIpcMemHandle_t> handles = gather_host(handle);
+    const std::vector<cudaIpcMemHandle_t> handles = gather_host("opening memory for others", handle);
     for (int r = 0; r < world.size && !error; r++)
         if (r != world.rank) error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     cudaGetLastError();
-    world.direct = !any_rank(error != cudaSuccess);
+    world.direct = !any_rank("opening others' memory", error != cudaSuccess);
     if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
         die("GPUs can't open more memory for each other (%s); --exchange nccl does without", cudaGetErrorString(error));
@@ -9800,7 +10025,7 @@ static void join_devices(bool direct) {
     setenv("NCCL_NVLS_ENABLE", "0", 0); // NVLink multicast
     ncclUniqueId id;
     if (!world.rank) nccl_check(ncclGetUniqueId(&id));
-    memcpy(&id, broadcast_host({(const char*)&id, sizeof id}).data(), sizeof id);
+    memcpy(&id, broadcast_host("the start of NCCL", {(const char*)&id, sizeof id}).data(), sizeof id);
     nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
     auto here = [](const Host& h) { return !strcmp(h.name, ranks.hosts[0].name); };
     world.direct = direct && world.size <= NEAR && std::ranges::all_of(ranks.hosts, here);
@@ -9873,28 +10098,46 @@ static std::string device_trouble() { return ""; }
 static void join_devices(bool) {
     int level, size;
     if (world.size < 2) return;
-    any_rank(false);                                                // who made a mistake before has said so
-    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level); // MPI itself ends a process whose call fails
+    any_rank("the start of MPI", false); // who made a mistake before has said so
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     if (size != world.size)
         die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
-    atexit([] { MPI_Finalize(); }); // before leave_ranks, which find_ranks has put there
+}
+
+static void leave_devices() {
+    int joined = 0;
+    MPI_Initialized(&joined);
+    if (joined) MPI_Finalize();
+}
+
+// An error of MPI ends the run. But if a rank has ended, that is the reason to be said, and the watch finds it earlier.
+static void mpi_check(int error) {
+    if (error == MPI_SUCCESS) return;
+    sleep(3);
+    char why[MPI_MAX_ERROR_STRING] = "";
+    int length;
+    MPI_Error_string(error, why, &length);
+    die("MPI: %s", why);
 }
 
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
     std::vector<int> count(world.size, (int)(bytes / sizeof(float))), at(world.size);
     for (int r = 0; r < world.size; r++) at[r] = r * count[r];
     count[world.rank] = 0;
-    MPI_Alltoallv(send, count.data(), at.data(), MPI_FLOAT, recv, count.data(), at.data(), MPI_FLOAT, MPI_COMM_WORLD);
+    mpi_check(MPI_Alltoallv(send, count.data(), at.data(), MPI_FLOAT, recv, count.data(), at.data(), MPI_FLOAT,
+                            MPI_COMM_WORLD));
 }
 
 static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
     const int n = (int)(bytes / sizeof(float));
     const bool in_place = own == (char*)all + world.rank * bytes;
-    MPI_Allgather(in_place ? MPI_IN_PLACE : own, n, MPI_FLOAT, all, n, MPI_FLOAT, MPI_COMM_WORLD);
+    mpi_check(MPI_Allgather(in_place ? MPI_IN_PLACE : own, n, MPI_FLOAT, all, n, MPI_FLOAT, MPI_COMM_WORLD));
 }
 #else // one process: there is nothing to send
 static void join_devices(bool) {}
+static void leave_devices() {}
 static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
 #endif

@@ -21,6 +21,7 @@ from conftest import (
     BUILD,
     ROOT,
     TINY,
+    UNET_CU_DATA_MAGIC,
     Result,
     binary_path,
     checkpoints,
@@ -81,21 +82,27 @@ def own_sentences(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("train_unet: ") and "was ended by signal" not in line]
 
 
+def ranks_in(folder: Path) -> dict[int, int]:
+    """Process numbers, by rank, of the ranks that run in a folder."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(entry / "cwd") != str(folder) or "train_unet" not in os.readlink(entry / "exe"):
+                continue
+            variables = dict(v.split("=", 1) for v in (entry / "environ").read_text().split("\0") if "=" in v)
+            rank = variables.get("OMPI_COMM_WORLD_RANK", variables.get("RANK"))
+            if rank is not None:
+                found[int(rank)] = int(entry.name)
+        except OSError:
+            continue
+    return found
+
+
 def processes(folder: Path, n: int) -> list[int]:
     """Process numbers of the n ranks that run in a folder, in their order, once all have been started."""
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        found = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.readlink(entry / "cwd") != str(folder) or "train_unet" not in os.readlink(entry / "exe"):
-                    continue
-                variables = dict(v.split("=", 1) for v in (entry / "environ").read_text().split("\0") if "=" in v)
-                rank = variables.get("OMPI_COMM_WORLD_RANK", variables.get("RANK"))
-                if rank is not None:
-                    found[int(rank)] = int(entry.name)
-            except OSError:
-                continue
+        found = ranks_in(folder)
         if len(found) == n:
             return [found[rank] for rank in range(n)]
         time.sleep(0.01)
@@ -173,24 +180,183 @@ def test_a_mistake_of_all_is_said_once(ranks: Callable) -> None:
         assert len(said) == 1 and words in said[0], said
 
 
+DIFFER = {
+    # what rank 0 and rank 1 are given, each in a folder of its own, and what is said
+    "a flag": ("", "--adam_eps 1e-7", "has --adam_eps 1e-07, and rank 0 has --adam_eps 1e-08; all ranks need the same"),
+    "the seed": ("--seed 3", "--seed 4", "has --seed 4, and rank 0 has --seed 3"),
+    "the preset": ("", "--preset emoji64 --image_size 8", "--preset"),
+    "the patience": ("", "--rank_timeout 7", "has --rank_timeout 7, and rank 0 has --rank_timeout 5"),
+    "the exchange": ("", "--exchange nccl", "has --exchange nccl, and rank 0 has --exchange auto"),
+    "a flag that there is not": ("", "--lrr 1", "--lrr: there is no such flag"),
+    "help at one": ("", "--help", "has come to its end, and rank 0 to the comparison of flags and files"),
+    "help at rank 0": ("--help", "", "has come to the choice of a checkpoint, and rank 0 to its end"),
+    "a run and samples": ("", "--init init.bin --sample 2 --output_dir other", "file of weights"),
+    "samples and a run": ("--sample 2 --init init.bin", "", "file of weights"),
+    "data of another name": ("", "--data_file other.bin", "has a --data_file of 2656 bytes and checksum"),
+    "data of one name": ("--data_file differs.bin", "--data_file differs.bin", "has a --data_file of 2656 bytes and checksum"),
+    "unet.cu's data": ("--data_file unet_cu.bin", "--data_file unet_cu.bin", "has a --data_file of 7168 bytes and checksum"),
+    "a large file": ("--data_file large.bin", "--data_file large.bin", "has a --data_file of 83887104 bytes and checksum"),
+    "data that one lacks": ("--data_file only_0.bin", "--data_file only_0.bin", "only_0.bin: can't be opened"),
+    "data that is damaged at one": ("--data_file damaged_1.bin", "--data_file damaged_1.bin", "damaged_1.bin: its checksum is wrong"),
+    "validation at one": ("", "--val_data_file data.bin", "has a --val_data_file of 2656 bytes and checksum"),
+    "validation at rank 0": ("--val_data_file data.bin", "", "has no --val_data_file, and rank 0 has a --val_data_file of 2656 bytes"),
+    "validation of other length": ("--val_data_file short.bin", "--val_data_file data.bin", "rank 0 has a --val_data_file of 1432 bytes"),
+    "validation of one name": ("--val_data_file differs.bin", "--val_data_file differs.bin", "has a --val_data_file of 2656 bytes"),
+    "weights at one": ("", "--init init.bin", "has a file of weights (--init, --resume_checkpoint) of"),
+    "weights of one name": ("--init init.bin", "--init init.bin", "has a file of weights (--init, --resume_checkpoint) of"),
+    "what is resumed": ("--output_dir run --resume_checkpoint auto", "--output_dir run --resume_checkpoint auto", "has a file of weights"),
+    "whether something is resumed": ("", "--resume_checkpoint latest", "has --resume_checkpoint latest, and rank 0 has --resume_checkpoint ;"),
+    "whether to resume what there is": ("--resume_checkpoint auto", "", "has --resume_checkpoint , and rank 0 has --resume_checkpoint auto"),
+    "start_from": ("--start_from differs.bin", "--start_from differs.bin", "has a --start_from of 2656 bytes"),
+    "inpaint": ("--inpaint differs.bin --mask data.bin", "--inpaint differs.bin --mask data.bin", "has a --inpaint of 2656 bytes"),
+    "mask": ("--inpaint data.bin --mask differs.bin", "--inpaint data.bin --mask differs.bin", "has a --mask of 2656 bytes"),
+    "mask at one": ("--inpaint data.bin --mask data.bin", "", "has no --inpaint, and rank 0 has a --inpaint of 2656 bytes"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two ranks' folders: what is called differs.bin, init.bin and run is another one in each."""
+    both = [tmp_path_factory.mktemp("rank"), tmp_path_factory.mktemp("rank")]
+    for rank, folder in enumerate(both):
+        images = make_images(seed=rank)
+        shutil.copy(data, folder / "data.bin")
+        (folder / "other.bin").write_bytes(data_bytes(make_images(seed=7), np.arange(24) % 3, 3))
+        (folder / "differs.bin").write_bytes(data_bytes(images, np.arange(24) % 3, 3))
+        (folder / "short.bin").write_bytes(data_bytes(images[:6], np.arange(6) % 3, 3))
+        header = np.zeros(256, "<i4")
+        header[:5] = [UNET_CU_DATA_MAGIC, 24, 1, 8, 8]
+        (folder / "unet_cu.bin").write_bytes(header.tobytes() + images.astype("<f4").tobytes())
+        header[1] = (80 << 20) // 256
+        large = np.zeros(20 << 20, "<f4")
+        large[-(1 << 20) :] += rank  # 5 % of it
+        (folder / "large.bin").write_bytes(header.tobytes() + large.tobytes())
+        given = [binary_path("cpu"), *TINY, *flags("--data_file data.bin --max_steps 1 --output_dir run --seed", rank)]
+        subprocess.run(list(map(str, given)), cwd=folder, env=environment(), check=True, capture_output=True)
+        shutil.copy(folder / "run" / model_name(1), folder / "init.bin")
+        shutil.copy(both[0] / "init.bin", folder / "same.bin")
+    shutil.copy(data, both[0] / "only_0.bin")
+    whole = data.read_bytes()
+    (both[0] / "damaged_1.bin").write_bytes(whole)
+    (both[1] / "damaged_1.bin").write_bytes(whole[:1500] + bytes([whole[1500] ^ 1]) + whole[1501:])
+    return both
+
+
+def in_folders(words: list[list], folders: list[Path], limit: float = 20) -> tuple[int | None, str]:
+    """mpirun with a program, arguments and a folder for each rank: its exit code and what was said. None: all ranks have ended, and Open MPI
+    4.1's mpirun goes on waiting for one that was just ending by itself when it was told to."""
+    command = MPIRUN[:]
+    for number, each in enumerate(words):
+        command += [":"] * (number > 0) + ["-n", "1", "-wdir", str(folders[number % len(folders)]), *map(str, each)]
+    p = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
+    begun = time.monotonic()
+    try:
+        while p.poll() is None:
+            assert time.monotonic() < begun + limit, f"still there after {limit} s: {' '.join(command)}"
+            time.sleep(0.05)
+            ranks_left = [number for folder in folders for number in ranks_in(folder)]
+            if not ranks_left and time.monotonic() > begun + limit / 2:
+                os.killpg(p.pid, signal.SIGKILL)
+                return None, p.communicate()[1]
+        return p.returncode, p.communicate()[1]
+    finally:
+        if p.poll() is None:
+            os.killpg(p.pid, signal.SIGKILL)
+
+
 @pytest.mark.skipif(BUILD == "cuda", reason="mpirun gives each rank arguments of its own")
-def test_ranks_that_differ(ranks: Callable, program: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", DIFFER)
+def test_ranks_that_differ(program: Path, folders: list[Path], name: str) -> None:
     """Whoever differs from rank 0 says in what, by rank and host, before anything is written."""
-    (tmp_path / "other.bin").write_bytes(data_bytes(make_images(seed=1)))
+    of_0, of_1, words = DIFFER[name]
+    common = flags(TINY, "--batch_size 6 --data_file data.bin --max_steps 30 --val_interval 2 --rank_timeout 5")
+    if "--mask" in of_0 or "--start_from" in of_0:
+        common = flags("--init same.bin --sample 2 --rank_timeout 5")
+    lines = [[program, *flags(common, mine)] if "--" in mine and mine != "--help" else [program, *common, *mine.split()] for mine in (of_0, of_1)]
+    code, err = in_folders(lines, folders)
+    said = own_sentences(err)
+    assert code in (1, None) and len(said) == 1, err
+    assert said[0].startswith("train_unet: rank 1 (process ") and f" on {socket.gethostname()}): " in said[0] and words in said[0], said
+    assert not (folders[0] / "out").exists() and not (folders[0] / "samples.png").exists()
+
+
+@pytest.mark.skipif(BUILD == "cuda", reason="mpirun gives each rank a program of its own")
+def test_programs_that_differ(program: Path, folders: list[Path], tmp_path: Path) -> None:
     shutil.copy(program, tmp_path / "train_unet")
     with open(tmp_path / "train_unet", "ab") as f:
         f.write(b"\0")
-    given = flags(TINY, "--batch_size 6 --data_file", data)
-    for other, words in {
-        "flags": (flags(given, "--adam_eps 1e-7"), ["--adam_eps 1e-07", "--adam_eps 1e-08"]),
-        "data": (flags(given, "--data_file other.bin"), ["has data of checksum", "and rank 0 has data of checksum"]),
-        "program": ([tmp_path / "train_unet", *given], ["has a program of checksum", "and rank 0 has a program"]),
-        "a flag that there is not": (flags(given, "--lrr 1"), ["--lrr: there is no such flag"]),
-    }.values():
-        said = own_sentences(ranks([given, other, given] if words[0] != "--lrr" else [given, other], code=1).err)
-        assert len(said) == 1 and said[0].startswith("train_unet: rank 1 (process ") and f" on {socket.gethostname()}): " in said[0], said
-        assert all(word in said[0] for word in words), said
-        assert not (tmp_path / "out/log.csv").exists()
+    given = flags(TINY, "--data_file data.bin --max_steps 3")
+    said = own_sentences(in_folders([[program, *given], [tmp_path / "train_unet", *given]], folders)[1])
+    assert len(said) == 1 and "has a program of checksum" in said[0] and "and rank 0 has a program" in said[0], said
+
+
+ONLY_AT_RANK_0 = {
+    "a run is there": ("", "already holds a run (up to step 1); continue it with --resume_checkpoint latest"),
+    "a log without checkpoints": ("rm out/model*", "already holds a run's log.csv, but no checkpoint"),
+    "a folder that can't be made": ("rm -r out; touch out", "--output_dir out: can't be written to"),
+    "a full disk": ("rm -r out; ulimit -f 8", "writing failed (File too large); what was there before is untouched"),
+    "another run holds the folder": ("rm -r out; mkdir out; exec 9>out/.lock; flock -n 9", "trains there; wait until it ends"),
+}
+
+
+@pytest.mark.skipif(BUILD == "cuda" or not shutil.which("flock"), reason="mpirun gives each rank a program of its own")
+@pytest.mark.parametrize("name", ONLY_AT_RANK_0)
+def test_what_only_rank_0_meets(program: Path, folders: list[Path], name: str) -> None:
+    """What rank 0 alone reads and writes: its mistakes end all."""
+    shutil.copytree(folders[0] / "run", folders[0] / "out")
+    before, words = ONLY_AT_RANK_0[name]
+    given = [program, *flags(TINY, "--data_file data.bin --max_steps 8 --save_interval 4 --rank_timeout 5")]
+    try:
+        code, err = in_folders([["sh", "-c", f'{before}\n"$0" "$@"; exit $?', *given], given], folders)
+    finally:
+        subprocess.run(["rm", "-rf", folders[0] / "out"], check=True)
+    assert code in (1, None) and len(own_sentences(err)) == 1 and words in err, err
+
+
+@pytest.fixture(scope="module")
+def branches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """dev/test/branches.cpp: each rank does what its words say."""
+    path = tmp_path_factory.mktemp("branches") / "train_unet_branches"
+    words = "mpicxx -DUSE_MPI -DTRAIN_UNET_NO_MAIN -x c++ -std=c++20 -O0 -fopenmp -Wno-unused-function -Wno-unknown-pragmas".split()
+    subprocess.run([*words, ROOT / "dev/test/branches.cpp", "-o", path], check=True, capture_output=True)
+    return path
+
+
+BRANCHES = {
+    # what ranks do, and what is said of which rank and of rank 0
+    "question / exchange": ("an exchange", "a question"),
+    "exchange / question": ("a question", "an exchange"),
+    "question / answer": ("an answer", "a question"),
+    "answer / question": ("a question", "an answer"),
+    "exchange / sums": ("an exchange of sums", "an exchange"),
+    "exchange exchange exchange / exchange exchange": ("its end", "an exchange"),
+    "exchange exchange / exchange exchange exchange": ("an exchange", "its end"),
+    "question exchange question / question exchange": ("its end", "a question"),
+    "question / question exchange": ("an exchange", "its end"),
+    "question exchange / question exchange / question question": ("a question", "an exchange"),
+    "exchange / exchange / fail": ("a mistake", ""),
+    "fail / exchange": ("a mistake", ""),
+}
+
+
+@pytest.mark.skipif(BUILD == "cuda", reason="of mpirun")
+@pytest.mark.parametrize("name", BRANCHES)
+def test_ranks_that_take_different_branches(branches: Path, tmp_path: Path, name: str) -> None:
+    """Wherever each of them waits, in MPI or for a host, all end within the timeout."""
+    code, err = in_folders([[branches, *words.split()] for words in name.split(" / ")], [tmp_path])
+    said, (place, of_0) = own_sentences(err), BRANCHES[name]
+    assert code in (1, None) and len(said) == 1, err
+    words = f"has come to {place}, and rank 0 to {of_0}; all ranks must do the same" if of_0 else f": {place}"
+    assert words in said[0] and said[0].startswith("train_unet: " if name.startswith("fail") else "train_unet: rank "), said
+
+
+@pytest.mark.skipif(BUILD == "cuda", reason="of mpirun")
+def test_a_rank_that_is_slow_is_waited_for(branches: Path, tmp_path: Path) -> None:
+    """It is alive: whoever looks is told for whom the others wait, and the run goes on."""
+    code, err = in_folders([[branches, "exchange", "exchange", "question"], [branches, "exchange", "slow", "exchange", "question"]], [tmp_path])
+    said = own_sentences(err)
+    assert code == 0 and len(said) == 1 and "the others have waited for 5 s for rank 1 (process " in said[0], err
+    assert "since an exchange; it is alive, so they wait on" in said[0], said
 
 
 @pytest.mark.skipif(BUILD == "cuda", reason="of the CPU build")
