@@ -7,57 +7,57 @@
 //    152  Part I. The program
 //    155     1. Types at the interface: what operations are called with
 //    348     2. The interface: all that the program asks of a device
-//    545     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    605     4. Errors, files and pictures: what Part III does for the program
-//    679     5. Configuration: flags, presets, help, what can work and what cannot
-//   1168     6. The network: a list of layers, made of guided-diffusion's flags
-//   1601     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1760     8. Forward and backward: two walks over the list
-//   1844     9. Diffusion: noise schedules, objectives, samplers
-//   2207    10. Data: .bin files that may be larger than memory, the order of their images
-//   2325    11. Model files: weights and checkpoints, initial weights
-//   2505    12. The log, put together for the run's page
-//   2529    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2746    14. A run: log, guard, checkpoints, resume, samples
-//   3229    15. main: the command line, then a run or samples
-//   3410  Part II. The device
-//   3413    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3592    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3654    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3834         Activations: pieces of 16 bytes
-//   4015         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4133         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4245         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4579         groupnorm_backward_whole: an image's slab in shared memory
-//   4964         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5289         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5395         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5509         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5733         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5948         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6095         Convolution: which kernels there are, and what they share
-//   6111         Swizzle: how rows lie in shared memory
-//   6120         ConvOut: results, 4 channels of a pixel at a time
-//   6283         conv_halo: 3x3, stride 1, any GPU
-//   6525         conv_gather: any kernel size and stride, any GPU
-//   6676         conv_few: the first and the last layer
-//   6786         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7143         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7181         building blocks of Hopper's kernels (sm_90a)
-//   7367         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7651         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   7910         conv_weight_tma: weight gradients (sm_90a)
-//   8120         Hopper's convolutions: which kernel, and its tensor maps
-//   8392         Convolution: forward, input gradient, weight gradients
-//   8628         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9074         Attention: which kernel, forward and, where a has dout, backward
-//   9114    19. The GPU: memory, copies, repeated work
-//   9281    20. Ranks: who they are, what their hosts tell each other
-//   9744    21. Between ranks: from device to device
-//   9904  Part III. Tools: errors, files, pictures, the run's page
-//   9907    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10143    23. Pictures: PNG files, grids of images
-//  10226    24. The run's page: index.html
+//    549     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    609     4. Errors, files and pictures: what Part III does for the program
+//    683     5. Configuration: flags, presets, help, what can work and what cannot
+//   1172     6. The network: a list of layers, made of guided-diffusion's flags
+//   1605     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1764     8. Forward and backward: two walks over the list
+//   1848     9. Diffusion: noise schedules, objectives, samplers
+//   2212    10. Data: .bin files that may be larger than memory, the order of their images
+//   2329    11. Model files: weights and checkpoints, initial weights
+//   2509    12. The log, put together for the run's page
+//   2533    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2781    14. A run: log, guard, checkpoints, resume, samples
+//   3266    15. main: the command line, then a run or samples
+//   3500  Part II. The device
+//   3503    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3682    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3744    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3924         Activations: pieces of 16 bytes
+//   4105         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4223         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4335         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4669         groupnorm_backward_whole: an image's slab in shared memory
+//   5054         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5379         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5485         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5599         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5823         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6038         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6185         Convolution: which kernels there are, and what they share
+//   6201         Swizzle: how rows lie in shared memory
+//   6210         ConvOut: results, 4 channels of a pixel at a time
+//   6373         conv_halo: 3x3, stride 1, any GPU
+//   6615         conv_gather: any kernel size and stride, any GPU
+//   6766         conv_few: the first and the last layer
+//   6876         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7233         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7271         building blocks of Hopper's kernels (sm_90a)
+//   7457         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7741         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8000         conv_weight_tma: weight gradients (sm_90a)
+//   8210         Hopper's convolutions: which kernel, and its tensor maps
+//   8482         Convolution: forward, input gradient, weight gradients
+//   8718         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9164         Attention: which kernel, forward and, where a has dout, backward
+//   9204    19. The GPU: memory, copies, repeated work
+//   9371    20. Ranks: who they are, what their hosts tell each other
+//   9994    21. Between ranks: from device to device
+//  10174  Part III. Tools: errors, files, pictures, the run's page
+//  10177    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10413    23. Pictures: PNG files, grids of images
+//  10496    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -435,8 +435,8 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n);
 
-// Optimiser, for a slice of the flat arrays. sum (flat) = the ranks' gradients, in the ranks' order [+ what is there];
-// squares (one a piece, to everyone): of sum, so that the norm is the same for any number of ranks. Then the verdict,
+// Optimiser, for a slice of the flat arrays. sum (flat) = [what is there +] the ranks' gradients, in the ranks' order;
+// squares (one a piece, to everyone): of sum. Why in this order and by pieces: see step_gradients. Then the verdict,
 // see judge_batch, and AdamW (Loshchilov & Hutter 2019) with clipping and EMA; a step that is not ok changes nothing.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 static void judge_step(StepState* state, const double* squares, size_t pieces, //
@@ -2298,8 +2298,7 @@ static Dataset open_dataset(const std::string& path) {
     return d;
 }
 
-// Microbatches are dealt out in turns: this rank's k-th is the step's (k * ranks + rank)-th, and gradients are summed
-// in the order of samples. So a run depends on their size, not on how many ranks share them. Result: its first sample.
+// The first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see step_gradients.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images (own, C, H, W) and after them labels (own), for the device: of positions first .. first + B - 1 of the endless
@@ -2628,7 +2627,35 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     end_exchange();
 }
 
-// The gradients of a step, in tr->sum: microbatch by microbatch, each rank's slice of them, in the samples' order.
+// The gradient of a step, in tr->sum: this rank's slice of it.
+//
+// Why N ranks compute the same bits as one. Sums of floats depend on their order, so a run on N ranks could differ from
+// one on a single rank in every bit that rounding reaches. It does not, because everything that is computed depends on
+// the batch and the microbatch alone, and not on who computes it:
+//
+// 1. The same draws. Noise, noise levels, flips, dropout, and which image a sample is: each is a function of the seed,
+//    the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
+// 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole and alone, by the same
+//    kernels on the same number of images, so its gradient is the same wherever it is computed. The loss is divided by
+//    the size of the whole batch before the backward pass: no later factor depends on N.
+// 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
+//    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A rank alone computes
+//    them one after the other and adds each one to the sum. Of N ranks, rank r computes g(r), g(N + r), g(2 N + r), ...
+//    (first_sample): so in round k of the loop below the ranks hold g(k N) to g(k N + N - 1), which come next in the
+//    sum. All of them send each part of their gradients to the rank that owns this part, and it adds them up, in the
+//    order of the ranks, to what it has (sum_gradients). Every float is summed by one rank in the same order as before.
+//    A microbatch's gradient is never added inside the kernels that compute it: each of them would add in its own order.
+// 4. The same norm. The squares are summed by pieces of PIECE floats at fixed places of the flat array. A piece has one
+//    owner, who sums it in an order that does not depend on which pieces he owns. All ranks get the sums of all pieces
+//    and add them up in the order of the array (judge_step). Another N pads the array to another length, but the padding
+//    is zero, and x + 0 = x.
+// 5. The same decision. Every rank has the loss of every sample in the order of the samples, and the norm. So all ranks
+//    come to the same verdict on the step, the same clipping and the same statistics, without asking each other.
+// 6. The same update. AdamW and the averages work on each parameter alone: it does not matter who owns it. The owner
+//    sends the new weight to all.
+//
+// What it takes: the same microbatch and batch, and the same kind of device. Without --microbatch it is a rank's share
+// of the batch, which does depend on N; a run that goes on on another number of ranks keeps its own (check_run).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro(), N = world.size, images = c.batch_size / N;
@@ -6010,8 +6037,8 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
-// How: sums go by pieces of a fixed size, so that they have one order on any number of any GPUs; whether and how to
-//   update is decided on the GPU (judge_step).
+// How: sums go by pieces of a fixed size (why: see step_gradients); whether and how to update is decided on the GPU
+//   (judge_step).
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
 // A block sums up one piece, and its squares.
