@@ -14,8 +14,12 @@
 
 CXX ?= g++
 include dev/cpu.mk
-CXXFLAGS = -std=c++20 -O3 $(NATIVE) $(WIDTH) $(OPENMP) -fno-math-errno -fno-trapping-math $(WARNINGS)
+CXXFLAGS = -std=c++20 -O3 $(NATIVE) $(WIDTH) $(OPENMP) -fno-math-errno -fno-trapping-math $(WARNINGS) $(NAME_COMMIT)
 SOURCES = train_unet.cu page.html dev/reference.h
+# In a git checkout the program is told the latest commit of its sources, and whether they were changed since: a run's page names it.
+COMMIT = $(shell git log -1 --format=%h -- $(SOURCES) 2>/dev/null)
+CHANGED = $(shell git diff --quiet HEAD -- $(SOURCES) 2>/dev/null || echo -changed)
+NAME_COMMIT = $(addprefix -DTRAIN_UNET_COMMIT=,$(addsuffix $(CHANGED),$(COMMIT)))
 # A Python that has what the twin and the tests need, or the one that `make python` sets up; looked for only where it is needed.
 NEEDED = from importlib.util import find_spec; \
 	assert all(map(find_spec, "torch numpy pytest xdist PIL safetensors tqdm matplotlib onnx onnxruntime onnxscript coremltools diffusers torch_fidelity playwright".split()))
@@ -23,7 +27,7 @@ PYTHON = $(eval PYTHON := $(shell for p in $${VIRTUAL_ENV:+$$VIRTUAL_ENV/bin/pyt
 	$$p -c '$(NEEDED)' >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python))$(PYTHON)
 
 include dev/gpu.mk
-ALL_NVCCFLAGS = -std=c++20 -O3 --expt-relaxed-constexpr --extended-lambda --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(NVCCFLAGS)
+ALL_NVCCFLAGS = -std=c++20 -O3 --expt-relaxed-constexpr --extended-lambda --threads 0 -Xcompiler -Wall,-Wextra -Werror all-warnings $(NVCCFLAGS) $(NAME_COMMIT)
 BUILD = $(if $(and $(GPU),$(HAS_NVCC)),cuda,cpu)
 # Why `make train_unet` makes the CPU build although there is a GPU, or nvcc.
 NO_NVCC = , though this machine has a GPU: $(NEEDS_NVCC)

@@ -7,6 +7,7 @@ docs/FORMATS.md has the tables.
 from __future__ import annotations  # noqa: I001 (names side by side)
 
 import contextlib
+import csv
 import dataclasses
 import fcntl
 import io
@@ -715,7 +716,7 @@ def parameter_shapes(config: Config) -> dict[str, torch.Size]:
 # ======================================================================================================================
 # the output folder of a run: checkpoints, log.csv, grids, loss.png
 
-LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss"
+LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds"
 
 
 @dataclass
@@ -739,6 +740,21 @@ def progress_line(config: Config, r: StepResult, skipped: int, seconds: float, m
     return line + (f" | val {val_loss:.4f}" if val_loss is not None else "") + f" | skipped {skipped}" * bool(skipped)
 
 
+def complete_row(row: str) -> str:
+    """A row of log.csv with all columns: programs of before wrote no seconds."""
+    return row.replace("\n", ",\n") if row.count(",") == LOG_COLUMNS.count(",") - 1 else row
+
+
+def seconds_of(rows: list[str]) -> float:
+    """How long the run of these rows of log.csv has taken; where they do not say it, the time of the steps alone."""
+    seconds = 0.0
+    for row in csv.DictReader(rows, LOG_COLUMNS.split(",")):
+        with contextlib.suppress(TypeError, ValueError):  # a row that something else has damaged
+            told = float(row["seconds"]) if row["seconds"] else seconds + float(row["ms"]) / 1000
+            seconds = told if seconds <= told < 1e9 else seconds
+    return seconds
+
+
 class Log:
     """log.csv, a row per step. A resumed run keeps the rows up to the step that it resumes from."""
 
@@ -746,14 +762,15 @@ class Log:
         kept = []
         if step > 0 and os.path.exists(path):
             with io.TextIOWrapper(prepare_data.open_file(path)) as f:
-                kept = [row for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
+                kept = [complete_row(row) for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
+        self.began = time.perf_counter() - seconds_of(kept)  # when the run would have begun if it had never paused
         atomic_write(path, [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
         self.path, self.rows, self.error = path, b"", ""  # rows: those that the file still lacks, because of this error
         self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, r: StepResult, ms: float, val_loss: float | None) -> str:
         """Adds a row. On a full disk rows wait until it is full no more. Returns what there is to tell about that, or ""."""
-        fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss]
+        fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss, time.perf_counter() - self.began]
         self.rows += (",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields)]) + "\n").encode()
         before, self.error = self.error, ""
         try:

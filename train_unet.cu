@@ -9,55 +9,55 @@
 //    348     2. The interface: all that the program asks of a device
 //    549     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    609     4. Errors, files and pictures: what Part III does for the program
-//    683     5. Configuration: flags, presets, help, what can work and what cannot
-//   1172     6. The network: a list of layers, made of guided-diffusion's flags
-//   1605     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1764     8. Forward and backward: two walks over the list
-//   1848     9. Diffusion: noise schedules, objectives, samplers
-//   2212    10. Data: .bin files that may be larger than memory, the order of their images
-//   2329    11. Model files: weights and checkpoints, initial weights
-//   2509    12. The log, put together for the run's page
-//   2533    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2781    14. A run: log, guard, checkpoints, resume, samples
-//   3266    15. main: the command line, then a run or samples
-//   3500  Part II. The device
-//   3503    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3682    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3744    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3924         Activations: pieces of 16 bytes
-//   4105         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4223         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4335         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4669         groupnorm_backward_whole: an image's slab in shared memory
-//   5054         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5379         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5485         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5599         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5823         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6038         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6185         Convolution: which kernels there are, and what they share
-//   6201         Swizzle: how rows lie in shared memory
-//   6210         ConvOut: results, 4 channels of a pixel at a time
-//   6373         conv_halo: 3x3, stride 1, any GPU
-//   6615         conv_gather: any kernel size and stride, any GPU
-//   6766         conv_few: the first and the last layer
-//   6876         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7233         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7271         building blocks of Hopper's kernels (sm_90a)
-//   7457         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7741         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8000         conv_weight_tma: weight gradients (sm_90a)
-//   8210         Hopper's convolutions: which kernel, and its tensor maps
-//   8482         Convolution: forward, input gradient, weight gradients
-//   8718         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9164         Attention: which kernel, forward and, where a has dout, backward
-//   9204    19. The GPU: memory, copies, repeated work
-//   9371    20. Ranks: who they are, what their hosts tell each other
-//   9994    21. Between ranks: from device to device
-//  10174  Part III. Tools: errors, files, pictures, the run's page
-//  10177    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10413    23. Pictures: PNG files, grids of images
-//  10496    24. The run's page: index.html
+//    685     5. Configuration: flags, presets, help, what can work and what cannot
+//   1179     6. The network: a list of layers, made of guided-diffusion's flags
+//   1612     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1771     8. Forward and backward: two walks over the list
+//   1855     9. Diffusion: noise schedules, objectives, samplers
+//   2219    10. Data: .bin files that may be larger than memory, the order of their images
+//   2336    11. Model files: weights and checkpoints, initial weights
+//   2516    12. The log, put together for the run's page
+//   2545    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2793    14. A run: log, guard, checkpoints, resume, samples
+//   3306    15. main: the command line, then a run or samples
+//   3540  Part II. The device
+//   3543    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3722    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3784    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3964         Activations: pieces of 16 bytes
+//   4145         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4263         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4375         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4709         groupnorm_backward_whole: an image's slab in shared memory
+//   5094         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5419         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5525         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5639         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5863         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6078         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6225         Convolution: which kernels there are, and what they share
+//   6241         Swizzle: how rows lie in shared memory
+//   6250         ConvOut: results, 4 channels of a pixel at a time
+//   6413         conv_halo: 3x3, stride 1, any GPU
+//   6655         conv_gather: any kernel size and stride, any GPU
+//   6806         conv_few: the first and the last layer
+//   6916         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7273         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7311         building blocks of Hopper's kernels (sm_90a)
+//   7497         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7781         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8040         conv_weight_tma: weight gradients (sm_90a)
+//   8250         Hopper's convolutions: which kernel, and its tensor maps
+//   8522         Convolution: forward, input gradient, weight gradients
+//   8758         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9204         Attention: which kernel, forward and, where a has dout, backward
+//   9244    19. The GPU: memory, copies, repeated work
+//   9411    20. Ranks: who they are, what their hosts tell each other
+//  10035    21. Between ranks: from device to device
+//  10215  Part III. Tools: errors, files, pictures, the run's page
+//  10218    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10456    23. Pictures: PNG files, grids of images
+//  10539    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -611,7 +611,8 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // Ends the program for a mistake of the user or of the machine, in one sentence, with exit code 1.
 #define die(...) refuse(text(__VA_ARGS__))
 [[noreturn]] static void refuse(const std::string& why);
-static void start_process(char** argv); // sees to what the system may do to it: closed files, busy cores
+static void tell_page(const std::string& why); // of a run that goes on: its page says why it ends
+static void start_process(char** argv);        // sees to what the system may do to it: closed files, busy cores
 static void must(bool ok, const std::string& what, const std::string& why); // or it is refused, as "what: why"
 __attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...); // what printf would print
 // Where there is no memory, in any thread: no exception could leave a parallel loop, nor may exit end it. It is set here,
@@ -637,9 +638,10 @@ struct AtomicFile {
 static void write_file(const std::string& path, const std::string& content);
 // One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
 static void lock_folder(const std::string& folder, bool create);
-// Files of such names in a folder, a run's checkpoints for one: paths by steps, PREFIX0001000SUFFIX.
+// Files of such names in a folder, a run's checkpoints for one: paths by steps, PREFIX0001000SUFFIX. trouble: where to
+// put why they can't be listed; null: the program ends then.
 static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix = "model_",
-                                                 const char* suffix = ".bin");
+                                                 const char* suffix = ".bin", std::error_code* trouble = nullptr);
 // Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
 static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts);
 static bool exists(const std::string& path);                     // or nobody can tell, as of a disk that fails
@@ -935,7 +937,12 @@ static void set_flag(Config* c, const Flag& f, const std::string& value, const s
 static std::string flag_value(const Config& c, const Flag& f) {
     if (const int* n = f.at<int>(c)) return std::to_string(*n);
     if (const int64_t* n = f.at<int64_t>(c)) return std::to_string(*n);
-    if (const float* real = f.at<float>(c)) return text("%g", *real);
+    if (const float* real = f.at<float>(c)) { // in as many digits as bring it back
+        std::string value;
+        for (int digits = 6; digits <= 9 && (value.empty() || strtof(value.c_str(), nullptr) != *real); digits++)
+            value = text("%.*g", digits, *real);
+        return value;
+    }
     if (const bool* yes = f.at<bool>(c)) return *yes ? "True" : "False";
     return *f.at<std::string>(c);
 }
@@ -2508,14 +2515,18 @@ static std::vector<float> init_params(const UNet& net) {
 // =====================================================================================================================
 // 12. The log, put together for the run's page
 
-// Rows of log.csv: one or, of a long run, some. Columns are those behind the step; n: how many rows have a value there.
+constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
+
+// Rows of log.csv: one or, of a long run, some. Columns are those from loss to val_loss; n: how many rows have a value
+// there. seconds: of the run, until the last of these rows.
 struct LogPart {
     int64_t first, last, skipped;
-    double low, high, sum[9]; // low, high: of the loss
+    double low, high, seconds, sum[9]; // low, high: of the loss
     int n[9];
 
     void join(const LogPart& p) {
         last = p.last, skipped += p.skipped, low = std::min(low, p.low), high = std::max(high, p.high);
+        seconds = p.seconds;
         for (int k = 0; k < 9; k++) sum[k] += p.sum[k], n[k] += p.n[k];
     }
 };
@@ -2525,7 +2536,8 @@ struct LogSummary {
     std::vector<LogPart> parts;
     int64_t rows = 1; // of a part
     Guard guard{};
-    double mean = 0; // loss of about the latest tenth of the steps (weights grow as n^9), later of the last fifty
+    double mean = 0;    // loss of about the latest tenth of the steps (weights grow as n^9), later of the last fifty
+    double seconds = 0; // of the run, until the last row
     void add(const std::string& row);
 };
 
@@ -2786,6 +2798,17 @@ static volatile sig_atomic_t stop_signal = 0;
 static const std::map<int, const char*> STOP_SIGNALS = {
     {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 
+// index.html, section 24.
+struct Page {
+    std::string about{}; // the model, the machine, the data
+    int64_t started = 0; // when this process began to train, in seconds since 1970
+    double interval = 0; // seconds from one writing to the next
+    double due = 0;      // when it is to be written again
+};
+// Who changes what the page shows, or writes it, holds this: a thread that finds another rank lost writes the last one.
+using PageTurn = std::recursive_timed_mutex;
+static PageTurn page_turn;
+
 struct Run {
     Config config;
     Trainer trainer;
@@ -2793,11 +2816,13 @@ struct Run {
     Sampler sampler{};
     StepState state{}; // the host's copy
     LogSummary summary{};
+    Page page{};
     int log = -1;                              // log.csv
     std::string rows{};                        // that it still lacks
     bool rows_wait = false;                    // because they could not be written
     bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
     double seconds = 0, clock = 0;             // in this process's steps; when those on their way began
+    double began = 0;                          // when the run would have begun if it had never paused
     double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // issued: begun; saved: in the newest checkpoint
     int64_t proven = -1;                                              // the newest one from which a step was good
@@ -2813,11 +2838,15 @@ static void end_line(Run* run) {
 static void open_log(Run* run) {
     if (world.rank) return; // rank 0 writes
     const std::string path = run->config.output_dir + "/log.csv";
-    std::string kept = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss\n";
+    std::string kept = std::string(LOG_COLUMNS) + "\n";
+    const auto columns = std::ranges::count(kept, ',');
     std::istringstream old(read_text(path));
     for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none; nor are the names
         const double step = atof(row.c_str());
-        if (step > 0 && step <= (double)run->first_step) run->summary.add(row), kept += row + "\n";
+        if (!(step > 0 && step <= (double)run->first_step)) continue;
+        run->summary.add(row);
+        if (std::ranges::count(row, ',') == columns - 1) row += ","; // an older program's, which wrote no seconds
+        kept += row + "\n";
     }
     write_file(path, kept);
     run->log = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
@@ -2837,11 +2866,13 @@ static void write_log(Run* run) {
            wait ? why.c_str() : "is written again, and no row is missing");
 }
 
-static void log_step(Run* run, double ms, double val) {
+// seconds: of the run, until this step was done.
+static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
+    row += text(",%.3f", seconds);
     if (!world.rank) run->rows += row + "\n";
     run->summary.add(row);
 }
@@ -2974,8 +3005,11 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// index.html: the run in a browser, section 24. state: running, stopped, done.
-static void write_page(const Run& run, const char* state);
+// index.html: the run in a browser, section 24. state: running, done, stopped, failed; why: what ended the run.
+static void write_page(Run* run, const char* state, const std::string& why = "");
+// The first page. From then on, until the end, tell_page would write why the run failed.
+static void begin_page(Run* run);
+static void end_page();
 
 // Names a step that was skipped, and ends the run after too many in a row.
 static void report_bad_step(Run* run) {
@@ -3082,19 +3116,23 @@ static void collect_steps(Run* run, bool validate, bool show) {
     StepState records[RECORDS];
     const int64_t logged = run->state.step;
     copy_to_host(records, run->trainer.records, sizeof records);
-    const double elapsed = now() - run->clock, val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
+    const double ended = now(), elapsed = ended - run->clock;
+    const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
     const double count = (double)(run->issued - logged);
     const double recent = logged < run->first_step + 3 ? 0 : std::pow(0.9, count); // the first steps are slower
     run->seconds += elapsed;
     run->per_step = recent * run->per_step + (1 - recent) * elapsed / count;
+    const std::lock_guard<PageTurn> turn(page_turn);
     for (int64_t step = logged; step < run->issued; step++) {
         run->state = records[step % RECORDS];
-        log_step(run, elapsed * 1e3 / count, step + 1 == run->issued ? val : NAN);
+        const double steps_later = (double)(run->issued - 1 - step), done = ended - elapsed * steps_later / count;
+        log_step(run, elapsed * 1e3 / count, step + 1 == run->issued ? val : NAN, done - run->began);
         if (!run->state.ok) report_bad_step(run);
         else if (run->proven != run->saved) prove_checkpoint(run);
     }
     write_log(run);
     if (show) print_step(run, val);
+    if (now() >= run->page.due) write_page(run, "running");
     run->clock = now();
 }
 
@@ -3123,7 +3161,7 @@ static void run_step(Run* run) {
     if (save) save_checkpoint(run);
     if (snapshot) save_snapshot(run);
     if (draw) save_grid(run);
-    if (save || draw) write_page(*run, "running");
+    if (save || draw) write_page(run, "running");
     run->clock = now(); // what was done in between is not part of a step
 }
 
@@ -3156,7 +3194,7 @@ static int train(const Config& c, const Dataset& data, const std::string& resume
         remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "index.html.", "ema_"});
     }
     open_log(&run);
-    write_page(run, "running");
+    begin_page(&run);
     for (const auto& [number, name] : STOP_SIGNALS)
         if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP)
             signal(number, SIG_IGN); // nohup
@@ -3167,14 +3205,15 @@ static int train(const Config& c, const Dataset& data, const std::string& resume
     if (run.saved_updates < s.updates) save_checkpoint(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
-        write_page(run, "stopped");
         std::string end = "no good step was there to save";
         if (run.saved) end = text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved);
         if (!data_error().empty()) die("%s; stopped after step %ld; %s", data_error().c_str(), s.step, end.c_str());
-        printf("stopped by %s after step %ld; %s\n", STOP_SIGNALS.at(run.stop), s.step, end.c_str());
+        end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run.stop), s.step) + end;
+        write_page(&run, "stopped", end);
+        printf("%s\n", end.c_str());
     } else {
         if (c.sample_interval) save_grid(&run);
-        write_page(run, "done");
+        write_page(&run, "done");
         struct rusage usage;
         getrusage(RUSAGE_SELF, &usage);
         printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step,
@@ -3190,6 +3229,7 @@ static int train(const Config& c, const Dataset& data, const std::string& resume
     write_log(&run);
     if (!world.rank && (!run.rows.empty() || fsync(run.log)))
         die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
+    end_page();
     return run.stop ? 128 + run.stop : 0;
 }
 
@@ -9473,6 +9513,7 @@ static NoteKind receive(int socket, std::string* content) {
     while (ranks.said.exchange(true)) pause(); // another thread says something, and then ends the process
     fprintf(stderr, "train_unet: %s\n", why.c_str());
     post(LEAVE);
+    tell_page(why);
     _exit(1);
 }
 
@@ -10180,6 +10221,7 @@ static void refuse(const std::string& why) {
     fflush(stdout);
     if (world.size > 1) end_ranks(why);
     fprintf(stderr, "train_unet: %s\n", why.c_str());
+    tell_page(why);
     exit(1);
 }
 
@@ -10376,7 +10418,7 @@ static void lock_folder(const std::string& folder, bool create) {
 }
 
 static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix,
-                                                 const char* suffix) {
+                                                 const char* suffix, std::error_code* trouble) {
     std::map<int64_t, std::string> found;
     std::error_code error;
     for (const std::string& name : names_in(folder, &error)) {
@@ -10384,8 +10426,9 @@ static std::map<int64_t, std::string> list_files(const std::string& folder, cons
         if (!name.rfind(prefix, 0)) sscanf(&name[prefix.size()], "%18ld", &step);
         if (name == prefix + text("%07ld%s", step, suffix)) found[step] = folder + "/" + name;
     }
+    if (trouble) *trouble = error;
     // To take a folder for empty would be to begin again over a run.
-    if (error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
+    if (!trouble && error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
         die("%s: its files can't be listed (%s)", folder.c_str(), error.message().c_str());
     return found;
 }
@@ -10498,10 +10541,14 @@ static void write_grid(const std::string& path, const std::vector<float>& images
 void LogSummary::add(const std::string& row) {
     std::istringstream fields(row);
     std::string field;
-    double v[10];
+    double v[11];
     for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
-    const double step = v[0], loss = v[1], norm = v[3];
-    LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, {}, {}};
+    const double step = v[0], loss = v[1], norm = v[3], ms = v[4], told = v[10];
+    // Logs of older programs have no seconds: there the time of the steps alone is added up.
+    const bool known = told >= seconds && told < BIG;
+    if (known) seconds = told;
+    else if (ms > 0 && ms < BIG) seconds += ms / 1000;
+    LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, seconds, {}, {}};
     for (int k = 0; k < 9; k++)
         if (std::isfinite(v[k + 1]) && (k || !p.skipped)) p.sum[k] = v[k + 1], p.n[k] = 1;
     if (p.n[0]) p.low = p.high = loss;
@@ -10518,7 +10565,15 @@ static const char PAGE[] =
 #include "page.html"
     ;
 
-// A string of JavaScript; it ends no script.
+// Which state of the sources this program was made of, if it was made in a git checkout.
+#ifndef TRAIN_UNET_COMMIT
+#define TRAIN_UNET_COMMIT
+#endif
+#define AS_STRING(word) #word
+#define STRING_OF(macro) AS_STRING(macro)
+static const char PROGRAM_COMMIT[] = STRING_OF(TRAIN_UNET_COMMIT);
+
+// A string in JSON; it ends no script.
 static std::string quoted(const std::string& s) {
     std::string out = "\"";
     for (unsigned char c : s)
@@ -10526,30 +10581,116 @@ static std::string quoted(const std::string& s) {
     return out + "\"";
 }
 
-static void write_page(const Run& run, const char* state) {
-    if (world.rank) return;
-    const Config& c = run.config;
-    std::string numbers = text("{state: \"%s\", step: %ld, max_steps: %ld, ms: %.9g, time: %ld, batch_size: %d, "
-                               "save_interval: %d, sample_interval: %d, about: ",
-                               state, run.state.step, c.max_steps, run.per_step * 1e3, time(nullptr), c.batch_size,
-                               c.save_interval, c.sample_interval);
-    const std::string data = text("\ndata: %ld images", run.trainer.data.count);
-    numbers += quoted(describe(run.trainer.net) + "\nhardware: " + device_name() + data);
-    numbers += ",\nname: " + quoted(c.output_dir) + ",\nflags: [";
-    for (const Flag& f : FLAGS) // 2: given, 1: the preset's
-        numbers +=
-            text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d],", c.given(f.name) + c.chosen(f.name));
-    numbers += "],\ngrids: [";
-    for (const auto& [step, path] : list_files(c.output_dir, "samples_", ".png")) numbers += text("%ld,", step);
-    numbers += "],\nrows: [";
-    auto add = [&](double v) { numbers += std::isfinite(v) ? text(",%.6g", v) : ",null"; };
-    for (const LogPart& p : run.summary.parts) {
-        numbers += text("[%ld,%ld,%ld", p.first, p.last, p.skipped);
-        add(p.low), add(p.high);
-        for (int k = 0; k < 9; k++) add(p.sum[k] / p.n[k]); // of none: 0 / 0
-        numbers += "],\n";
+// A list in JSON, of what add writes for each element.
+template <class List, class Add> static std::string json_list(const List& elements, const Add& add) {
+    std::string out = "[";
+    for (const auto& element : elements) {
+        if (out.size() > 1) out += ",";
+        out += add(element);
     }
+    return out += "]";
+}
+
+// The steps of a run's grids or checkpoints.
+static std::string json_steps(const std::string& folder, const std::string& prefix, const char* suffix) {
+    std::error_code ignored; // a page ends no run
+    const auto found = list_files(folder, prefix, suffix, &ignored);
+    return json_list(found, [](const auto& file) { return std::to_string(file.first); });
+}
+
+static std::string json_number(double v) { return std::isfinite(v) ? text("%.6g", v) : "null"; }
+
+// Rows of the log, as page.html's NAMES say.
+static std::string json_rows(const LogSummary& summary) {
+    return json_list(summary.parts, [](const LogPart& p) {
+        std::string row = text("\n[%ld,%ld,%ld,", p.first, p.last, p.skipped);
+        row += json_number(p.low) + "," + json_number(p.high) + ",";
+        for (int k = 0; k < 9; k++) row += json_number(p.sum[k] / p.n[k]) + ","; // of none: 0 / 0
+        return row + text("%.9g]", p.seconds);
+    });
+}
+
+// 2: given, 1: the preset's, 0: the default.
+static std::string json_flags(const Config& c) {
+    return json_list(FLAGS, [&](const Flag& f) {
+        const int from = c.given(f.name) ? 2 : c.chosen(f.name);
+        return text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d]", from);
+    });
+}
+
+// How long nothing may be heard of a run that is well: it draws a grid or writes a checkpoint (to a slow disk, of
+// 50 MB/s), or has not even done its first steps.
+static double longest_silence(const Run& run) {
+    const Config& c = run.config;
+    const UNet& net = run.trainer.net;
+    if (run.per_step == 0) return 300;
+    const double forward = run.per_step / c.batch_size / 3; // of an image; a step is about three times as much
+    const double evaluations = (double)run.sampler.plan.steps.size() * 2; // of a sampler that looks twice
+    const double grid = c.sample_interval ? c.num_samples * evaluations * forward : 0;
+    const double checkpoint = (double)net.flat_size * sizeof(float) * (3 + (double)c.emas.size()) / 50e6;
+    return run.page.interval + 4 * run.per_step + grid + checkpoint;
+}
+
+// A run as page.html takes it. Its rows come last, so that --compare_runs can put others in their place.
+static std::string json_run(const Run& run, const char* state, const std::string& why) {
+    const Config& c = run.config;
+    std::string out = text("{\"state\":\"%s\",\"step\":%ld,\"max_steps\":%ld,\"ms\":%.9g,\"seconds\":%.9g,", state,
+                           run.state.step, c.max_steps, run.per_step * 1e3, now() - run.began);
+    out += text("\"started\":%ld,\"resumed\":%ld,\"written\":%ld,", run.page.started, run.first_step, time(nullptr));
+    out += text("\"interval\":%.9g,\"news\":%.9g,\"batch_size\":%d,", run.page.interval, longest_silence(run),
+                c.batch_size);
+    out += "\"why\":" + quoted(why) + ",\"name\":" + quoted(c.output_dir) + ",\"about\":" + quoted(run.page.about);
+    out += ",\"commit\":" + quoted(PROGRAM_COMMIT) + ",\"path\":\"\",\"flags\":" + json_flags(c);
+    out += ",\"grids\":" + json_steps(c.output_dir, "samples_", ".png");
+    out += ",\"checkpoints\":" + json_steps(c.output_dir, "model_", ".bin");
+    return out + ",\n\"rows\":" + json_rows(run.summary) + "}";
+}
+
+// page.html with these runs in it.
+static std::string page_of(const std::vector<std::string>& runs) {
     std::string page = PAGE;
-    page.replace(page.find("\"RUN\""), 5, numbers + "]}");
-    write_file(c.output_dir + "/index.html", page);
+    return page.replace(page.find("RUNS"), 4, json_list(runs, [](const std::string& run) { return run; }));
+}
+
+// Unlike an AtomicFile, this neither waits for the disk nor ends the program: the next page comes soon, and a full disk
+// may be what the last one tells of.
+static void try_write(const std::string& path, const std::string& content) {
+    const std::string temporary = path + ".tmp" + std::to_string(getpid());
+    std::ofstream file(temporary, std::ios::binary);
+    file << content;
+    file.close();
+    if (!file || rename(temporary.c_str(), path.c_str())) unlink(temporary.c_str());
+}
+
+// Pages take a thousandth of the time at most; news is at most ten minutes old.
+static void write_page(Run* run, const char* state, const std::string& why) {
+    if (world.rank) return;
+    const std::lock_guard<PageTurn> turn(page_turn);
+    const double start = now();
+    try_write(run->config.output_dir + "/index.html", page_of({json_run(*run, state, why)}));
+    const double end = now();
+    run->page.interval = std::clamp(1000 * (end - start), 10.0, 600.0);
+    run->page.due = end + run->page.interval;
+}
+
+static Run* shown_run = nullptr; // that goes on, and has a page
+
+static void begin_page(Run* run) {
+    run->began = now() - run->summary.seconds;
+    const std::string data = text("\ndata: %ld images", run->trainer.data.count);
+    run->page.about = describe(run->trainer.net) + "\nhardware: " + device_name() + data;
+    run->page.started = time(nullptr);
+    write_page(run, "running");
+    const std::lock_guard<PageTurn> turn(page_turn);
+    shown_run = run;
+}
+
+static void end_page() {
+    const std::lock_guard<PageTurn> turn(page_turn);
+    shown_run = nullptr;
+}
+
+static void tell_page(const std::string& why) {
+    const std::unique_lock<PageTurn> turn(page_turn, std::chrono::seconds(3));
+    if (turn && shown_run) write_page(std::exchange(shown_run, nullptr), "failed", why);
 }

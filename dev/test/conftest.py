@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,18 +277,28 @@ def checkpoints(folder: Path) -> list[int]:
 # ----------------------------------------------------------------------------------------------------------------------
 # logs
 
-LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss".split(",")
+LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds".split(",")
 
 
 def read_log(folder: Path) -> list[dict[str, str]]:
-    """The rows of log.csv as text, without the time a step took, which is never the same."""
+    """The rows of log.csv as text, without the times that they name, which are never the same."""
     with open(folder / "log.csv", newline="") as f:
         reader = csv.DictReader(f)
         rows = list(reader)
     assert reader.fieldnames == LOG_COLUMNS
     for row in rows:
-        assert float(row.pop("ms")) >= 0
+        assert float(row.pop("ms")) >= 0 and float(row.pop("seconds") or 0) >= 0
     return rows
+
+
+def shown_runs(page: Path) -> list[dict[str, Any]]:
+    """The runs that a page shows."""
+    return json.loads(page.read_text().partition('<script id="data" type="application/json">')[2].partition("</script>")[0])
+
+
+def shown_run(folder: Path) -> dict[str, Any]:
+    """What the page of a run's folder shows."""
+    return shown_runs(folder / "index.html")[0]
 
 
 def column(folder: Path, name: str) -> np.ndarray:

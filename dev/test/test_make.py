@@ -147,3 +147,13 @@ def test_a_mac(make: Callable, tmp_path: Path) -> None:
     for words in (["train_unet_cpu"], ["-C", "dev", "silu"]):
         told = make(*words, f"LIBOMP={tmp_path}").stdout
         assert f" -Xclang -fopenmp -I{tmp_path}/include -L{tmp_path}/lib -lomp " in told and " -mcpu=native " in told and "-march" not in told
+
+
+def test_the_program_is_told_its_commit(make: Callable[..., subprocess.CompletedProcess]) -> None:
+    """The latest of its sources, and whether they differ from it; outside a git checkout nothing."""
+    git = ["git", "-C", str(ROOT)]
+    inside = subprocess.run([*git, "log", "-1", "--format=%h", "--", "train_unet.cu", "page.html", "dev/reference.h"], capture_output=True, text=True)
+    wanted = inside.stdout.strip()
+    told = re.search(r" -DTRAIN_UNET_COMMIT=(\w+)(-changed)? ", make("train_unet_cpu").stdout)
+    assert (told[1] if told else "") == wanted
+    assert "TRAIN_UNET_COMMIT" not in make("train_unet_cpu", GIT_DIR="/nowhere").stdout

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import os
+import re
+import resource
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY, column, flags, model_name, seal_model, with_slot
+from conftest import ROOT, TINY, binary_path, column, environment, flags, model_name, read_log, seal_model, shown_run, with_slot
 
 sync_api = pytest.importorskip("playwright.sync_api")
 NAME = 'a "run"</script>\\u'  # of an output folder: nothing that the page would run
@@ -51,6 +59,15 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     assert not complaints
 
 
+def change_page(folder: Path, **values: object) -> None:
+    """Another page, as a run of which these things are so would have written it."""
+    html = (folder / "index.html").read_text()
+    for name, value in values.items():
+        html, count = re.subn(rf'"{name}":("[^"]*"|[^,]*)', lambda _: f'"{name}":{json.dumps(value)}', html, count=1)
+        assert count
+    (folder / "index.html").write_text(html)
+
+
 def shown(page: Any, name: str) -> np.ndarray:
     """A column of the page's rows; NaN where there is nothing."""
     return np.array(page.evaluate(f"rows.map((row) => row.{name})"), np.float64)
@@ -82,7 +99,8 @@ def test_curves_and_grids(open_page: Callable, trained: Path) -> None:
     until_drawn(page)
     for chart in ("loss", "lr", "norm", "speed"):
         assert ink(page, chart) > 300, chart
-    assert np.allclose(page.evaluate("charts[0].data.raw"), column(trained, "loss"), rtol=1e-5)  # what is drawn
+    drawn = page.evaluate("charts[0].curves.find((curve) => curve.name === 'raw').values")
+    assert np.allclose(drawn, column(trained, "loss"), rtol=1e-5)
     # words
     assert page.locator("#name").inner_text() == NAME and page.locator("#state").inner_text() == "done"
     assert "12 of 12" in page.locator("#figures").inner_text()
@@ -95,8 +113,11 @@ def test_curves_and_grids(open_page: Callable, trained: Path) -> None:
     assert page.locator("#slider").get_attribute("max") == "3"
     for k in (3, 0, 2):
         page.locator("#slider").fill(str(k))
-        page.wait_for_function("$('grid').complete && $('grid').naturalWidth > 0")
-        assert page.locator("#grid").get_attribute("src") == f"samples_{steps[k]:07d}.png" and f"step {steps[k]} " in page.locator("#at").inner_text()
+        page.wait_for_function("run.image.complete && run.image.naturalWidth > 0")
+        assert (
+            page.locator("#pictures img").get_attribute("src") == f"samples_{steps[k]:07d}.png"
+            and f"step {steps[k]} " in page.locator("#at").inner_text()
+        )
     page.locator("#play").click()
     page.wait_for_function("$('at').textContent.startsWith('step 12 ')", timeout=3000)
 
@@ -145,18 +166,20 @@ def test_skipped_steps_and_news(run: Callable, open_page: Callable, data: Path, 
     (tmp_path / "out/log.csv").write_text("\n".join(log) + "\n")
     page = open_page(tmp_path / "out", "?reload=1")
     assert page.locator("#state").inner_text() == "done" and shown(page, "skipped").sum() == 0
-    html = (tmp_path / "out/index.html").read_text()
-    (tmp_path / "out/index.html").write_text(html.replace('state: "done"', 'state: "running"'))
+    change_page(tmp_path / "out", state="running")
     page.reload()
     assert page.locator("#state").inner_text() == "training" and "to go" in page.locator("#figures").inner_text()
     run(["--resume_checkpoint", "latest", "--max_steps", 115])
     page.wait_for_function("run.step === 115 && run.state === 'done'", timeout=5000)
     assert np.flatnonzero(shown(page, "skipped")).tolist() == [4, 103] and np.isnan(shown(page, "loss")[[4, 103]]).all()
     assert "steps skipped" in page.locator("#figures").inner_text() and page.locator("#state").inner_text() == "done"
-    # a run that nothing was heard of for a day
-    (tmp_path / "out/index.html").write_text(html.replace('state: "done"', 'state: "running"').replace("time: 1", "time: 0 * 1"))
-    page.reload()
-    assert page.locator("#state").inner_text().startswith("no news since")
+
+
+def test_no_news(open_page: Callable, trained: Path) -> None:
+    """How long the page waits is what the run said: when it would be heard of at the latest."""
+    for age, news, told in ((100, 60, "training"), (200, 60, "no news since"), (200, 300, "training"), (86400, 300, "no news since")):
+        change_page(trained, state="running", written=int(time.time()) - age, news=news)
+        assert open_page(trained).locator("#state").inner_text().startswith(told), (age, news)
 
 
 def test_a_million_steps(run: Callable, open_page: Callable, data: Path, tmp_path: Path) -> None:
@@ -183,3 +206,160 @@ def test_a_million_steps(run: Callable, open_page: Callable, data: Path, tmp_pat
         part = losses[first[k] - 1 : last[k]]
         assert [shown(page, name)[k] for name in ("low", "loss", "high")] == pytest.approx([part.min(), part.mean(), part.max()], rel=1e-5)
     assert page.evaluate("document.readyState") == "complete" and shown(page, "skipped")[:-1].sum() == 0  # the last norm is none of these
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# when it is written
+
+
+def until(reached: Callable[[], Any], seconds: float = 60) -> Any:
+    """Waits for something, and returns what it is."""
+    end = time.monotonic() + seconds
+    while not (found := reached()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture
+def long_run(data: Path, tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """A run that draws and saves nothing for a long time."""
+    data = shutil.copy(data, tmp_path / "d.bin")
+    words = flags(TINY, "--data_file", data, "--max_steps 100000000 --save_interval 100000000")
+    process = subprocess.Popen(
+        [binary_path("cpu"), *words], cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    until(lambda: (tmp_path / "out/log.csv").exists() and len((tmp_path / "out/log.csv").read_text().splitlines()) > 5)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_it_follows_a_run_that_draws_and_saves_nothing(long_run: subprocess.Popen, tmp_path: Path) -> None:
+    first = until(lambda: (run := shown_run(tmp_path / "out"))["step"] and run, 25)
+    assert first["state"] == "running" and len(first["rows"]) > 5 and first["rows"][-1][1] == first["step"]
+    assert 10 <= first["interval"] <= first["news"] < 100 and first["started"] <= first["written"] - 9
+    then = until(lambda: (run := shown_run(tmp_path / "out"))["step"] > first["step"] and run, 25)
+    assert then["written"] - first["written"] >= 9 and then["seconds"] - first["seconds"] == pytest.approx(then["written"] - first["written"], abs=2)
+
+
+def test_it_says_why_a_run_was_stopped(long_run: subprocess.Popen, tmp_path: Path) -> None:
+    long_run.send_signal(signal.SIGTERM)
+    long_run.wait()
+    run = shown_run(tmp_path / "out")
+    assert run["state"] == "stopped" and run["why"].startswith(f"stopped by SIGTERM after step {run['step']}; saved is step")
+    assert run["rows"][-1][1] == run["step"] == len(read_log(tmp_path / "out")) and run["checkpoints"] == [run["step"]]
+
+
+def test_it_says_that_data_can_not_be_read(long_run: subprocess.Popen, open_page: Callable, tmp_path: Path) -> None:
+    os.truncate(tmp_path / "d.bin", 1500)
+    error = long_run.communicate()[1]
+    run = shown_run(tmp_path / "out")
+    assert run["state"] == "failed" and "d.bin" in run["why"] and error == f"train_unet: {run['why']}\n"
+    page = open_page(tmp_path / "out")
+    assert page.locator("#state").inner_text() == "ended by an error" and page.locator("#why").inner_text() == run["why"]
+
+
+def test_it_says_that_a_run_diverged(run: Callable, data: Path, tmp_path: Path) -> None:
+    given = flags(TINY, "--data_file", data, "--lr 100 --weight_decay 10 --grad_clip 0 --save_interval 1000 --max_steps 1000 --max_bad_steps 3")
+    error = run(given, code=1).err
+    shown = shown_run(tmp_path / "out")
+    assert shown["state"] == "failed" and "steps in a row had to be skipped" in shown["why"] and error == f"train_unet: {shown['why']}\n"
+    assert sum(row[2] for row in shown["rows"]) == 3 and len(shown["rows"]) == len(read_log(tmp_path / "out"))
+
+
+def test_it_says_that_the_disk_is_full(data: Path, tmp_path: Path) -> None:
+    words = flags(TINY, "--data_file", data, "--max_steps 5 --save_interval 2")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, resource.RLIM_INFINITY))  # noqa: E731
+    p = subprocess.run([binary_path("cpu"), *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, preexec_fn=limit)
+    shown = shown_run(tmp_path / "out")
+    assert p.returncode == 1 and shown["state"] == "failed" and model_name(2) in shown["why"] and p.stderr == f"train_unet: {shown['why']}\n"
+    assert not list((tmp_path / "out").glob("*.tmp*"))
+
+
+@pytest.mark.skipif(not (shutil.which("mpicxx") and shutil.which("mpirun")), reason="there is no MPI")
+def test_it_says_that_a_rank_was_lost(data: Path, tmp_path: Path) -> None:
+    subprocess.run(["make", "train_unet_mpi"], cwd=ROOT, check=True, capture_output=True)
+    words = flags(TINY, "--data_file", data, "--max_steps 100000000 --save_interval 100000000 --rank_timeout 5")
+    mpirun = ["mpirun", "-q", "--oversubscribe", "--allow-run-as-root", "-n", "2", str(ROOT / "train_unet_mpi")]
+    p = subprocess.Popen([*mpirun, *map(str, words)], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: (tmp_path / "out/log.csv").exists() and len((tmp_path / "out/log.csv").read_text().splitlines()) > 5)
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(p.pid)], capture_output=True, text=True).stdout.split()
+        rank_1 = next(child for child in children if b"OMPI_COMM_WORLD_RANK=1" in Path(f"/proc/{child}/environ").read_bytes())
+        os.kill(int(rank_1), signal.SIGSTOP)
+        until(lambda: p.poll() is not None)
+    finally:
+        p.kill()
+    shown = shown_run(tmp_path / "out")
+    assert shown["state"] == "failed" and shown["why"].startswith("rank 1 ") and "silent for 5 s" in shown["why"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# time
+
+
+def seconds_of(folder: Path) -> np.ndarray:
+    """That column of log.csv; NaN where it is empty."""
+    with open(folder / "log.csv") as f:
+        return np.array([float(row["seconds"] or "nan") for row in csv.DictReader(f)])
+
+
+def test_seconds_add_up_over_resumes(run: Callable, open_page: Callable, data: Path, tmp_path: Path) -> None:
+    """Both programs write them; rows of logs that lack them, as older programs wrote, count with their ms."""
+    import train_unet as twin
+
+    run(flags(TINY, "--data_file", data, "--max_steps 4 --save_interval 4"))
+    log = tmp_path / "out/log.csv"
+    header, *rows = log.read_text().splitlines()
+    old = [f"{step},{','.join(row.split(',')[1:4])},{1000 * step},,,,," for step, row in enumerate(rows, 1)]
+    log.write_text("\n".join([header.removesuffix(",seconds"), *old]) + "\n")
+    run(["--resume_checkpoint", "latest", "--max_steps", 6])
+    table = log.read_text().splitlines()
+    assert table[0] == header and table[1:5] == [row + "," for row in old]
+    ours = seconds_of(tmp_path / "out")
+    assert np.isnan(ours[:4]).all() and 10 < ours[4] < ours[5] < 20
+    shown = shown_run(tmp_path / "out")
+    assert [row[-1] for row in shown["rows"]] == pytest.approx([1, 3, 6, 10, *ours[4:]], abs=1e-3) and shown["resumed"] == 4
+    twin.run(["--resume_checkpoint", "latest", "--max_steps", "8", "--output_dir", str(tmp_path / "out"), "--device", "cpu"])
+    theirs = seconds_of(tmp_path / "out")
+    assert (theirs[4:6] == ours[4:]).all() and ours[5] < theirs[6] < theirs[7] < 60
+    run(["--resume_checkpoint", "latest", "--max_steps", 9])
+    assert seconds_of(tmp_path / "out")[8] > theirs[7]
+    # the axis by time ends with the last row's seconds
+    page = open_page(tmp_path / "out")
+    assert "resumed at step 8" in page.locator("#figures").inner_text() and "resumes added up" in page.locator("#figures").inner_text()
+    page.locator("#axis").click()
+    assert page.evaluate("view()") == [0, pytest.approx(seconds_of(tmp_path / "out")[8], rel=1e-4)]
+    page.wait_for_function("$('axis').textContent === 'by time'")
+    page.reload()
+    assert page.evaluate("choice.axis") == "time"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what one takes from it
+
+
+def test_its_command_can_be_pasted(run: Callable, open_page: Callable, data: Path, tmp_path: Path) -> None:
+    """Into a shell, whatever the flags hold; and no flag ends the page's script."""
+    for name in ('it\'s $HOME `id` "q" \\ !x; rm *.bin', "</script><script>alert(1)</script><!--", "two\nlines\tand\x1b[31m", "-", "ü ~ #"):
+        file, folder = name + ".bin", "o" + name
+        (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copy(data, tmp_path / file)
+        given = flags(TINY, "--data_file", data, "--max_steps 1 --lr 0.001234567", ["--classes", "", "--output_dir", folder, "--val_data_file", file])
+        run(given)
+        page = open_page(tmp_path / folder)
+        assert page.locator("#name").text_content() == folder
+        command = page.evaluate("command(run)")
+        assert command in page.locator("#about").text_content()
+        words = subprocess.run(["bash", "-c", command.replace("./train_unet", r"printf '%s\0'", 1)], capture_output=True, text=True).stdout.split(
+            "\0"
+        )[:-1]
+        assert words[0::2] == sorted(given[0::2], key=words[0::2].index) and dict(zip(words[::2], words[1::2])) == dict(zip(given[::2], given[1::2]))
+
+
+def test_its_links(open_page: Callable, trained: Path) -> None:
+    """To the log and the checkpoints."""
+    page = open_page(trained)
+    linked = page.evaluate("[...document.querySelectorAll('#links a')].map((a) => a.href)")
+    assert linked == [(trained / name).as_uri() for name in ("log.csv", model_name(10), model_name(12))]
