@@ -10,54 +10,54 @@
 //    549     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    609     4. Errors, files and pictures: what Part III does for the program
 //    685     5. Configuration: flags, presets, help, what can work and what cannot
-//   1179     6. The network: a list of layers, made of guided-diffusion's flags
-//   1612     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1771     8. Forward and backward: two walks over the list
-//   1855     9. Diffusion: noise schedules, objectives, samplers
-//   2219    10. Data: .bin files that may be larger than memory, the order of their images
-//   2336    11. Model files: weights and checkpoints, initial weights
-//   2516    12. The log, put together for the run's page
-//   2545    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2793    14. A run: log, guard, checkpoints, resume, samples
-//   3306    15. main: the command line, then a run or samples
-//   3540  Part II. The device
-//   3543    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3722    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3784    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3964         Activations: pieces of 16 bytes
-//   4145         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4263         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4375         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4709         groupnorm_backward_whole: an image's slab in shared memory
-//   5094         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5419         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5525         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5639         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5863         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6078         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6225         Convolution: which kernels there are, and what they share
-//   6241         Swizzle: how rows lie in shared memory
-//   6250         ConvOut: results, 4 channels of a pixel at a time
-//   6413         conv_halo: 3x3, stride 1, any GPU
-//   6655         conv_gather: any kernel size and stride, any GPU
-//   6806         conv_few: the first and the last layer
-//   6916         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7273         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7311         building blocks of Hopper's kernels (sm_90a)
-//   7497         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7781         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8040         conv_weight_tma: weight gradients (sm_90a)
-//   8250         Hopper's convolutions: which kernel, and its tensor maps
-//   8522         Convolution: forward, input gradient, weight gradients
-//   8758         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9204         Attention: which kernel, forward and, where a has dout, backward
-//   9244    19. The GPU: memory, copies, repeated work
-//   9411    20. Ranks: who they are, what their hosts tell each other
-//  10035    21. Between ranks: from device to device
-//  10215  Part III. Tools: errors, files, pictures, the run's page
-//  10218    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10456    23. Pictures: PNG files, grids of images
-//  10539    24. The run's page: index.html
+//   1180     6. The network: a list of layers, made of guided-diffusion's flags
+//   1613     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1772     8. Forward and backward: two walks over the list
+//   1856     9. Diffusion: noise schedules, objectives, samplers
+//   2220    10. Data: .bin files that may be larger than memory, the order of their images
+//   2337    11. Model files: weights and checkpoints, initial weights
+//   2517    12. The log, put together for the run's page
+//   2546    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2794    14. A run: log, guard, checkpoints, resume, samples
+//   3307    15. main: the command line, then a run or samples
+//   3548  Part II. The device
+//   3551    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3730    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3792    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3972         Activations: pieces of 16 bytes
+//   4153         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4271         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4383         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4717         groupnorm_backward_whole: an image's slab in shared memory
+//   5102         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5427         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5533         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5647         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5871         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6086         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6233         Convolution: which kernels there are, and what they share
+//   6249         Swizzle: how rows lie in shared memory
+//   6258         ConvOut: results, 4 channels of a pixel at a time
+//   6421         conv_halo: 3x3, stride 1, any GPU
+//   6663         conv_gather: any kernel size and stride, any GPU
+//   6814         conv_few: the first and the last layer
+//   6924         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7281         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7319         building blocks of Hopper's kernels (sm_90a)
+//   7505         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7789         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8048         conv_weight_tma: weight gradients (sm_90a)
+//   8258         Hopper's convolutions: which kernel, and its tensor maps
+//   8530         Convolution: forward, input gradient, weight gradients
+//   8766         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9212         Attention: which kernel, forward and, where a has dout, backward
+//   9252    19. The GPU: memory, copies, repeated work
+//   9419    20. Ranks: who they are, what their hosts tell each other
+//  10043    21. Between ranks: from device to device
+//  10223  Part III. Tools: errors, files, pictures, the run's page
+//  10226    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10464    23. Pictures: PNG files, grids of images
+//  10547    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -818,6 +818,7 @@ struct Config {
     FLAG(string, resume_checkpoint, "", "continue from this file, or output_dir's: latest, or auto: if it has one");
     FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
     FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");
+    FLAG(string, compare_runs, "", "put the runs of these folders, out,out2, on one page, --output F.html, and stop");
     FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
     FLAG(int, save_interval, 500, "steps between two checkpoints", 1, BIG);
     FLAG(int, keep_checkpoints, 3, "checkpoints kept, the newest; 0: all", 0, BIG);
@@ -3490,11 +3491,18 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 }
 
 // Result: the exit code.
+// --compare_runs: one page of several runs. Section 24.
+static void compare_runs(const Config& c);
+
 static int run_program(int argc, char** argv) {
     start_process(argv);
     find_ranks();
     Config c;
     parse_command_line(&c, argc, argv);
+    if (!c.compare_runs.empty()) {
+        compare_runs(c);
+        return 0;
+    }
     take_aliases(&c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
@@ -10693,4 +10701,37 @@ static void end_page() {
 static void tell_page(const std::string& why) {
     const std::unique_lock<PageTurn> turn(page_turn, std::chrono::seconds(3));
     if (turn && shown_run) write_page(std::exchange(shown_run, nullptr), "failed", why);
+}
+
+// The run in a folder, as its own page holds it. path: from the new page to the folder.
+static std::string run_of_folder(const std::string& folder, const std::string& path) {
+    const std::string begin = "<script id=\"data\" type=\"application/json\">[", no_path = "\"path\":\"\"";
+    const std::string page = read_text(folder + "/index.html");
+    const size_t from = page.find(begin), to = page.find("]</script>", from);
+    if (from == std::string::npos || to == std::string::npos)
+        die("--compare_runs: %s holds no run (an index.html that train_unet has written; a run that goes on or is "
+            "resumed writes it anew)",
+            folder.c_str());
+    std::string run = page.substr(from + begin.size(), to - from - begin.size());
+    const size_t at = run.find(no_path);
+    if (at != std::string::npos) run.replace(at, no_path.size(), "\"path\":" + quoted(path));
+    return run;
+}
+
+static void compare_runs(const Config& c) {
+    namespace fs = std::filesystem;
+    for (const std::string& flag : c.on_command_line)
+        if (flag != "compare_runs" && flag != "output") die("--compare_runs: takes --output and no --%s", flag.c_str());
+    const std::string output = c.given("output") ? c.output : "compare.html";
+    must(output.ends_with(".html"), "--output " + output, "must end in .html");
+    std::vector<std::string> runs;
+    std::istringstream folders(c.compare_runs);
+    for (std::string folder; std::getline(folders, folder, ',');) {
+        std::error_code none;
+        const fs::path from = fs::absolute(fs::path(output)).parent_path();
+        runs.push_back(run_of_folder(folder, fs::relative(folder, from, none).string() + "/"));
+    }
+    must(runs.size() > 1, "--compare_runs " + c.compare_runs, "must name folders with commas, such as out,out2");
+    write_file(output, page_of(runs));
+    printf("%s: %zu runs on one page\n", output.c_str(), runs.size());
 }

@@ -81,7 +81,9 @@ def test_help_shows_every_default(run: Callable) -> None:
 def test_the_twin_has_the_same_flags(run: Callable) -> None:
     """With the same defaults, or a command line would mean two things."""
     listed = dict(re.findall(r"^  --(\w+) (.*)", run(["--help"]).out, re.MULTILINE))
-    assert listed.keys() - {"num_gpus", "exchange", "rank_timeout"} <= train_unet.FLAGS.keys()  # the twin is one process
+    assert (
+        listed.keys() - {"num_gpus", "exchange", "rank_timeout", "compare_runs"} <= train_unet.FLAGS.keys()
+    )  # the twin is one process without a page
     with pytest.raises(train_unet.UserError, match="--bench: .*dev/bench_torch.py"):
         train_unet.parse_flags(["--bench", "20"], train_unet.FLAGS)
     for name, flag in train_unet.FLAGS.items():

@@ -363,3 +363,31 @@ def test_its_links(open_page: Callable, trained: Path) -> None:
     page = open_page(trained)
     linked = page.evaluate("[...document.querySelectorAll('#links a')].map((a) => a.href)")
     assert linked == [(trained / name).as_uri() for name in ("log.csv", model_name(10), model_name(12))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# several runs
+
+
+def test_compare_runs(run: Callable, refused: Callable, open_page: Callable, data: Path, tmp_path: Path) -> None:
+    """Curves with a legend, final figures, the flags in which they differ, and the grids of both, from another folder, too."""
+    for name, lr in ("a", 1e-3), ("b's", 2e-3):
+        run(flags(TINY, "--data_file", data, "--max_steps 6 --sample_interval 3 --output_dir", f"runs/{name}", "--lr", lr))
+    refused(["--compare_runs", "runs/a,runs/none"], "runs/none", "holds no run")
+    refused(["--compare_runs", "runs/a"], "folders with commas")
+    refused(["--compare_runs", "runs/a,runs/b's", "--output", "x.png"], ".html")
+    refused(["--compare_runs", "runs/a,runs/b's", "--lr", "1"], "--lr")
+    (tmp_path / "pages").mkdir()
+    run(["--compare_runs", "runs/a,runs/b's", "--output", "pages/index.html"])
+    page = open_page(tmp_path / "pages", viewport={"width": 1200, "height": 900})
+    until_drawn(page)
+    table = page.locator("#compared").inner_text()
+    assert re.search(r"--lr\s+0.001\s+0.002", table) and "--batch_size" not in table and "--seed" not in table
+    assert table.count("6 of 6") == 2 and table.count("done") == 2
+    assert page.locator("#run_keys .key").all_inner_texts() == ["runs/a", "runs/b's"]
+    page.wait_for_function("runs.every((r) => r.image.complete && r.image.naturalWidth > 0)")
+    assert np.allclose(page.evaluate("charts[1].curves[1].values"), column(tmp_path / "runs/b's", "lr"), rtol=1e-5)
+    page.locator("#run_keys .key").first.click()
+    page.wait_for_function("charts[1].curves.length === 1")
+    phone = open_page(tmp_path / "pages", viewport={"width": 360, "height": 700}, is_mobile=True, has_touch=True)
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 360
