@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import model_files
 import prepare_data
-from config import SAMPLING_FLAGS, Config, UserError, format_value, pick_device, torch
+from config import FLAGS, SAMPLING_FLAGS, Config, UserError, format_value, pick_device, torch
 from model_files import ModelFileError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ UNET_DEFAULTS: dict[str, Any] = {
 DDPM_DEFAULTS: dict[str, Any] = {
     "num_train_timesteps": 1000, "beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "trained_betas": None, "variance_type": "fixed_small",
     "clip_sample": True, "clip_sample_range": 1.0, "prediction_type": "epsilon", "thresholding": False, "rescale_betas_zero_snr": False,
+    "timestep_spacing": "leading", "steps_offset": 0,
 }  # fmt: skip
 EDM_DEFAULTS: dict[str, Any] = {
     "num_train_timesteps": 1000, "sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5, "sigma_schedule": "karras", "rho": 7.0,
@@ -51,7 +52,7 @@ EDM_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 UP_BLOCKS = {"AttnDownBlock2D": "AttnUpBlock2D", "DownBlock2D": "UpBlock2D", "ResnetDownsampleBlock2D": "ResnetUpsampleBlock2D"}
 FLOW_DEFAULTS: dict[str, Any] = {"num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False, "invert_sigmas": False}
-SAMPLING = ("clip_sample", "clip_sample_range", "thresholding", "sigma_min", "sigma_max", "rho")  # of a sampler, not of the model
+SAMPLING = ("clip_sample", "sigma_min", "sigma_max", "rho")  # of a sampler, not of the model
 PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
 SCHEDULES = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 
@@ -157,6 +158,7 @@ def config_values(unet: dict[str, Any], scheduler: dict[str, Any]) -> dict[str, 
     if scheduler["_class_name"] == "FlowMatchEulerDiscreteScheduler":
         return values | {"objective": "flow"}
     return values | {
+        "objective": "ddpm",
         "noise_schedule": next((k for k, v in SCHEDULES.items() if v == scheduler["beta_schedule"]), "linear"),
         "predict": next((k for k, v in PREDICTIONS.items() if v == scheduler["prediction_type"]), "eps"),
         "sigma_small": scheduler["variance_type"] == "fixed_small",
@@ -295,7 +297,12 @@ def read_json(path: str) -> dict[str, Any]:
 def same(a: Any, b: Any) -> bool:
     """Numbers to float32's rounding."""
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (a, b))
-    return math.isclose(a, b, rel_tol=1e-6) if numbers else a == b
+    if not numbers:
+        return a == b
+    try:
+        return math.isclose(a, b, rel_tol=1e-6)
+    except OverflowError:  # of a whole number beyond float64
+        return False
 
 
 def check_settings(path: str, given: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -331,10 +338,17 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
     prepare_data.open_file(f"{path}/{WEIGHTS}").close()  # says what is wrong with the path itself
     tensors, metadata = model_files.safetensors_content(f"{path}/{WEIGHTS}")
 
+    saved = {name: value for name, value in flags.items() if name in model_files.SAVED_FLAGS}
+    if unet["sample_size"] is None:  # UNet2DModel's default
+        if "image_size" not in saved:
+            raise ModelFileError(f"{path}/{UNET}: its sample_size is null, so it does not say how large images are; --image_size does")
+        height, width = saved["image_size"]
+        unet["sample_size"] = height if height == width else [height, width]
+
     def derive(_: Any) -> Config:
-        saved = {name: value for name, value in flags.items() if name in model_files.SAVED_FLAGS}
-        values = config_values(unet, scheduler) | saved
-        if values.get("class_dropout") and "num_classes" not in saved:
+        said = model_files.typed(config_values(unet, scheduler), FLAGS)
+        values = saved | said | {name: value for name, value in saved.items() if name in model_files.FREE_FLAGS}
+        if values.get("class_dropout"):
             values["num_classes"] -= 1  # the last is "no class"
         return model_files.valid(values)
 
@@ -342,17 +356,20 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
         config = model_files.trusted(path, model_files.saved_config, metadata["config"])
     else:
         config = model_files.trusted(path, derive, None)
+    learnt = dataclasses.replace(config, conv_resample=True)  # whose tensors are as many and as large as of one that pools
+    with torch.device("meta"):
+        empty = {name: torch.empty(shape) for name, shape in model_files.parameter_shapes(learnt).items()}
+    check_tensors(f"{path}/{WEIGHTS}", tensors, to_theirs(learnt, empty))
     pooled = {} if config.resblock_updown else resampling(config)
     if pooled:
         config.conv_resample = not all(name in tensors and torch.equal(tensors[name].float(), kernel) for name, kernel in pooled.items())
     check_settings(f"{path}/{UNET}", unet, unet_settings(config))
     check_settings(f"{path}/{SCHEDULER}", scheduler, scheduler_settings(config))
-    with torch.device("meta"):
-        empty = {name: torch.empty(shape) for name, shape in model_files.parameter_shapes(config).items()}
-    check_tensors(f"{path}/{WEIGHTS}", tensors, to_theirs(config, empty))
     names = [*model_files.SAVED_FLAGS, "seed"]
     metadata["config"] = {name: getattr(config, name) for name in names}
-    return model_files.from_sections(path, {"weights": to_ours(config, tensors)}, metadata, None, flags)
+    file = model_files.from_sections(path, {"weights": to_ours(config, tensors)}, metadata, None, flags)
+    dataclasses.replace(file, path=path).inherit(saved, resume=False)  # refuses a flag that says otherwise
+    return file
 
 
 # ======================================================================================================================

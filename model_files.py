@@ -107,7 +107,11 @@ def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
         return None
     data, config = open_data(path), dataclasses.replace(config, class_cond=False, in_channels=1 if name == "mask" else config.in_channels)
     data.check(config)
-    return data.batch(np.arange(min(len(data.images), most)), config)[0]
+    images = data.batch(np.arange(min(len(data.images), most)), config)[0]
+    for i, image in enumerate(images):
+        if not torch.isfinite(image).all():
+            raise DataFileError(f"--{name} {path}: image {i} holds a value that is not finite; make the file again")
+    return images
 
 
 def open_folder(path: str, config: Config) -> Data:
@@ -359,6 +363,7 @@ def convert(file: ModelFile, target: str, flags: dict[str, Any]) -> str:
     """Writes a model in another format, a folder of diffusers' if target ends in /; returns what there is to tell."""
     if not target:
         raise UserError(f"--convert {file.path}: needs two files, as in --convert model.bin model.pt")
+    file.inherit({name: value for name, value in flags.items() if name in SAVED_FLAGS}, resume=False)  # refuses what says otherwise
     if target.endswith("/"):
         import diffusers_files  # which imports this file
 

@@ -19,45 +19,45 @@
 //   2517    12. The log, put together for the run's page
 //   2546    13. A training step: draw, diffuse, forward, loss, backward, judge, update
 //   2794    14. A run: log, guard, checkpoints, resume, samples
-//   3307    15. main: the command line, then a run or samples
-//   3548  Part II. The device
-//   3551    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3730    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3792    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3972         Activations: pieces of 16 bytes
-//   4153         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4271         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4383         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4717         groupnorm_backward_whole: an image's slab in shared memory
-//   5102         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5427         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5533         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5647         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5871         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6086         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6233         Convolution: which kernels there are, and what they share
-//   6249         Swizzle: how rows lie in shared memory
-//   6258         ConvOut: results, 4 channels of a pixel at a time
-//   6421         conv_halo: 3x3, stride 1, any GPU
-//   6663         conv_gather: any kernel size and stride, any GPU
-//   6814         conv_few: the first and the last layer
-//   6924         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7281         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7319         building blocks of Hopper's kernels (sm_90a)
-//   7505         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7789         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8048         conv_weight_tma: weight gradients (sm_90a)
-//   8258         Hopper's convolutions: which kernel, and its tensor maps
-//   8530         Convolution: forward, input gradient, weight gradients
-//   8766         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9212         Attention: which kernel, forward and, where a has dout, backward
-//   9252    19. The GPU: memory, copies, repeated work
-//   9419    20. Ranks: who they are, what their hosts tell each other
-//  10043    21. Between ranks: from device to device
-//  10223  Part III. Tools: errors, files, pictures, the run's page
-//  10226    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10464    23. Pictures: PNG files, grids of images
-//  10547    24. The run's page: index.html
+//   3309    15. main: the command line, then a run or samples
+//   3550  Part II. The device
+//   3553    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3732    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3794    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   3974         Activations: pieces of 16 bytes
+//   4155         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4273         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4385         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4719         groupnorm_backward_whole: an image's slab in shared memory
+//   5104         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5429         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5535         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5649         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5873         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6088         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6235         Convolution: which kernels there are, and what they share
+//   6251         Swizzle: how rows lie in shared memory
+//   6260         ConvOut: results, 4 channels of a pixel at a time
+//   6423         conv_halo: 3x3, stride 1, any GPU
+//   6665         conv_gather: any kernel size and stride, any GPU
+//   6816         conv_few: the first and the last layer
+//   6926         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7283         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7321         building blocks of Hopper's kernels (sm_90a)
+//   7507         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7791         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8050         conv_weight_tma: weight gradients (sm_90a)
+//   8260         Hopper's convolutions: which kernel, and its tensor maps
+//   8532         Convolution: forward, input gradient, weight gradients
+//   8768         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9214         Attention: which kernel, forward and, where a has dout, backward
+//   9254    19. The GPU: memory, copies, repeated work
+//   9421    20. Ranks: who they are, what their hosts tell each other
+//  10045    21. Between ranks: from device to device
+//  10225  Part III. Tools: errors, files, pictures, the run's page
+//  10228    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10466    23. Pictures: PNG files, grids of images
+//  10549    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -3257,6 +3257,8 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
         for (int e = 0; e < HW * C; e++) {
             const int from = e % C % d.C * HW + e / C;
             images.push_back(d.bytes == 1 ? bytes[from] / 127.5f - 1 : reals[from]);
+            if (!std::isfinite(images.back()))
+                die("--%s %s: image %d holds a value that is not finite; make the file again", flag, path.c_str(), i);
         }
     }
     return images;

@@ -151,7 +151,9 @@ class GroupNorm32(nn.GroupNorm):
     """Statistics in float32 even where activations are bf16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.float()).to(x.dtype) if x.dtype == torch.bfloat16 else super().forward(x)
+        wide = x.float() if x.dtype == torch.bfloat16 else x
+        # not F.group_norm, which refuses one image of 1x1 with a channel a group: its output is then the bias
+        return torch.group_norm(wide, self.num_groups, self.weight, self.bias, self.eps).to(x.dtype)
 
 
 class PhiloxDropout(nn.Module):

@@ -248,6 +248,59 @@ def test_what_else_a_folder_holds_is_kept(tmp_path: Path, theirs: str) -> None:
     assert sorted((path, path.is_file() and path.read_bytes()) for path in (tmp_path / "pipe").rglob("*")) == before
 
 
+def test_flags_that_say_otherwise_than_a_folder(tmp_path: Path) -> None:
+    """Whoever wrote it. And settings of samplers that no sampler here has."""
+    make_model(tmp_path / "m.bin")
+    convert(tmp_path / "m.bin", f"{tmp_path}/ours/")
+    shutil.copytree(tmp_path / "ours", tmp_path / "theirs")
+    import safetensors.torch
+
+    weights = tmp_path / "theirs/unet/diffusion_pytorch_model.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(weights), weights)  # without our configuration
+    for folder in "ours", "theirs":
+        for name, value in {"objective": "flow", "num_heads": "2", "num_channels": "64", "predict": "v"}.items():
+            assert f"--{name} {value}: {tmp_path}/{folder} was made with" in refused(f"{tmp_path}/{folder}/", tmp_path / "o.bin", f"--{name}", value)
+    assert "--objective flow: " in refused(tmp_path / "m.bin", tmp_path / "o.pt", "--objective", "flow")
+    settings = {"clip_sample_range": 2.0, "thresholding": True, "timestep_spacing": "trailing", "steps_offset": 1}
+    for name, value in settings.items():
+        shutil.copytree(tmp_path / "ours", tmp_path / name)
+        change(tmp_path / name / "scheduler/scheduler_config.json", **{name: value})
+        assert f"its {name} is" in refused(f"{tmp_path}/{name}/", tmp_path / "o.bin")
+    assert not (tmp_path / "o.bin").exists()
+
+
+def test_widths_that_no_file_holds_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder's shapes are compared with its weights before convolutions that pool are made, of 2.4 GB each at 8192 channels."""
+    make_model(tmp_path / "m.bin", channel_mult=(1, 1), num_channels=32, attention_resolutions=())
+    convert(tmp_path / "m.bin", f"{tmp_path}/folder/")
+    import safetensors.torch
+
+    weights = tmp_path / "folder/unet/diffusion_pytorch_model.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(weights), weights)
+    change(tmp_path / "folder/unet/config.json", block_out_channels=[8192, 8192])
+    monkeypatch.setattr("diffusers_files.resampling", lambda _: pytest.fail("these were made"))
+    assert "has shape" in refused(f"{tmp_path}/folder/", tmp_path / "o.bin")
+
+
+def test_strange_values_of_a_folder(tmp_path: Path) -> None:
+    make_model(tmp_path / "m.bin")
+    convert(tmp_path / "m.bin", f"{tmp_path}/theirs/")
+    import safetensors.torch
+
+    weights = tmp_path / "theirs/unet/diffusion_pytorch_model.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(weights), weights)
+    for name, value in {"layers_per_block": 1.5, "norm_eps": 10**400, "in_channels": 10**400, "dropout": 10**400}.items():
+        shutil.copytree(tmp_path / "theirs", tmp_path / name)
+        change(tmp_path / name / "unet/config.json", **{name: value})
+        refused(f"{tmp_path}/{name}/", tmp_path / "o.bin")
+    change(tmp_path / "theirs/unet/config.json", sample_size=None)
+    assert "--image_size" in refused(f"{tmp_path}/theirs/", tmp_path / "o.bin")
+    size = "x".join(map(str, model_files.read_model(str(tmp_path / "m.bin")).config.image_size))
+    convert(f"{tmp_path}/theirs/", tmp_path / "o.bin", "--image_size", size)
+    first, again = (model_files.read_model(str(tmp_path / name)) for name in ("m.bin", "o.bin"))
+    np.testing.assert_array_equal(first.weights, again.weights)
+
+
 def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
@@ -294,7 +347,7 @@ def test_folders_that_are_no_model_of_ours(tmp_path: Path) -> None:
     assert "conv_in.bias has shape [3], not [32]" in told(save(**{"conv_in.bias": torch.zeros(3)}))
     assert "has more, which" in told(save(more=torch.zeros(3)))
     assert "is no tensor of numbers" in told(save(**{"conv_in.bias": torch.zeros(32, dtype=torch.int32)}))
-    for name, value in {"sample_size": None, "block_out_channels": [], "layers_per_block": "2", "in_channels": -3, "down_block_types": 5}.items():
+    for name, value in {"sample_size": "16", "block_out_channels": [], "layers_per_block": "2", "in_channels": -3, "down_block_types": 5}.items():
         bare = save()
         assert "describes a model that can't work" in told(lambda folder: (bare(folder), unet(**{name: value})(folder))), name
 

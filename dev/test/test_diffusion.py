@@ -54,6 +54,17 @@ OBJECTIVES = {
 }
 
 
+def test_one_image_of_one_pixel_in_the_twin() -> None:
+    """Where each channel is a group of its own, torch's layer refuses to train; the norm of one value is its bias."""
+    norm, x = twin.GroupNorm32(32, 32), torch.randn(1, 32, 1, 1, requires_grad=True)
+    torch.nn.init.normal_(norm.bias)
+    out = norm(x)
+    rounding = x.abs().max().item() * 2**-23 / norm.eps**0.5  # of x less its mean, which is divided by the root of eps
+    torch.testing.assert_close(out.flatten(), norm.bias, rtol=0, atol=rounding)
+    out.sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objectives_follow_pytorch(run: Callable, tmp_path: Path, name: str) -> None:
     """Losses of 20 steps and the gradient of every parameter."""

@@ -79,6 +79,22 @@ def test_editing_follows_pytorch(run: Callable, tmp_path: Path, name: str, words
         assert np.array_equal(native[known], images[known]) and not np.isclose(native, images)[~known].all()
 
 
+@pytest.mark.parametrize("flag", ["start_from", "inpaint", "mask"])
+def test_what_is_not_finite_in_images_is_named(refused: Callable, tmp_path: Path, flag: str) -> None:
+    """The images and the masks, not the model's weights."""
+    config, _ = write_parity_files(tmp_path, SHAPE, PLAIN)
+    images = {"d.bin": np.zeros((2, *SHAPE), np.float32), "m.bin": np.ones((2, 1, *SHAPE[1:]), np.float32)}
+    images["m.bin" if flag == "mask" else "d.bin"][1, 0, 3, 3] = np.nan
+    for name, values in images.items():
+        (tmp_path / name).write_bytes(data_bytes(values))
+    words = (START if flag == "start_from" else PAINT).split()
+    refused(["--init", "init.bin", "--sample", 2, "--output", "s.bin", *words], f"--{flag} ", "image 1 holds a value that is not finite")
+    given = {name[2:]: str(tmp_path / value) for name, value in zip(words[::2], words[1::2])}
+    config = dataclasses.replace(config, sample=2, **given)
+    with pytest.raises(twin.UserError, match=f"--{flag} .*: image 1 holds a value that is not finite"):
+        twin.sample(twin.build_model(config, random_weights(config)), config, 2)
+
+
 def test_strength(run: Callable, tmp_path: Path) -> None:
     """A little noise changes an image a little; images are taken in turns."""
     config, data = write_parity_files(tmp_path, SHAPE, PLAIN)
