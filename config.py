@@ -608,6 +608,11 @@ class Screen:
     def tell(self, text: str) -> None:
         self.print("\n" * self.terminal + text)
 
+    def tell_any(self, text: str) -> None:
+        """What may be nothing."""
+        if text:
+            self.tell(text)
+
     def status(self, line: str) -> None:
         """line: its parts stand between | and |; those that matter least go where there is no room."""
         columns = shutil.get_terminal_size().columns if self.terminal else len(line) + 1

@@ -674,12 +674,30 @@ def read_latents(options: Options) -> torch.Tensor:
     return torch.from_numpy(images.astype(np.float32))
 
 
+def separate_names(options: Options) -> list[str]:
+    """Of the images one by one."""
+    return [f"{Path(options.output).with_suffix('')}_{i:04d}.png" for i in range(options.num_samples)] if options.separate else []
+
+
+def check_outputs(options: Options) -> None:
+    """Before work that may take long: UserError if what is to be written can't be, or would replace what somebody may miss."""
+    read = [options.model_filename, options.data_file, options.image, options.mask]
+    if options.export_coreml:
+        model_files.check_folder("--export_coreml", options.export_coreml, options.model_filename)
+    elif options.export_onnx:
+        model_files.check_output("--export_onnx", options.export_onnx, read)
+    elif not options.compare:
+        there = [name for name in separate_names(options) if Path(name).exists()]
+        for path in [options.output, *there]:
+            model_files.check_output("--output", path, read, prepare_data.is_samples)
+
+
 def write_images(images: torch.Tensor, told: str, options: Options) -> None:
     """The grid or data file, and the images one by one."""
     model_files.save_samples(images, options.output)
     print(f"{options.output}: {len(images)} images {told}")
     if options.separate:
-        names = [f"{Path(options.output).with_suffix('')}_{i:04d}.png" for i in range(len(images))]
+        names = separate_names(options)[: len(images)]
         for name, image in zip(names, images):
             model_files.save_png(model_files.to_pixels(image), name)
         print(f"{names[0]} to {names[-1]}: one by one")
@@ -729,6 +747,7 @@ def run(argv: list[str]) -> None:
     options.asked = frozenset(words)
     vae = Autoencoder(options.decode) if options.decode else None  # before anything takes long
     if vae and options.data_file and not options.model_filename:
+        check_outputs(options)
         latents = read_latents(options)
         vae.check(*latents.shape[1:])
         return write_images(vae.decode(latents), f"decoded from {options.data_file}", options)
@@ -748,6 +767,7 @@ def run(argv: list[str]) -> None:
         raise UserError(f"--mask {options.mask}: says where --image is painted anew, and there is none")
     if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
         raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
+    check_outputs(options)
     flags |= {"batch_size": options.batch_size} | ({"timestep_respacing": options.steps} if "steps" in given else {})
     flags |= {} if options.show else {"output": options.output}
     flags = ({"clip_denoised": False} if options.decode else {}) | flags  # latents lie outside of [-1, 1], too

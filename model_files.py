@@ -9,6 +9,7 @@ from __future__ import annotations  # noqa: I001 (names side by side)
 import contextlib
 import csv
 import dataclasses
+import errno
 import fcntl
 import io
 import json
@@ -16,6 +17,7 @@ import math
 import os
 import re
 import socket
+import stat
 import tempfile
 import time
 import warnings
@@ -23,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import prepare_data
 from config import (
@@ -132,6 +134,52 @@ def atomic_write(path: str, chunks: Iterable[Any]) -> None:
         raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
 
 
+def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable[[np.ndarray], bool] | None = None) -> None:
+    """prepare_data.check_output, for a UserError."""
+    try:
+        prepare_data.check_output(flag, path, (name for name in inputs if name), replaces)
+    except prepare_data.DataError as e:
+        raise UserError(str(e)) from None
+
+
+def check_samples(config: Config, *inputs: str) -> None:
+    """UserError if --output can't be written, or would replace more than older samples. inputs: what else is read."""
+    read = [*inputs, config.data_file, config.start_from, config.inpaint, config.mask]
+    check_output("--output", config.output, read, prepare_data.is_samples)
+
+
+def is_model(start: np.ndarray) -> bool:
+    """Whether a file that starts with these 256 numbers is a model file, ours."""
+    return start[0] == MODEL_MAGIC
+
+
+def check_model_output(flag: str, path: str, inputs: Iterable[str]) -> None:
+    """UserError if a model file can't be written, or would replace more than one that was written so before: a run's, for one."""
+    target = Path(path).resolve()
+    if target.exists() and re.fullmatch(r"(model|ema)_\d+\.bin", target.name) and (target.parent / "log.csv").exists():
+        raise UserError(f"{flag} {path}: belongs to the run in its folder; choose another name")
+    check_output(flag, path, inputs, is_model)
+
+
+def check_folder(flag: str, path: str, source: str) -> None:
+    """Before it is made: UserError if a folder would replace what is read, or one that holds a run."""
+    target = Path(path)
+    if Path(source).resolve().is_relative_to(target.resolve()):
+        raise UserError(f"{flag} {path}: would replace {source}, which is read; choose another name")
+    if target.is_dir() and (checkpoints(path) or (target / "log.csv").exists()):
+        raise UserError(f"{flag} {path}: holds a run; choose another name")
+
+
+def check_conversion(source: str, target: str) -> None:
+    """Before anything is read: UserError if --convert can't write its target, or would replace what somebody may miss."""
+    if not target:
+        raise UserError(f"--convert {source}: needs two files, as in --convert model.bin model.pt")
+    if target.endswith("/"):
+        return check_folder("--convert", target, source)
+    reader_or_writer(target, bin_chunks, pt_chunks, safetensors_chunks)
+    check_model_output("--convert", target, [source, *map(str, Path(source).parent.glob("ema_*.bin"))])
+
+
 def write_folder(path: str, own: tuple[str, ...], make: Callable[[Path], None]) -> None:
     """make(a path beside it) makes a folder, which appears whole or not at all. own: the files and the folders/ that such folders have, the first being
     in all. One that is there is replaced if it is empty, or has that first file and nothing but its own."""
@@ -169,7 +217,7 @@ def check_replaceable(target: Path, own: tuple[str, ...]) -> None:
 # ======================================================================================================================
 # model files: a header of 256 int32, then float32 tensors in state_dict order: weights [, EMA][, both moments [, further EMAs][, losses]]
 
-MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678
+MODEL_MAGIC, UNET_CU_MODEL_MAGIC = prepare_data.MODEL_MAGIC, prepare_data.UNET_CU_MODEL_MAGIC
 HAS_EMA, HAS_TRAINING = 1, 2  # bits of "contents"
 
 HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and TrainingState's where they have them
@@ -361,8 +409,6 @@ def write_model(path: str, file: ModelFile) -> None:
 
 def convert(file: ModelFile, target: str, flags: dict[str, Any]) -> str:
     """Writes a model in another format, a folder of diffusers' if target ends in /; returns what there is to tell."""
-    if not target:
-        raise UserError(f"--convert {file.path}: needs two files, as in --convert model.bin model.pt")
     file.inherit({name: value for name, value in flags.items() if name in SAVED_FLAGS}, resume=False)  # refuses what says otherwise
     if target.endswith("/"):
         import diffusers_files  # which imports this file
@@ -760,18 +806,100 @@ def seconds_of(rows: list[str]) -> float:
     return seconds
 
 
+class RunFolder:
+    """The output folder of a run, held by its descriptor: it stays the same one when it is moved, or when another takes its name."""
+
+    def __init__(self, path: str):
+        self.path, self.moved, self.files_wait, self.tried = path, False, False, 0.0  # tried: when pictures last were
+        self.waiting: dict[str, Any] = {}  # pictures that could not be written, by name
+        try:
+            os.makedirs(path, exist_ok=True)
+            self.descriptor = prepare_data.open_folder(path)
+        except OSError as e:
+            raise UserError(f"--output_dir {path}: can't be written to ({e.strerror}); choose another") from None
+
+    def name(self, file: str) -> str:
+        return f"{self.path}/{file}"
+
+    def open(self, file: str, how: int) -> int:
+        return os.open(file, how | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.descriptor)
+
+    def has_its_name(self) -> bool:
+        """False: it was moved or removed."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return False
+
+    def check(self, step: int) -> str:
+        """UserError if it was removed: then there is no place for checkpoints. What there is to tell if it was moved, or ""."""
+        if os.fstat(self.descriptor).st_nlink == 0:
+            raise UserError(f"{self.path}: was removed while the run wrote there; stopped after step {step}")
+        if self.moved or self.has_its_name():
+            return ""
+        self.moved = True
+        return f"{self.path}: was moved; the run goes on in it, wherever it is now"
+
+    def checkpoints(self) -> dict[int, str]:
+        """step -> name, oldest first."""
+        found = ((re.fullmatch(r"model_(\d+)\.bin", name), name) for name in os.listdir(self.descriptor))
+        return dict(sorted((int(match[1]), name) for match, name in found if match))
+
+    def write(self, file: str, chunks: Iterable[Any]) -> None:
+        """OSError if it can't be written; then what was there before is untouched."""
+        with prepare_data.atomic_file(file, self.descriptor) as f:
+            f.writelines(chunks)
+
+    def write_or_wait(self, file: str, content: Any) -> str:
+        """A picture. Those that don't fit on the disk wait until they do. Returns what there is to tell, or ""."""
+        self.waiting[file] = content
+        return "" if self.files_wait else self.write_waiting()
+
+    def write_waiting(self) -> str:
+        """Tries it again. Returns what there is to tell, or ""."""
+        error, file = "", ""
+        self.tried = time.monotonic()
+        while self.waiting and not error:
+            file = next(iter(self.waiting))
+            try:
+                self.write(file, [self.waiting[file]])
+                del self.waiting[file]
+            except OSError as e:
+                error = e.strerror
+        before, self.files_wait = self.files_wait, bool(self.waiting)
+        if before == self.files_wait:
+            return ""
+        return f"{self.name(file)}: " + (f"can't be written ({error}); pictures wait" if error else "is written again, and no picture is missing")
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self.waiting:
+            missing = f"could not be written, and so {len(self.waiting)} pictures are missing, for want of room; the rest is there"
+            raise UserError(f"{self.name(next(iter(self.waiting)))}: {missing}")
+
+
 class Log:
     """log.csv, a row per step. A resumed run keeps the rows up to the step that it resumes from."""
 
-    def __init__(self, path: str, step: int):
-        kept = []
-        if step > 0 and os.path.exists(path):
-            with io.TextIOWrapper(prepare_data.open_file(path)) as f:
+    def __init__(self, folder: RunFolder, step: int):
+        self.folder, self.path, kept = folder, folder.name("log.csv"), []
+        self.rows, self.error = b"", ""  # rows: those that the file still lacks, because of this error
+        if step > 0 and prepare_data.is_there("log.csv", folder.descriptor):
+            with self.reader() as f:
                 kept = [complete_row(row) for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
         self.began = time.perf_counter() - seconds_of(kept)  # when the run would have begun if it had never paused
-        atomic_write(path, [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
-        self.path, self.rows, self.error = path, b"", ""  # rows: those that the file still lacks, because of this error
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            folder.write("log.csv", [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
+        except OSError as e:
+            raise UserError(f"{self.path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
+        self.descriptor = folder.open("log.csv", os.O_WRONLY | os.O_APPEND)
+
+    def reader(self) -> IO[str]:
+        try:
+            return io.TextIOWrapper(prepare_data.open_file("log.csv", self.folder.descriptor))
+        except OSError as e:
+            e.filename = self.path
+            raise
 
     def write(self, r: StepResult, ms: float, val_loss: float | None) -> str:
         """Adds a row. On a full disk rows wait until it is full no more. Returns what there is to tell about that, or ""."""
@@ -799,12 +927,16 @@ def to_pixels(images: torch.Tensor) -> np.ndarray:
     return ((shown + 1) * 127.5).clamp(0, 255).add(0.5).to(torch.uint8).movedim(-3, -1).numpy()
 
 
-def save_png(pixels: np.ndarray, path: str) -> None:
+def png_bytes(pixels: np.ndarray) -> bytes:
     from PIL import Image
 
     buffer = io.BytesIO()
     Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels).save(buffer, "PNG")
-    atomic_write(path, [buffer.getbuffer()])
+    return buffer.getvalue()
+
+
+def save_png(pixels: np.ndarray, path: str) -> None:
+    atomic_write(path, [png_bytes(pixels)])
 
 
 def grid_pixels(images: torch.Tensor, enlarge: bool = True) -> np.ndarray:
@@ -821,10 +953,6 @@ def grid_pixels(images: torch.Tensor, enlarge: bool = True) -> np.ndarray:
     return grid
 
 
-def save_grid(images: torch.Tensor, path: str) -> None:
-    save_png(grid_pixels(images), path)
-
-
 def save_samples(images: torch.Tensor, path: str) -> None:
     """Images in [-1, 1] as a grid (.png), or as a data file of float32 images (.bin)."""
     if not torch.isfinite(images).all():
@@ -832,14 +960,15 @@ def save_samples(images: torch.Tensor, path: str) -> None:
     if path.endswith(".bin"):
         prepare_data.write_data(path, images.numpy())
     else:
-        save_grid(images, path)
+        save_png(grid_pixels(images), path)
 
 
-def plot_loss(log: str, path: str) -> None:
+def plot_loss(log: Log) -> bytes:
     """loss.png from log.csv. Light: every step's loss; dark: its mean; orange: validation."""
     from matplotlib.figure import Figure
 
-    table = np.genfromtxt(log, delimiter=",", names=True, ndmin=1)
+    with log.reader() as rows:
+        table = np.genfromtxt(rows, delimiter=",", names=True, ndmin=1)
     axes = (figure := Figure(figsize=(9, 5), layout="constrained")).add_subplot()
     window = max(1, len(table) // 50)
     mean = np.convolve(table["loss"], np.ones(window) / window, "valid")
@@ -851,7 +980,7 @@ def plot_loss(log: str, path: str) -> None:
     axes.set(xlabel="step", ylabel="loss", yscale="log")
     axes.legend()
     figure.savefig(buffer := io.BytesIO(), format="png", dpi=100)
-    atomic_write(path, [buffer.getbuffer()])
+    return buffer.getvalue()
 
 
 def checkpoints(folder: str) -> dict[int, str]:
@@ -869,7 +998,7 @@ def find_data(path: str, checkpoint: str) -> str:
     return path
 
 
-def check_output(config: Config, start: ModelFile | None) -> None:
+def check_output_dir(config: Config, start: ModelFile | None) -> None:
     """An output folder holds one run: a new run needs a folder without one, a resumed run its own or an empty one."""
     folder, saved = config.output_dir, checkpoints(config.output_dir)
     if not saved and not os.path.exists(os.path.join(folder, "log.csv")):
@@ -889,24 +1018,33 @@ def check_output(config: Config, start: ModelFile | None) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: str, create: bool = True) -> Iterator[None]:
+def lock_folder(path: str, folder: int | None = None) -> Iterator[None]:
     """One process at a time trains in a folder: a file there is locked until the process ends, however it ends, and
-    says whose the lock is. Without create, only a file that is there already is looked at."""
+    says whose the lock is. folder: its descriptor; without, only a file that is there already is looked at."""
+    create = folder is not None
+    how = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     try:
-        descriptor = os.open(f"{folder}/.lock", os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+        descriptor = os.open(".lock" if create else f"{path}/.lock", how, 0o666, dir_fd=folder)
     except OSError as e:
-        if create:
-            raise UserError(f"{folder}/.lock: can't be written ({e.strerror}); choose another --output_dir") from None
+        if e.errno == errno.ELOOP:
+            raise UserError(f"{path}/.lock: is a link, and a run's is a file of its own; remove it") from None
+        if create or not isinstance(e, FileNotFoundError):
+            raise UserError(f"--output_dir {path}: can't be written to ({e.strerror}); choose another") from None
         yield
         return
     try:
-        with contextlib.suppress(OSError):  # a file system without locks has none, a full disk doesn't say whose it is
+        with contextlib.suppress(OSError):  # a file system without locks has none
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 who = os.pread(descriptor, 127, 0).decode(errors="replace").partition("\n")[0] or "another process"
-                raise UserError(f"{folder}: {who} trains there; wait until it ends, or choose another --output_dir") from None
-            if create:
+                raise UserError(f"{path}: {who} trains there; wait until it ends, or choose another --output_dir") from None
+        there = os.fstat(descriptor)
+        empty = there.st_size == 0 and there.st_nlink == 1
+        if not stat.S_ISREG(there.st_mode) or not (empty or os.pread(descriptor, 8, 0) == b"process "):
+            raise UserError(f"{path}/.lock: is no run's lock, but something else; move it away")
+        if create:
+            with contextlib.suppress(OSError):  # a full disk doesn't say whose it is
                 os.ftruncate(descriptor, 0)
                 who = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')},\n"
                 os.pwrite(descriptor, who.encode(), 0)
@@ -935,33 +1073,84 @@ def open_start(flags: dict[str, Any]) -> ModelFile | None:
     return start
 
 
-class Keeper:
-    """The checkpoints of a run: an older one goes only when a step from the newest was good."""
+# How long a checkpoint that can't be written may be tried again, and after which time. Training goes on meanwhile. Ten minutes are enough for whoever
+# sees the message to make room. If nobody does, ten minutes of steps are lost, no night's. At the end nothing goes on meanwhile, and whoever has stopped
+# a run may soon kill it: then it is a quarter of a minute.
+PATIENCE, PATIENCE_AT_THE_END, RETRY_AFTER = 600.0, 15.0, 5.0  # seconds
 
-    def __init__(self, folder: str, keep: int, step: int):
-        self.folder, self.keep = folder, keep
+
+class Keeper:
+    """The checkpoints of a run: an older one goes only when a step from the newest was good. tell: what shows a sentence."""
+
+    def __init__(self, folder: RunFolder, keep: int, step: int):
+        self.folder, self.keep, self.tell = folder, keep, print
         self.saved, self.proven = step, -1 if step else 0  # the newest checkpoint, and the newest from which a step was good
+        self.snapshot = step  # the newest of the averages
+        self.no_room_since, self.retry_at = 0.0, 0.0  # when a file first could not be written (0: it could), and when it is tried again
+
+    def is_due(self, step: int, interval: int, before: int) -> bool:
+        """Whether a file is to be written after this step; late, if a bad step or a full disk was in the way. before: step of the one before."""
+        return interval > 0 and step // interval > before // interval and time.monotonic() >= self.retry_at
 
     def save(self, file: ModelFile) -> None:
+        """A checkpoint."""
         if not file.is_finite():
             self.stop_run(file.state.step, "weights, their average or moments are not finite and were not saved")
-        write_model(f"{self.folder}/model_{file.state.step:07d}.bin", file)
-        self.saved = file.state.step
+        if self.write(f"model_{file.state.step:07d}.bin", file, file.state.step):
+            self.saved = file.state.step
+
+    def save_snapshot(self, file: ModelFile, step: int) -> None:
+        """The averages by power functions."""
+        if self.write(f"ema_{step:07d}.bin", file, step):
+            self.snapshot = step
+
+    def write(self, name: str, file: ModelFile, step: int) -> bool:
+        """Whether a model file could be written; if not, it is tried again later. What never gets better ends the run: a limit on the size of files."""
+        path = self.folder.name(name)
+        try:
+            self.folder.write(name, bin_chunks(file))
+        except OSError as e:
+            told, now = f"{path}: writing failed ({e.strerror}); what was there before is untouched", time.monotonic()
+            self.folder.check(step)
+            if not self.no_room_since:
+                self.no_room_since = now
+                self.tell(f"{told}; it is tried again for {PATIENCE / 60:.0f} minutes")
+            if e.errno == errno.EFBIG or now - self.no_room_since > PATIENCE:
+                raise UserError(f"{told}; stopped after step {step}; {self.saved_so_far()}") from None
+            self.retry_at = now + RETRY_AFTER
+            return False
+        if self.no_room_since:
+            self.tell(f"{path}: is written again")
+        self.no_room_since, self.retry_at = 0.0, 0.0
+        return True
+
+    def saved_so_far(self) -> str:
+        if not self.saved:
+            return "no checkpoint was written yet"
+        return f"saved is step {self.saved}; --resume_checkpoint latest goes on from there"
+
+    def finish(self, step: int, save: Callable[[], bool], stop: list[str]) -> None:
+        """Calls save until it has saved everything. A disk that is full is waited for, but not for long, and not beyond another signal."""
+        signals, began = len(stop), time.monotonic()
+        while not save():
+            if len(stop) > signals or time.monotonic() - began > PATIENCE_AT_THE_END:
+                raise UserError(f"{self.folder.path}: step {step} could not be saved; {self.saved_so_far()}")
+            time.sleep(1)
 
     def prove(self) -> None:
         """A step from the newest checkpoint was good."""
         if self.proven != self.saved:
-            self.proven, files = self.saved, list(checkpoints(self.folder).values())
-            for path in files[: -self.keep] if self.keep else []:
-                os.unlink(path)
+            self.proven, names = self.saved, list(self.folder.checkpoints().values())
+            for name in names[: -self.keep] if self.keep else []:
+                os.unlink(name, dir_fd=self.folder.descriptor)
 
     def waits(self) -> bool:
         """Whether there are more checkpoints than are to be kept."""
-        return 0 < self.keep < len(checkpoints(self.folder))
+        return 0 < self.keep < len(self.folder.checkpoints())
 
     def stop_run(self, step: int, why: str) -> NoReturn:
         """UserError, with what to go on from after a run that broke."""
-        files = checkpoints(self.folder)
+        files = {step: self.folder.name(name) for step, name in self.folder.checkpoints().items()}
         if not files:
             advice = "no checkpoint was written yet"
         elif self.proven in list(files)[-1:]:
@@ -973,16 +1162,19 @@ class Keeper:
 
 
 @contextlib.contextmanager
-def run_folder(config: Config, start: ModelFile | None) -> Iterator[tuple[Log, Keeper]]:
+def run_folder(config: Config, start: ModelFile | None) -> Iterator[tuple[RunFolder, Log, Keeper]]:
     """The output folder as this process's alone, for a run that starts there or is resumed."""
-    folder, step = config.output_dir, start.state.step if config.resume_checkpoint else 0
-    os.makedirs(folder, exist_ok=True)
-    with lock_folder(folder):
-        check_output(config, start)  # again, now that nobody else can change it
-        prepare_data.remove_leftovers(folder, "model_", "samples_", "log.csv.", "loss.png.", "ema_")
-        log = Log(f"{folder}/log.csv", step)
-        yield log, Keeper(folder, config.keep_checkpoints, step)
+    step = start.state.step if config.resume_checkpoint else 0
+    folder = RunFolder(config.output_dir)
+    with lock_folder(folder.path, folder.descriptor):
+        if not folder.has_its_name():
+            raise UserError(f"{folder.path}: was moved or replaced while the run began; start it again")
+        check_output_dir(config, start)  # again, now that nobody else can change it
+        prepare_data.remove_leftovers(folder.descriptor, "model_", "samples_", "log.csv.", "loss.png.", "ema_")
+        log = Log(folder, step)
+        yield folder, log, Keeper(folder, config.keep_checkpoints, step)
         log.close()
+        folder.close()
 
 
 def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile | None]:
@@ -992,11 +1184,13 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     if len(named) == 2:
         raise UserError("--data_file and --data_dir: a run trains on one of them; leave the other out")
     if not (flags.get("sample") or flags.get("init_model_only")):
-        with lock_folder(flags.get("output_dir", Config.output_dir), create=False):
+        with lock_folder(flags.get("output_dir", Config.output_dir)):
             pass
     start = open_start(flags)
     if flags.get("sample"):
-        return make_config(flags, None, start, resume), None, start
+        config = make_config(flags, None, start, resume)
+        check_samples(config, start.path if start else "")
+        return config, None, start
     if resume and not named:
         path = find_data(start.config.data_file, start.path)
         flags["data_dir" if os.path.isdir(path) else "data_file"] = path
@@ -1015,5 +1209,5 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     if resume and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
         raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with --data_file")
     if not config.init_model_only:
-        check_output(config, start)
+        check_output_dir(config, start)
     return config, data, start

@@ -59,6 +59,7 @@ except ModuleNotFoundError as e:
 MAGIC = 20261120
 READ_AT_START = 4 << 30  # bytes: no longer file is read, and so checked, as a whole before training begins
 UNET_CU_MAGIC = 20240620
+MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678  # of model files: model_files.py
 HEADER_BYTES = 256 * 4
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MOST_BYTES = 2 << 30  # of a known data set's file, unpacked: more is not what it seems to be
@@ -79,9 +80,10 @@ class DataError(ValueError):
         super().__init__(printable(sentence))
 
 
-def open_file(path: str) -> BinaryIO:
-    """Opens a file for reading. A pipe, whose other end may never come, a device, which may never end, or a folder is refused by an OSError, too."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_file(path: str, folder: int | None = None) -> BinaryIO:
+    """Opens a file for reading. A pipe, whose other end may never come, a device, which may never end, or a folder is refused by an OSError, too.
+    folder: a descriptor of the one in which path is a name."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", path)
@@ -123,48 +125,116 @@ def standard_streams() -> None:
     sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
 
 
-def remove_leftovers(folder: str, *starts: str) -> None:
+def open_folder(path: str) -> int:
+    """A descriptor of a folder, which stays the same one when it is moved, or when another takes its name."""
+    return os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def remove_leftovers(folder: int, *starts: str) -> None:
     """Removes what killed processes left of files whose names start so: temporary files that no living process locks."""
-    for entry in os.scandir(folder):
-        if entry.name.startswith(starts) and re.fullmatch(r".*\.tmp\d+", entry.name) and entry.is_file(follow_symlinks=False):
-            with contextlib.suppress(OSError), open(entry.path, "r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(entry.path)
+    for name in os.listdir(folder):
+        if name.startswith(starts) and re.fullmatch(r".*\.tmp\d+", name):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(name, dir_fd=folder)
+                finally:
+                    os.close(descriptor)
 
 
-def open_temporary(path: str) -> tuple[str, BinaryIO]:
-    """A new file beside path, to be renamed to it when it is complete, and locked until it is closed; and its name."""
-    remove_leftovers(os.path.dirname(path) or ".", os.path.basename(path) + ".tmp")
+def is_there(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def open_temporary(name: str, folder: int) -> tuple[str, BinaryIO]:
+    """A new file beside one of this name, to be renamed to it when it is complete, and locked until it is closed; and its own name."""
+    remove_leftovers(folder, f"{name}.tmp")
     for number in itertools.count(os.getpid()):  # another host may have such a process, too
-        name = f"{path}.tmp{number}"
+        temporary = f"{name}.tmp{number}"
         with contextlib.suppress(FileExistsError):
-            file = open(name, "xb")
+            file = open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder), "wb")
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(name):  # or it was removed as left over before it was locked
-                return name, file
+            if is_there(temporary, folder):  # or it was removed as left over before it was locked
+                return temporary, file
             file.close()
     raise AssertionError
 
 
 @contextlib.contextmanager
-def atomic_file(path: str) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is complete; on failure what was there before stays as it was."""
-    temporary, file = open_temporary(path)
+def atomic_file(path: str, folder: int | None = None) -> Iterator[BinaryIO]:
+    """A file that appears under its name when it is complete; on failure what was there before stays as it was. folder: a descriptor of the one in
+    which path is a name."""
+    if folder is None:
+        folder = open_folder(os.path.dirname(path))
+        try:
+            with atomic_file(os.path.basename(path), folder) as file:
+                yield file
+        finally:
+            os.close(folder)
+        return
+    temporary, file = open_temporary(path, folder)
     try:
         with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name, too, must survive a power cut
-        finally:
-            os.close(folder)
+            os.replace(temporary, path, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)  # the new name, too, must survive a power cut
     finally:
         with contextlib.suppress(OSError):  # after os.replace there is nothing left to remove
-            os.remove(temporary)
+            os.remove(temporary, dir_fd=folder)
+
+
+def is_data(start: np.ndarray) -> bool:
+    """Whether a file that starts with these 256 numbers is a data file."""
+    return start[0] in (MAGIC, UNET_CU_MAGIC)
+
+
+def is_samples(start: np.ndarray) -> bool:
+    """Whether it may be one that --sample has written: of float images without labels."""
+    return bool(start[0] == MAGIC and start[6] == 0 and start[7] == 4)
+
+
+def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable[[np.ndarray], bool] | None = None) -> None:
+    """Before work that may take long: DataError if a file can't be written under this name, or would replace one that somebody may miss: what is read
+    (inputs), or a file of models or data. replaces: which of these it may, by its first 256 numbers. Leaves nothing behind."""
+    told = f"{flag} {path}: "
+    try:
+        folder = open_folder(os.path.dirname(path))
+    except OSError as error:
+        raise DataError(f"{told}its folder can't be opened ({error.strerror}); name one that is there") from None
+    try:
+        if os.path.isdir(path):
+            raise DataError(f"{told}is a folder; name a file")
+        if os.path.exists(path):
+            check_replaced(told, path, inputs, replaces)
+        temporary, file = open_temporary(os.path.basename(path), folder)
+        file.close()
+        os.remove(temporary, dir_fd=folder)
+    except OSError as error:
+        raise DataError(f"{told}can't be written ({error.strerror}); choose a folder that exists and is yours") from None
+    finally:
+        os.close(folder)
+
+
+def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callable[[np.ndarray], bool] | None) -> None:
+    """check_output of a file that is there."""
+    if not os.path.isfile(path):
+        raise DataError(f"{told}is there and is no usual file; choose another name")
+    for name in inputs:
+        if os.path.exists(name) and os.path.samefile(name, path):
+            raise DataError(f"{told}would replace {name}, which is read; choose another name")
+    with open_regular(path) as file:
+        start = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), "<i4")
+    ours = is_data(start) or start[0] in (MODEL_MAGIC, UNET_CU_MODEL_MAGIC)
+    if ours and not (replaces and replaces(start)):
+        raise DataError(f"{told}holds a model or data; choose another name, or move it away")
 
 
 def write_data(path: str, images: Iterable[np.ndarray], labels: Sequence[int] | np.ndarray | None = None, num_classes: int = 0) -> int:
@@ -736,6 +806,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def input_files(args: argparse.Namespace) -> Iterator[str]:
+    """Whatever is read, so that nothing of it is replaced."""
+    yield from [*(args.idx or []), *(args.cifar10 or []), *filter(None, [args.zip, args.emoji])]
+    for folder in filter(None, [args.data_dir, args.encode]):
+        for path, _, names in os.walk(folder):
+            yield from (os.path.join(path, name) for name in names)
+
+
 def open_source(args: argparse.Namespace) -> Source:
     channels = args.channels or 3
     if args.idx:
@@ -757,6 +835,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(arguments)
         need_packages()
+        check_output("--output_name", args.output_name, input_files(args), is_data)
         source = open_source(args)
         if args.encode:
             source.images = encoded(source.images, args.encode)

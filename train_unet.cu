@@ -4,60 +4,60 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    152  Part I. The program
-//    155     1. Types at the interface: what operations are called with
-//    348     2. The interface: all that the program asks of a device
-//    549     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    609     4. Errors, files and pictures: what Part III does for the program
-//    685     5. Configuration: flags, presets, help, what can work and what cannot
-//   1180     6. The network: a list of layers, made of guided-diffusion's flags
-//   1613     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1772     8. Forward and backward: two walks over the list
-//   1856     9. Diffusion: noise schedules, objectives, samplers
-//   2220    10. Data: .bin files that may be larger than memory, the order of their images
-//   2337    11. Model files: weights and checkpoints, initial weights
-//   2517    12. The log, put together for the run's page
-//   2546    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2794    14. A run: log, guard, checkpoints, resume, samples
-//   3309    15. main: the command line, then a run or samples
-//   3550  Part II. The device
-//   3553    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3732    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3794    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   3974         Activations: pieces of 16 bytes
-//   4155         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4273         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4385         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4719         groupnorm_backward_whole: an image's slab in shared memory
-//   5104         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5429         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5535         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5649         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5873         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6088         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6235         Convolution: which kernels there are, and what they share
-//   6251         Swizzle: how rows lie in shared memory
-//   6260         ConvOut: results, 4 channels of a pixel at a time
-//   6423         conv_halo: 3x3, stride 1, any GPU
-//   6665         conv_gather: any kernel size and stride, any GPU
-//   6816         conv_few: the first and the last layer
-//   6926         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7283         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7321         building blocks of Hopper's kernels (sm_90a)
-//   7507         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7791         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8050         conv_weight_tma: weight gradients (sm_90a)
-//   8260         Hopper's convolutions: which kernel, and its tensor maps
-//   8532         Convolution: forward, input gradient, weight gradients
-//   8768         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9214         Attention: which kernel, forward and, where a has dout, backward
-//   9254    19. The GPU: memory, copies, repeated work
-//   9421    20. Ranks: who they are, what their hosts tell each other
-//  10045    21. Between ranks: from device to device
-//  10225  Part III. Tools: errors, files, pictures, the run's page
-//  10228    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10466    23. Pictures: PNG files, grids of images
-//  10549    24. The run's page: index.html
+//    153  Part I. The program
+//    156     1. Types at the interface: what operations are called with
+//    349     2. The interface: all that the program asks of a device
+//    550     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    610     4. Errors, files and pictures: what Part III does for the program
+//    707     5. Configuration: flags, presets, help, what can work and what cannot
+//   1202     6. The network: a list of layers, made of guided-diffusion's flags
+//   1635     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1794     8. Forward and backward: two walks over the list
+//   1878     9. Diffusion: noise schedules, objectives, samplers
+//   2242    10. Data: .bin files that may be larger than memory, the order of their images
+//   2359    11. Model files: weights and checkpoints, initial weights
+//   2539    12. The log, put together for the run's page
+//   2568    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2816    14. A run: log, guard, checkpoints, resume, samples
+//   3493    15. main: the command line, then a run or samples
+//   3737  Part II. The device
+//   3740    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3919    17. The CPU: the device is the host; operations are in dev/reference.h
+//   3981    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4161         Activations: pieces of 16 bytes
+//   4342         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4460         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4572         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4906         groupnorm_backward_whole: an image's slab in shared memory
+//   5291         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5616         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5722         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5836         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6060         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6275         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6422         Convolution: which kernels there are, and what they share
+//   6438         Swizzle: how rows lie in shared memory
+//   6447         ConvOut: results, 4 channels of a pixel at a time
+//   6610         conv_halo: 3x3, stride 1, any GPU
+//   6852         conv_gather: any kernel size and stride, any GPU
+//   7003         conv_few: the first and the last layer
+//   7113         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7470         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7508         building blocks of Hopper's kernels (sm_90a)
+//   7694         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   7978         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8237         conv_weight_tma: weight gradients (sm_90a)
+//   8447         Hopper's convolutions: which kernel, and its tensor maps
+//   8719         Convolution: forward, input gradient, weight gradients
+//   8955         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9401         Attention: which kernel, forward and, where a has dout, backward
+//   9441    19. The GPU: memory, copies, repeated work
+//   9608    20. Ranks: who they are, what their hosts tell each other
+//  10232    21. Between ranks: from device to device
+//  10412  Part III. Tools: errors, files, pictures, the run's page
+//  10415    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10725    23. Pictures: PNG files, grids of images
+//  10808    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -82,6 +82,7 @@
 //   swizzle             where 16-byte pieces of a row lie, so that 8 rows are read from different banks
 //
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
+#include <dirent.h>
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
@@ -624,28 +625,49 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     _exit(1);
 });
 
-// A file that appears whole or not at all: written beside its place, locked meanwhile, fsynced, renamed.
+// A folder that is written to, held by its descriptor: it stays the same one when it is moved, or when another folder
+// takes its name.
+struct Folder {
+    std::string path;                                // as it was named
+    int descriptor = -1;                             // -1: it is not there, or can't be opened
+    int error = 0;                                   // errno, which says why not
+    std::string name(const std::string& file) const; // of a file in it, for messages
+    bool has(const std::string& file) const;         // or nobody can tell, as of a disk that fails
+    bool is_removed() const;
+    bool has_its_name() const; // false: it was moved or removed
+    // Files of such names, a run's checkpoints for one: names by steps, PREFIX0001000SUFFIX.
+    // trouble: where to put why they can't be listed (errno); null: the program ends then.
+    std::map<int64_t, std::string> list(const std::string& prefix = "model_", const char* suffix = ".bin",
+                                        int* trouble = nullptr) const;
+    void remove(const std::string& file) const;
+    // Removes what killed processes left under such names: temporary files that no living process has locked.
+    void remove_leftovers(const std::vector<std::string>& starts) const;
+};
+static Folder open_folder(const std::string& path);
+static Folder make_folder(const std::string& path); // opens it; if there is none, makes it, and those it lies in
+// One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
+static void lock_folder(const Folder& folder, bool create);
+
+// A file that appears whole or not at all: written beside its place, locked meanwhile, fsynced, renamed. When something
+// fails, nothing is left of it, what was there before is untouched, and what is done with it from then on means nothing.
 struct AtomicFile {
-    std::filesystem::path path;
+    const Folder& folder;
+    const std::string name;
     std::string temporary;
-    FILE* file = nullptr;
-    explicit AtomicFile(const std::string& name);
-    void write(const void* data, size_t n, long offset = -1); // -1: behind what is there
+    int file = -1;       // descriptor
+    int error = 0;       // errno of what failed
+    std::string failure; // a sentence about that
+    AtomicFile(const Folder& folder, const std::string& name);
+    void write(const void* data, size_t n);
+    void write_at(off_t offset, const void* data, size_t n);
     void commit();
     void discard();
-    void fail();
+    void fail(const char* what, const char* advice);
 };
-static void write_file(const std::string& path, const std::string& content);
-// One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
-static void lock_folder(const std::string& folder, bool create);
-// Files of such names in a folder, a run's checkpoints for one: paths by steps, PREFIX0001000SUFFIX. trouble: where to
-// put why they can't be listed; null: the program ends then.
-static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix = "model_",
-                                                 const char* suffix = ".bin", std::error_code* trouble = nullptr);
-// Removes what killed processes left in a folder under such names: temporary files that no living process has locked.
-static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts);
+// Result: why it could not be written, or "".
+static std::string try_write_file(const Folder& folder, const std::string& name, const std::string& content);
+static std::string read_text(const Folder& folder, const std::string& name); // a whole file; "" if there is none
 static bool exists(const std::string& path);                     // or nobody can tell, as of a disk that fails
-static std::string read_text(const std::string& path);           // empty: there is no such file
 static uint32_t crc32(uint32_t crc, const void* data, size_t n); // zlib's; from crc = 0 on; calls chain
 
 // Headers are 256 little-endian int32; other values lie in them as their bits.
@@ -678,8 +700,8 @@ static std::string duration(double seconds);
 static int terminal_columns(); // of the terminal that stdout is, as wide as it is now; 0: it is none
 // A line about how things stand: on a terminal in place of the one before, and not wider than that.
 static void show_status(const std::string& line);
-// A PNG of images (n, H, W, C) in [-1, 1], small ones enlarged; unless C is 3, their first channel in grey.
-static void write_grid(const std::string& path, const std::vector<float>& images, int n, int H, int W, int C);
+// A PNG file of images (n, H, W, C) in [-1, 1], small ones enlarged; unless C is 3, their first channel in grey.
+static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C);
 
 // =====================================================================================================================
 // 5. Configuration: flags, presets, help, what can work and what cannot
@@ -2799,6 +2821,11 @@ static volatile sig_atomic_t stop_signal = 0;
 static const std::map<int, const char*> STOP_SIGNALS = {
     {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 
+// How long a checkpoint that can't be written may be tried again, and after which time. Training goes on meanwhile. Ten
+// minutes are enough for whoever sees the message to make room. If nobody does, ten minutes of steps are lost, no night's.
+// At the end nothing goes on meanwhile, and whoever has stopped a run may soon kill it: then it is a quarter of a minute.
+constexpr double PATIENCE = 600, PATIENCE_AT_THE_END = 15, RETRY_AFTER = 5; // seconds
+
 // index.html, section 24.
 struct Page {
     std::string about{}; // the model, the machine, the data
@@ -2814,18 +2841,26 @@ struct Run {
     Config config;
     Trainer trainer;
     Dataset val;
+    Folder folder; // rank 0's; the others write nothing
     Sampler sampler{};
     StepState state{}; // the host's copy
     LogSummary summary{};
     Page page{};
-    int log = -1;                              // log.csv
-    std::string rows{};                        // that it still lacks
-    bool rows_wait = false;                    // because they could not be written
-    bool line_open = false, estimated = false; // a status line waits to be redrawn; the run's length was judged
-    double seconds = 0, clock = 0;             // in this process's steps; when those on their way began
-    double began = 0;                          // when the run would have begun if it had never paused
-    double per_step = 0, shown = -INFINITY;    // seconds of a recent step; when the last line was printed
+    int log = -1;                                 // log.csv
+    std::string rows{};                           // that it still lacks
+    bool rows_wait = false;                       // because they could not be written
+    std::map<std::string, std::string> waiting{}; // pictures that could not be written, by name
+    bool files_wait = false;                      // that was said
+    double files_tried = -INFINITY;               // when they were last tried
+    double no_room_since = 0;                     // when a checkpoint first could not be written; 0: it could
+    int64_t retry_at = 0;                         // the step after which it is tried again
+    bool moved = false;                           // it was said that another folder has this one's name
+    bool line_open = false, estimated = false;    // a status line waits to be redrawn; the run's length was judged
+    double seconds = 0, clock = 0;                // in this process's steps; when those on their way began
+    double began = 0;                             // when the run would have begun if it had never paused
+    double per_step = 0, shown = -INFINITY;       // seconds of a recent step; when the last line was printed
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // issued: begun; saved: in the newest checkpoint
+    int64_t snapshot = 0, snapshot_updates = 0;                       // in the newest snapshot of the averages
     int64_t proven = -1;                                              // the newest one from which a step was good
     int stop = 0;                                                     // the signal that ends the run, as ranks agreed
 };
@@ -2838,10 +2873,9 @@ static void end_line(Run* run) {
 // Opens log.csv. A resumed run does away with rows beyond the checkpoint's step; the rest feeds the page.
 static void open_log(Run* run) {
     if (world.rank) return; // rank 0 writes
-    const std::string path = run->config.output_dir + "/log.csv";
     std::string kept = std::string(LOG_COLUMNS) + "\n";
     const auto columns = std::ranges::count(kept, ',');
-    std::istringstream old(read_text(path));
+    std::istringstream old(read_text(run->folder, "log.csv"));
     for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none; nor are the names
         const double step = atof(row.c_str());
         if (!(step > 0 && step <= (double)run->first_step)) continue;
@@ -2849,9 +2883,21 @@ static void open_log(Run* run) {
         if (std::ranges::count(row, ',') == columns - 1) row += ","; // an older program's, which wrote no seconds
         kept += row + "\n";
     }
-    write_file(path, kept);
-    run->log = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
+    const std::string path = run->folder.name("log.csv"), failure = try_write_file(run->folder, "log.csv", kept);
+    must(failure.empty(), path, failure);
+    run->log = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+}
+
+// A run whose folder is gone has no place for its checkpoints, and ends. One whose folder was moved goes on there.
+static void check_folder(Run* run) {
+    if (world.rank) return;
+    if (run->folder.is_removed())
+        die("%s: was removed while the run wrote there; stopped after step %ld", run->folder.path.c_str(),
+            run->state.step);
+    if (run->folder.has_its_name() || std::exchange(run->moved, true)) return;
+    end_line(run);
+    printf("%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
 }
 
 // Writes the rows that log.csv lacks. Those that don't fit on the disk wait until they do: no run ends because of them.
@@ -2863,8 +2909,32 @@ static void write_log(Run* run) {
     if (std::exchange(run->rows_wait, wait) == wait) return;
     const std::string why = text("can't be written (%s); rows wait", strerror(errno));
     end_line(run);
-    printf("%s/log.csv: %s\n", run->config.output_dir.c_str(),
+    printf("%s: %s\n", run->folder.name("log.csv").c_str(),
            wait ? why.c_str() : "is written again, and no row is missing");
+}
+
+// Writes pictures. Those that don't fit on the disk wait until they do: no run ends because of them.
+static void write_waiting(Run* run) {
+    if (run->waiting.empty()) return;
+    run->files_tried = now();
+    std::string failure, name;
+    while (!run->waiting.empty() && failure.empty()) {
+        const auto first = run->waiting.begin();
+        name = first->first;
+        failure = try_write_file(run->folder, name, first->second);
+        if (failure.empty()) run->waiting.erase(first);
+    }
+    const bool wait = !run->waiting.empty();
+    if (std::exchange(run->files_wait, wait) == wait) return;
+    end_line(run);
+    name = run->folder.name(name);
+    if (wait) printf("%s: %s; pictures wait\n", name.c_str(), failure.c_str());
+    else printf("%s: is written again, and no picture is missing\n", name.c_str());
+}
+
+static void write_or_wait(Run* run, const std::string& name, const std::string& content) {
+    run->waiting[name] = content;
+    if (!run->files_wait) write_waiting(run);
 }
 
 // seconds: of the run, until this step was done.
@@ -2907,41 +2977,78 @@ static void print_step(Run* run, double val) {
 // A step from the newest checkpoint was good: older ones may go.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
-    auto found = list_files(run->config.output_dir);
-    for (; !world.rank && keep && found.size() > keep; found.erase(found.begin()))
-        unlink(found.begin()->second.c_str());
+    auto found = run->folder.list();
+    for (; keep && found.size() > keep; found.erase(found.begin())) run->folder.remove(found.begin()->second);
     run->proven = run->saved;
 }
 
 // Ends a run that came to nothing, and says what can be gone on from.
 static void stop_run(Run* run, const std::string& why) {
-    const auto found = list_files(run->config.output_dir);
+    const Folder folder = world.rank ? open_folder(run->config.output_dir) : run->folder;
+    const auto found = folder.list();
     const auto newest = found.rbegin();
     std::string last = "no checkpoint was written yet";
-    if (!found.empty() && newest->first == run->proven) last = "the last good checkpoint is " + newest->second;
+    if (!found.empty() && newest->first == run->proven)
+        last = "the last good checkpoint is " + folder.name(newest->second);
     else if (!found.empty())
-        last = "no step was good from " + newest->second + ", so move it away and " +
-               (found.size() > 1 ? "go on from " + std::next(newest)->second : "start again");
+        last = "no step was good from " + folder.name(newest->second) + ", so move it away and " +
+               (found.size() > 1 ? "go on from " + folder.name(std::next(newest)->second) : "start again");
     refuse(text("stopped at step %ld: ", run->state.step) + why + "; " + last +
            "; a lower --lr or a --warmup_steps may help");
 }
 
+// What can be gone on from when the run ends now.
+static std::string saved_so_far(const Run& run) {
+    if (!run.saved) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
+    return text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved);
+}
+
+// After rank 0 has tried to write a model file, all ranks agree on when to try again. Result: whether it is written.
+// failure, error: AtomicFile's, at rank 0. What never gets better ends the run at once: a limit on the size of files.
+static bool is_written(Run* run, const std::string& name, const std::string& failure, int error) {
+    if (!world.rank) check_folder(run);
+    if (error && !run->no_room_since) {
+        run->no_room_since = now();
+        end_line(run);
+        printf("%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
+        fflush(stdout);
+    }
+    if (error && (error == EFBIG || now() - run->no_room_since > PATIENCE))
+        die("%s: %s; stopped after step %ld; %s", name.c_str(), failure.c_str(), run->state.step,
+            saved_so_far(*run).c_str());
+    if (!error && run->no_room_since) {
+        end_line(run);
+        printf("%s: is written again\n", name.c_str());
+        run->no_room_since = 0;
+    }
+    const int pause = error ? std::max(1, (int)(RETRY_AFTER / std::max(run->per_step, 1e-3))) : 0; // steps
+    const int agreed = any_rank("the moment to try again", pause);
+    run->retry_at = run->issued + agreed;
+    return !agreed;
+}
+
 // A model file from arrays of which the ranks have slices, in the order of the format, and history; rank 0 writes it.
-static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
+// Result: whether it could.
+static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
     if (world.rank) {
         for (float* slice : slices) whole_array(run->trainer, slice);
-        return;
+        return is_written(run, name, "", 0);
     }
-    AtomicFile file(run->config.output_dir + name);
+    AtomicFile file(run->folder, name);
     std::vector<float> flat(net.flat_size), out;
     uint32_t crc = 0;
-    auto write = [&](const void* data, size_t n) { crc = crc32(crc, data, n), file.write(data, n); };
+    auto write = [&](const void* data, size_t n) {
+        crc = crc32(crc, data, n);
+        file.write(data, n);
+    };
     header.set(SLOT_PARAMS, net.num_params);
     write(header.slot, 1024);
     for (float* slice : slices) {
-        copy_to_host(flat.data(), whole_array(run->trainer, slice), flat.size() * sizeof(float));
+        const float* whole = whole_array(run->trainer, slice); // all ranks are there, also after a failure
+        if (file.error) continue;
+        copy_to_host(flat.data(), whole, flat.size() * sizeof(float));
         for (const Param& p : net.params) {
             out.resize(p.size);
             permute_param(net.config, p, out.data(), &flat[p.offset], true);
@@ -2953,8 +3060,9 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
         }
     }
     if (!history.empty()) write(history.data(), history.size() * sizeof(float));
-    file.write(&crc, 4, SLOT_CRC * 4);
+    file.write_at(SLOT_CRC * 4, &crc, 4);
     file.commit();
+    return is_written(run, run->folder.name(name), file.failure, file.error);
 }
 
 static void save_checkpoint(Run* run) {
@@ -2974,8 +3082,9 @@ static void save_checkpoint(Run* run) {
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
-    save_arrays(run, text("/model_%07ld.bin", s.step), h, arrays, history);
-    run->saved = s.step, run->saved_updates = s.updates;
+    if (!save_arrays(run, text("model_%07ld.bin", s.step), h, arrays, history)) return;
+    run->saved = s.step;
+    run->saved_updates = s.updates;
 }
 
 // The two averages by power functions, as a model file that counts updates in place of steps.
@@ -2985,7 +3094,9 @@ static void save_snapshot(Run* run) {
     std::vector<float*> slices;
     for (float power : POWER_EMAS)
         slices.push_back(run->trainer.emas[std::ranges::find(c.emas, power) - c.emas.begin()]);
-    save_arrays(run, text("/ema_%07ld.bin", run->state.step), h, slices);
+    if (!save_arrays(run, text("ema_%07ld.bin", run->state.step), h, slices)) return;
+    run->snapshot = run->state.step;
+    run->snapshot_updates = run->state.updates;
 }
 
 // A grid from the averaged weights and the same noise each time, so that one sees it grow.
@@ -2996,8 +3107,9 @@ static void save_grid(Run* run) {
     const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
-    const std::string path = c.output_dir + text("/samples_%07ld.png", run->state.step);
-    if (!world.rank) write_grid(path, images, c.num_samples, c.H, c.W, c.in_channels);
+    if (world.rank) return;
+    write_or_wait(run, text("samples_%07ld.png", run->state.step),
+                  grid_png(images, c.num_samples, c.H, c.W, c.in_channels));
 }
 
 static std::string describe(const UNet& net) {
@@ -3056,7 +3168,8 @@ static void restore(Run* run, const ModelFile& m) {
         if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
             die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
-    run->first_step = run->issued = run->saved = s.step, run->saved_updates = s.updates;
+    run->first_step = run->issued = run->saved = run->snapshot = s.step;
+    run->saved_updates = run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, run->config.max_steps,
@@ -3068,10 +3181,11 @@ static void restore(Run* run, const ModelFile& m) {
 }
 
 // A folder holds one run. A new run needs a folder without one; a resumed run its own, or an empty one.
-static void check_output_dir(const Config& c, const std::string& resume, int64_t resume_step) {
-    const auto found = list_files(c.output_dir);
-    if (found.empty() && (c.resume_checkpoint == "auto" || !exists(c.output_dir + "/log.csv"))) return;
-    const auto& [step, path] = found.empty() ? std::pair<const int64_t, std::string>() : *found.rbegin();
+static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
+    const auto found = output.list();
+    if (found.empty() && (c.resume_checkpoint == "auto" || !output.has("log.csv"))) return;
+    const int64_t step = found.empty() ? 0 : found.rbegin()->first;
+    const std::string path = found.empty() ? "" : output.name(found.rbegin()->second);
     std::string on = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
     if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", step);
     must(!resume.empty(), c.output_dir, "already holds a run" + on + ", or choose another --output_dir");
@@ -3131,7 +3245,9 @@ static void collect_steps(Run* run, bool validate, bool show) {
         if (!run->state.ok) report_bad_step(run);
         else if (run->proven != run->saved) prove_checkpoint(run);
     }
+    check_folder(run);
     write_log(run);
+    if (now() - run->files_tried > 1) write_waiting(run);
     if (show) print_step(run, val);
     if (now() >= run->page.due) write_page(run, "running");
     run->clock = now();
@@ -3152,9 +3268,12 @@ static void run_step(Run* run) {
     const bool last = is_stopped(run) || step >= c.max_steps;
     const bool slow = now() - run->shown + 4 * run->per_step > 10; // in four steps the last line is ten seconds old
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    const bool save = last || step / c.save_interval > run->saved / c.save_interval; // late if a step was bad
+    auto late = [&](int interval, int64_t before) { // what a bad step or a full disk has kept from being written
+        return interval && (last || (step >= run->retry_at && step / interval > before / interval));
+    };
+    const bool save = late(c.save_interval, run->saved), snapshot = late(c.ema_snapshots, run->snapshot);
     const bool show = due(c.log_interval) || slow;
-    const bool validate = run->val.count && due(c.val_interval), snapshot = due(c.ema_snapshots);
+    const bool validate = run->val.count && due(c.val_interval);
     const bool draw = due(c.sample_interval) && !last; // the last grid comes when all is done
     if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
     collect_steps(run, validate, show || validate);
@@ -3166,10 +3285,28 @@ static void run_step(Run* run) {
     run->clock = now(); // what was done in between is not part of a step
 }
 
+// Saves what the last steps made. A disk that is full is waited for, but not for long, and not beyond a second signal.
+static void save_at_the_end(Run* run) {
+    const int64_t updates = run->state.updates;
+    const bool snapshots = run->config.ema_snapshots;
+    const double began = now();
+    stop_signal = 0;
+    while (true) {
+        if (run->saved_updates < updates) save_checkpoint(run);
+        if (snapshots && run->snapshot_updates < updates) save_snapshot(run);
+        if (run->saved_updates == updates && (!snapshots || run->snapshot_updates == updates)) return;
+        if (any_rank("the end of a wait", stop_signal || now() - began > PATIENCE_AT_THE_END))
+            die("%s: step %ld could not be saved; %s", run->config.output_dir.c_str(), run->state.step,
+                saved_so_far(*run).c_str());
+        sleep(1); // less if a signal comes
+    }
+}
+
 // A run. Result: the program's exit code, which after a signal is a shell's for it: what comes next must not go on with
 // a model that is half trained (./train_unet && next).
-static int train(const Config& c, const Dataset& data, const std::string& resume, const ModelFile& start) {
-    if (!world.rank) check_output_dir(c, resume, start.state().step);
+static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
+                 const ModelFile& start) {
+    if (!world.rank) check_output_dir(c, output, resume, start.state().step);
     const Dataset val = c.val_data_file.empty() ? Dataset{} : open_dataset(c.val_data_file);
     if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W,
@@ -3178,7 +3315,7 @@ static int train(const Config& c, const Dataset& data, const std::string& resume
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
     if (start.size) check_size(start, build_unet(c));
-    Run run{c, make_trainer(c, data), val};
+    Run run{c, make_trainer(c, data), val, output};
     run.sampler = make_sampler(c, run.trainer.net.B);
     print_start(c, run.trainer.net, data);
     if (resume.empty()) start_weights(&run.trainer, start);
@@ -3190,9 +3327,11 @@ static int train(const Config& c, const Dataset& data, const std::string& resume
         return 0;
     }
     if (!world.rank) {
-        lock_folder(c.output_dir, true);
-        check_output_dir(c, resume, run.first_step); // again, now that nobody else can change it
-        remove_leftovers(c.output_dir, {"model_", "samples_", "log.csv.", "index.html.", "ema_"});
+        if (output.descriptor < 0) run.folder = output = make_folder(c.output_dir);
+        lock_folder(output, true);
+        must(output.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
+        check_output_dir(c, output, resume, run.first_step); // again, now that nobody else can change it
+        output.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_"});
     }
     open_log(&run);
     begin_page(&run);
@@ -3203,11 +3342,10 @@ static int train(const Config& c, const Dataset& data, const std::string& resume
     auto data_error = [&] { return run.trainer.data.error + run.val.error; };
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
     if (s.step < run.issued) collect_steps(&run, false, false); // a signal came after the last look at it
-    if (run.saved_updates < s.updates) save_checkpoint(&run);
+    save_at_the_end(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
-        std::string end = "no good step was there to save";
-        if (run.saved) end = text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved);
+        std::string end = saved_so_far(run);
         if (!data_error().empty()) die("%s; stopped after step %ld; %s", data_error().c_str(), s.step, end.c_str());
         end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run.stop), s.step) + end;
         write_page(&run, "stopped", end);
@@ -3220,7 +3358,7 @@ static int train(const Config& c, const Dataset& data, const std::string& resume
         printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step,
                run.seconds / (double)(s.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
         const int keep = c.keep_checkpoints;
-        const bool spare = !world.rank && keep && (int)list_files(c.output_dir).size() > keep;
+        const bool spare = !world.rank && keep && (int)run.folder.list().size() > keep;
         if (any_rank("the question whether a checkpoint is to spare", spare) &&
             train_step(&run.trainer, run.issued)) { // only to see whether the last one is good
             copy_to_host(&run.state, run.trainer.records + run.issued % RECORDS, sizeof run.state);
@@ -3228,8 +3366,12 @@ static int train(const Config& c, const Dataset& data, const std::string& resume
         }
     }
     write_log(&run);
+    write_waiting(&run);
     if (!world.rank && (!run.rows.empty() || fsync(run.log)))
-        die("%s/log.csv: its last rows could not be written (%s)", c.output_dir.c_str(), strerror(errno));
+        die("%s: its last rows could not be written (%s)", run.folder.name("log.csv").c_str(), strerror(errno));
+    if (!run.waiting.empty())
+        die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
+            run.folder.name(run.waiting.begin()->first).c_str(), run.waiting.size());
     end_page();
     return run.stop ? 128 + run.stop : 0;
 }
@@ -3264,10 +3406,49 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
     return images;
 }
 
-// --sample N: N images from a model file into one PNG, or a .bin data file of float images.
-static void sample_and_stop(const Config& c, const ModelFile& model) {
-    const bool png = c.output.ends_with(".png"), named = c.output.size() > 4 && (png || c.output.ends_with(".bin"));
-    must(named, "--output " + c.output, "must end in .png (one grid) or .bin (float images)");
+// Whether a file holds what somebody may miss: a model, or data that are no samples.
+static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
+    const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    Header h;
+    const bool long_enough = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
+    close(file);
+    const int magic = long_enough ? h.slot[0] : 0;
+    const bool samples = magic == DATA_MAGIC && h.slot[6] == 0 && h.slot[7] == 4;
+    return magic == MODEL_MAGIC || magic == UNET_CU_MODEL_MAGIC || (magic == DATA_MAGIC && !samples);
+}
+
+// The folder of --output. Before samples are drawn, which may take long: what can't be written is refused, and so is
+// what would replace a file of worth.
+static Folder open_output(const Config& c, const std::string& resume) {
+    const bool named = c.output.size() > 4 && (c.output.ends_with(".png") || c.output.ends_with(".bin"));
+    auto must = [&](bool ok, const std::string& why) {
+        if (!ok) refuse("--output " + c.output + ": " + why);
+    };
+    must(named, "must end in .png (one grid) or .bin (float images)");
+    const std::filesystem::path path = c.output;
+    const std::string name = path.filename().string();
+    const Folder folder = open_folder(path.parent_path().string());
+    must(folder.descriptor >= 0,
+         text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
+    struct stat target, input;
+    if (!fstatat(folder.descriptor, name.c_str(), &target, 0)) {
+        must(!S_ISDIR(target.st_mode), "is a folder; name a file");
+        must(S_ISREG(target.st_mode), "is there and is no usual file; choose another name");
+        for (const std::string& file : {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask}) {
+            const bool there = !file.empty() && !stat(file.c_str(), &input);
+            const bool same = there && input.st_dev == target.st_dev && input.st_ino == target.st_ino;
+            must(!same, "would replace " + file + ", which is read; choose another name");
+        }
+        must(!holds_more_than_samples(folder, name), "holds a model or data; choose another name, or move it away");
+    }
+    AtomicFile probe(folder, name);
+    must(!probe.error, probe.failure);
+    probe.discard();
+    return folder;
+}
+
+// --sample N: N images from a model file into one PNG, or a .bin data file of float images. folder: --output's
+static void sample_and_stop(const Config& c, const Folder& folder, const ModelFile& model) {
     UNet net = build_unet(c);
     check_size(model, net);
     plan_memory(&net, std::min((c.sample + world.size - 1) / world.size, c.batch_size) * (c.guided() ? 2 : 1), false);
@@ -3288,8 +3469,9 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
     if (world.rank) return;
     must(all_finite(images.data(), images.size()), c.output,
          "not written, because the samples are not finite; the weights in " + model.path + " are broken");
-    if (png) {
-        write_grid(c.output, images, c.sample, c.H, c.W, c.in_channels);
+    std::string content;
+    if (c.output.ends_with(".png")) {
+        content = grid_png(images, c.sample, c.H, c.W, c.in_channels);
     } else {
         std::string data;
         const int HW = c.H * c.W, C = c.in_channels;
@@ -3299,8 +3481,10 @@ static void sample_and_stop(const Config& c, const ModelFile& model) {
                     data.append((const char*)&images[((size_t)i * HW + p) * C + k], sizeof(float));
         Header h{{DATA_MAGIC, 1, c.sample, C, c.H, c.W, 0, 4, 0, (int)crc32(0, data.data(), data.size())}};
         h.slot[8] = (int)crc32(0, h.slot, 1024);
-        write_file(c.output, std::string((const char*)h.slot, 1024) + data);
+        content = std::string((const char*)h.slot, 1024) + data;
     }
+    const std::string failure = try_write_file(folder, std::filesystem::path(c.output).filename().string(), content);
+    must(failure.empty(), c.output, failure);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
            (int)(sampler.plan.steps.size() - sampler.plan.first), seconds, c.sample / seconds, c.output.c_str());
 }
@@ -3413,13 +3597,13 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
 }
 
 // The checkpoint that --resume_checkpoint means.
-static std::string resume_path(const Config& c) {
+static std::string resume_path(const Config& c, const Folder& output) {
     if (c.resume_checkpoint != "latest" && c.resume_checkpoint != "auto") return c.resume_checkpoint;
-    const auto found = list_files(c.output_dir);
-    if (!found.empty()) return found.rbegin()->second;
+    const auto found = output.list();
+    if (!found.empty()) return output.name(found.rbegin()->second);
     if (c.resume_checkpoint == "auto") return "";
     die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s",
-        c.output_dir.c_str(), exists(c.output_dir + "/log.csv") ? ", once its log.csv is moved away" : "");
+        c.output_dir.c_str(), output.has("log.csv") ? ", once its log.csv is moved away" : "");
 }
 
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
@@ -3509,8 +3693,11 @@ static int run_program(int argc, char** argv) {
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
-    if (!c.sample && !world.rank) lock_folder(c.output_dir, false);
-    const std::string resume = broadcast_host("the choice of a checkpoint", world.rank ? "" : resume_path(c));
+    Folder output, samples; // rank 0's
+    if (!world.rank) output = open_folder(c.output_dir);
+    if (!world.rank && !c.sample) lock_folder(output, false);
+    const std::string resume = broadcast_host("the choice of a checkpoint", world.rank ? "" : resume_path(c, output));
+    if (!world.rank && c.sample) samples = open_output(c, resume);
     ModelFile model;
     if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
     Dataset data;
@@ -3530,7 +3717,7 @@ static int run_program(int argc, char** argv) {
         if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
         compare_ranks(c, model.path);
         join_devices(c.exchange == "auto");
-        sample_and_stop(c, model);
+        sample_and_stop(c, samples, model);
         return 0;
     }
     check_run(&c, where);
@@ -3539,7 +3726,7 @@ static int run_program(int argc, char** argv) {
     if (!resume.empty()) check_resume(c, model, data);
     compare_ranks(c, model.path);
     join_devices(c.exchange == "auto");
-    return train(c, data, resume, model);
+    return train(c, data, output, resume, model);
 }
 
 #ifndef TRAIN_UNET_NO_MAIN
@@ -10289,66 +10476,143 @@ static bool exists(const std::string& path) {
     return access(path.c_str(), F_OK) == 0 || (errno != ENOENT && errno != ENOTDIR);
 }
 
-// Names of what a folder holds, as far as it could be read.
-static std::vector<std::string> names_in(const std::string& folder, std::error_code* error) {
+static Folder open_folder(const std::string& path) {
+    Folder folder{path};
+    folder.descriptor = open(path.empty() ? "." : path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder.descriptor < 0) folder.error = errno;
+    return folder;
+}
+
+static Folder make_folder(const std::string& path) {
+    std::error_code error;
+    std::filesystem::create_directories(path, error);
+    const Folder folder = open_folder(path);
+    const std::string why = error ? error.message() : strerror(folder.error);
+    if (folder.descriptor < 0)
+        die("--output_dir %s: can't be written to (%s); choose another", path.c_str(), why.c_str());
+    return folder;
+}
+
+std::string Folder::name(const std::string& file) const {
+    return path.empty() || path.ends_with("/") ? path + file : path + "/" + file;
+}
+
+bool Folder::has(const std::string& file) const {
+    struct stat st;
+    return descriptor >= 0 && (!fstatat(descriptor, file.c_str(), &st, 0) || errno != ENOENT);
+}
+
+bool Folder::is_removed() const {
+    struct stat st;
+    return !fstat(descriptor, &st) && st.st_nlink == 0;
+}
+
+bool Folder::has_its_name() const {
+    struct stat here, there;
+    if (fstat(descriptor, &here)) return true; // nobody can tell, as of a disk that fails
+    if (stat(path.c_str(), &there)) return errno != ENOENT;
+    return here.st_dev == there.st_dev && here.st_ino == there.st_ino;
+}
+
+// The names of what is in a folder, as far as they can be read. error: errno, if that is not all.
+static std::vector<std::string> names_in(const Folder& folder, int* error) {
     std::vector<std::string> names;
-    const std::filesystem::directory_iterator end;
-    for (std::filesystem::directory_iterator entry(folder, *error); !*error && entry != end; entry.increment(*error))
-        names.push_back(entry->path().filename().string());
+    const int again = openat(folder.descriptor, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC); // it reads from its start
+    DIR* const list = again < 0 ? nullptr : fdopendir(again);
+    *error = list ? 0 : errno;
+    while (list) {
+        errno = 0;
+        const struct dirent* const entry = readdir(list);
+        if (!entry) break;
+        names.push_back(entry->d_name);
+    }
+    if (!list) return names;
+    *error = errno;
+    closedir(list);
     return names;
 }
 
-static void remove_leftovers(const std::filesystem::path& folder, const std::vector<std::string>& starts) {
-    std::error_code error;
-    for (const std::string& name : names_in(folder / ".", &error)) {
-        const size_t digits = name.find_last_not_of("0123456789") + 1;
-        if (digits == name.size() || !name.substr(0, digits).ends_with(".tmp")) continue;
-        if (std::ranges::none_of(starts, [&](auto& start) { return name.starts_with(start); })) continue;
-        const std::filesystem::path file = folder / name;
-        const int fd = open(file.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);
-        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) unlink(file.c_str());
+std::map<int64_t, std::string> Folder::list(const std::string& prefix, const char* suffix, int* trouble) const {
+    std::map<int64_t, std::string> found;
+    int why = error;
+    if (descriptor >= 0)
+        for (const std::string& file : names_in(*this, &why)) {
+            long step = -1;
+            if (!file.rfind(prefix, 0)) sscanf(&file[prefix.size()], "%18ld", &step);
+            if (file == prefix + text("%07ld%s", step, suffix)) found[step] = file;
+        }
+    // To take a folder for empty would be to begin again over a run.
+    if (trouble) *trouble = why;
+    if (!trouble && why && why != ENOENT && why != ENOTDIR)
+        die("%s: its files can't be listed (%s)", path.c_str(), strerror(why));
+    return found;
+}
+
+void Folder::remove(const std::string& file) const { unlinkat(descriptor, file.c_str(), 0); }
+
+void Folder::remove_leftovers(const std::vector<std::string>& starts) const {
+    int none = 0;
+    for (const std::string& file : names_in(*this, &none)) {
+        const size_t digits = file.find_last_not_of("0123456789") + 1;
+        if (digits == file.size() || !file.substr(0, digits).ends_with(".tmp")) continue;
+        if (std::ranges::none_of(starts, [&](auto& start) { return file.starts_with(start); })) continue;
+        const int fd = openat(descriptor, file.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) remove(file);
         if (fd >= 0) close(fd);
     }
 }
 
-AtomicFile::AtomicFile(const std::string& name) : path(name) {
-    remove_leftovers(path.parent_path(), {path.filename().string() + ".tmp"});
-    int fd, number = getpid(); // another host may have such a process, too
+AtomicFile::AtomicFile(const Folder& folder, const std::string& name) : folder(folder), name(name) {
+    folder.remove_leftovers({name + ".tmp"});
+    int number = getpid(); // another host may have such a process, too
     do {
         temporary = name + ".tmp" + std::to_string(number++);
-        fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (fd >= 0) flock(fd, LOCK_EX | LOCK_NB);
-    } while (fd < 0 ? errno == EEXIST : !exists(temporary)); // gone: removed as left over before it was locked
-    if (fd < 0 || !(file = fdopen(fd, "wb")))
-        die("%s: can't be written (%s); choose a folder that exists and is yours", path.c_str(), strerror(errno));
+        file = openat(folder.descriptor, temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (file >= 0) flock(file, LOCK_EX | LOCK_NB);
+        // Such a file may be there already, or be gone: removed as left over before it was locked.
+    } while (file < 0 ? errno == EEXIST : !folder.has(temporary) && !folder.is_removed());
+    if (file < 0) fail("can't be written", "choose a folder that exists and is yours");
 }
 
-void AtomicFile::write(const void* data, size_t n, long offset) {
-    if ((offset >= 0 && fseek(file, offset, SEEK_SET)) || fwrite(data, 1, n, file) != n) fail();
+void AtomicFile::write(const void* data, size_t n) {
+    for (size_t done = 0; done < n && !error;) {
+        const ssize_t count = ::write(file, (const char*)data + done, n - done);
+        if (count > 0) done += (size_t)count;
+        else if (errno != EINTR) fail("writing failed", "what was there before is untouched");
+    }
+}
+
+void AtomicFile::write_at(off_t offset, const void* data, size_t n) {
+    if (!error && lseek(file, offset, SEEK_SET) < 0) fail("writing failed", "what was there before is untouched");
+    write(data, n);
 }
 
 void AtomicFile::commit() {
-    if (fflush(file) || fsync(fileno(file)) || rename(temporary.c_str(), path.c_str())) fail();
-    fclose(file);
-    const int folder = open((path.parent_path() / ".").c_str(), O_RDONLY | O_DIRECTORY);
-    if (folder >= 0) fsync(folder), close(folder); // the new name, too, must survive a power cut
+    if (error) return;
+    const int at = folder.descriptor;
+    if (fsync(file) || renameat(at, temporary.c_str(), at, name.c_str()))
+        return fail("writing failed", "what was there before is untouched");
+    close(file);
+    fsync(at); // the new name, too, must survive a power cut
 }
 
 void AtomicFile::discard() {
-    fclose(file);
-    unlink(temporary.c_str());
+    if (file >= 0) close(file);
+    if (file >= 0) folder.remove(temporary);
+    file = -1;
 }
 
-void AtomicFile::fail() {
-    const int error = errno;
+void AtomicFile::fail(const char* what, const char* advice) {
+    error = errno;
+    failure = text("%s (%s); %s", what, strerror(error), advice);
     discard();
-    die("%s: writing failed (%s); what was there before is untouched", path.c_str(), strerror(error));
 }
 
-static void write_file(const std::string& path, const std::string& content) {
-    AtomicFile file(path);
+static std::string try_write_file(const Folder& folder, const std::string& name, const std::string& content) {
+    AtomicFile file(folder, name);
     file.write(content.data(), content.size());
     file.commit();
+    return file.failure;
 }
 
 void InputFile::open(const std::string& name, const char* hint) {
@@ -10377,14 +10641,15 @@ void InputFile::read(void* to, size_t n, size_t offset) const {
         die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
 }
 
-static std::string read_text(const std::string& path) {
+static std::string read_text(const Folder& folder, const std::string& name) {
     InputFile f;
-    f.path = path;
-    f.file = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
+    f.path = folder.name(name);
+    const int how = O_RDONLY | O_NONBLOCK | O_CLOEXEC; // of a pipe, not to wait for its other end
+    f.file = openat(folder.descriptor, name.c_str(), how);
     if (f.file < 0 && errno == ENOENT) return "";
     struct stat st;
-    if (f.file < 0 || fstat(f.file, &st)) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
-    if (!S_ISREG(st.st_mode)) die("%s: is not a file; move it away", path.c_str());
+    if (f.file < 0 || fstat(f.file, &st)) die("%s: can't be opened (%s)", f.path.c_str(), strerror(errno));
+    if (!S_ISREG(st.st_mode)) die("%s: is not a file; move it away", f.path.c_str());
     std::string content((size_t)st.st_size, 0);
     f.read(content.data(), content.size(), 0);
     close(f.file);
@@ -10407,40 +10672,34 @@ static void check_unused(const Header& h, int from, int to, const std::string& p
             refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
 }
 
-static void lock_folder(const std::string& folder, bool create) {
+static void lock_folder(const Folder& folder, bool create) {
     static int fd = -1;
-    char who[128] = "another process", host[64] = "", since[32] = "";
-    std::error_code error;
-    if (create) std::filesystem::create_directories(folder, error);
-    if (fd < 0) fd = open((folder + "/.lock").c_str(), O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0), 0666);
-    if (fd < 0 && create)
-        die("--output_dir %s: can't be written to (%s); choose another", folder.c_str(), strerror(errno));
-    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // some file systems know no locks
-        if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
-        die("%s: %s trains there; wait until it ends, or choose another --output_dir", folder.c_str(), who);
+    char who[128] = "another process", host[64] = "", since[32] = "", before[9] = "";
+    const char* const name = folder.path.c_str();
+    const int flags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC | (create ? O_CREAT : 0);
+    if (folder.error && folder.error != ENOENT)
+        die("--output_dir %s: can't be written to (%s); choose another", name, strerror(folder.error));
+    struct stat st = {};
+    while (fd < 0 || (!fstat(fd, &st) && !st.st_nlink)) { // not opened yet, or removed meanwhile
+        if (fd >= 0) close(fd);
+        fd = openat(folder.descriptor, ".lock", flags, 0666);
+        if (fd < 0 && errno == ELOOP) die("%s/.lock: is a link, and a run's is a file of its own; remove it", name);
+        if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", name, strerror(errno));
+        if (fd < 0) return;
+        if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // some file systems know no locks
+            if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
+            die("%s: %s trains there; wait until it ends, or choose another --output_dir", name, who);
+        }
     }
+    const bool empty = st.st_size == 0 && st.st_nlink == 1;
+    const bool ours = empty || (pread(fd, before, 8, 0) == 8 && !strcmp(before, "process "));
+    if (!S_ISREG(st.st_mode) || !ours) die("%s/.lock: is no run's lock, but something else; move it away", name);
     if (!create) return;
     const time_t now = time(nullptr);
     gethostname(host, sizeof host - 1);
     strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
     const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
     if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: who isn't known
-}
-
-static std::map<int64_t, std::string> list_files(const std::string& folder, const std::string& prefix,
-                                                 const char* suffix, std::error_code* trouble) {
-    std::map<int64_t, std::string> found;
-    std::error_code error;
-    for (const std::string& name : names_in(folder, &error)) {
-        long step = -1;
-        if (!name.rfind(prefix, 0)) sscanf(&name[prefix.size()], "%18ld", &step);
-        if (name == prefix + text("%07ld%s", step, suffix)) found[step] = folder + "/" + name;
-    }
-    if (trouble) *trouble = error;
-    // To take a folder for empty would be to begin again over a run.
-    if (!trouble && error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
-        die("%s: its files can't be listed (%s)", folder.c_str(), error.message().c_str());
-    return found;
 }
 
 static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
@@ -10506,7 +10765,7 @@ static std::string deflate(const std::string& raw) {
 }
 
 // pixels (H, W, C), C = 1 (grey) or 3 (RGB). Rows are stored as Paeth's filter of the PNG specification leaves them.
-static void write_png(const std::string& path, const std::vector<uint8_t>& pixels, int W, int H, int C) {
+static std::string png_file(const std::vector<uint8_t>& pixels, int W, int H, int C) {
     std::string raw;
     const int row = W * C;
     for (int h = 0; h < H; h++) {
@@ -10520,16 +10779,16 @@ static void write_png(const std::string& path, const std::vector<uint8_t>& pixel
     }
     const std::string zlib = deflate(raw);
     auto big_endian = [](uint32_t v) { return std::string{(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; };
-    if (zlib.size() > INT_MAX) die("%s: so many images don't fit into a PNG; a .bin holds any number", path.c_str());
+    if (zlib.size() > INT_MAX) die("so many images don't fit into a PNG; a .bin holds any number");
     auto chunk = [&](const std::string& type, const std::string& data) {
         const std::string body = type + data;
         return big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
     };
     const std::string sizes = big_endian(W) + big_endian(H) + std::string{8, (char)(C == 3 ? 2 : 0), 0, 0, 0}; // 8 bits
-    write_file(path, "\x89PNG\r\n\x1a\n" + chunk("IHDR", sizes) + chunk("IDAT", zlib) + chunk("IEND", ""));
+    return "\x89PNG\r\n\x1a\n" + chunk("IHDR", sizes) + chunk("IDAT", zlib) + chunk("IEND", "");
 }
 
-static void write_grid(const std::string& path, const std::vector<float>& images, int n, int H, int W, int C) {
+static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C) {
     const int columns = (int)std::ceil(std::sqrt((double)n)), rows = (n + columns - 1) / columns;
     const int gap = 2, zoom = std::max(1, 64 / std::max(H, W)), cell_h = H * zoom + gap, cell_w = W * zoom + gap;
     const int channels = C == 3 ? 3 : 1, height = rows * cell_h + gap, width = columns * cell_w + gap;
@@ -10542,7 +10801,7 @@ static void write_grid(const std::string& path, const std::vector<float>& images
                     const size_t y = gap + i / columns * cell_h + h, x = gap + i % columns * cell_w + w;
                     pixels[(y * width + x) * channels + c] = (uint8_t)std::lround(std::min(std::max(v, 0.0f), 255.0f));
                 }
-    write_png(path, pixels, width, height, channels);
+    return png_file(pixels, width, height, channels);
 }
 
 // =====================================================================================================================
@@ -10602,9 +10861,9 @@ template <class List, class Add> static std::string json_list(const List& elemen
 }
 
 // The steps of a run's grids or checkpoints.
-static std::string json_steps(const std::string& folder, const std::string& prefix, const char* suffix) {
-    std::error_code ignored; // a page ends no run
-    const auto found = list_files(folder, prefix, suffix, &ignored);
+static std::string json_steps(const Folder& folder, const std::string& prefix, const char* suffix) {
+    int ignored = 0; // a page ends no run
+    const auto found = folder.list(prefix, suffix, &ignored);
     return json_list(found, [](const auto& file) { return std::to_string(file.first); });
 }
 
@@ -10651,8 +10910,8 @@ static std::string json_run(const Run& run, const char* state, const std::string
                 c.batch_size);
     out += "\"why\":" + quoted(why) + ",\"name\":" + quoted(c.output_dir) + ",\"about\":" + quoted(run.page.about);
     out += ",\"commit\":" + quoted(PROGRAM_COMMIT) + ",\"path\":\"\",\"flags\":" + json_flags(c);
-    out += ",\"grids\":" + json_steps(c.output_dir, "samples_", ".png");
-    out += ",\"checkpoints\":" + json_steps(c.output_dir, "model_", ".bin");
+    out += ",\"grids\":" + json_steps(run.folder, "samples_", ".png");
+    out += ",\"checkpoints\":" + json_steps(run.folder, "model_", ".bin");
     return out + ",\n\"rows\":" + json_rows(run.summary) + "}";
 }
 
@@ -10662,14 +10921,19 @@ static std::string page_of(const std::vector<std::string>& runs) {
     return page.replace(page.find("RUNS"), 4, json_list(runs, [](const std::string& run) { return run; }));
 }
 
-// Unlike an AtomicFile, this neither waits for the disk nor ends the program: the next page comes soon, and a full disk
-// may be what the last one tells of.
-static void try_write(const std::string& path, const std::string& content) {
-    const std::string temporary = path + ".tmp" + std::to_string(getpid());
-    std::ofstream file(temporary, std::ios::binary);
-    file << content;
-    file.close();
-    if (!file || rename(temporary.c_str(), path.c_str())) unlink(temporary.c_str());
+// Unlike an AtomicFile, this does not wait for the disk: the next page comes soon, and a full disk may be what the last
+// one tells of.
+static void try_write(const Folder& folder, const std::string& name, const std::string& content) {
+    const std::string temporary = name + ".tmp" + std::to_string(getpid());
+    const int file = openat(folder.descriptor, temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    size_t done = 0;
+    for (ssize_t n; done < content.size() && (n = write(file, &content[done], content.size() - done)) > 0;)
+        done += (size_t)n;
+    if (file < 0) return;
+    close(file);
+    const bool moved =
+        done == content.size() && !renameat(folder.descriptor, temporary.c_str(), folder.descriptor, name.c_str());
+    if (!moved) folder.remove(temporary);
 }
 
 // Pages take a thousandth of the time at most; news is at most ten minutes old.
@@ -10677,7 +10941,7 @@ static void write_page(Run* run, const char* state, const std::string& why) {
     if (world.rank) return;
     const std::lock_guard<PageTurn> turn(page_turn);
     const double start = now();
-    try_write(run->config.output_dir + "/index.html", page_of({json_run(*run, state, why)}));
+    try_write(run->folder, "index.html", page_of({json_run(*run, state, why)}));
     const double end = now();
     run->page.interval = std::clamp(1000 * (end - start), 10.0, 600.0);
     run->page.due = end + run->page.interval;
@@ -10708,7 +10972,9 @@ static void tell_page(const std::string& why) {
 // The run in a folder, as its own page holds it. path: from the new page to the folder.
 static std::string run_of_folder(const std::string& folder, const std::string& path) {
     const std::string begin = "<script id=\"data\" type=\"application/json\">[", no_path = "\"path\":\"\"";
-    const std::string page = read_text(folder + "/index.html");
+    const Folder there = open_folder(folder);
+    const std::string page = there.descriptor < 0 ? "" : read_text(there, "index.html");
+    if (there.descriptor >= 0) close(there.descriptor);
     const size_t from = page.find(begin), to = page.find("]</script>", from);
     if (from == std::string::npos || to == std::string::npos)
         die("--compare_runs: %s holds no run (an index.html that train_unet has written; a run that goes on or is "
@@ -10734,6 +11000,11 @@ static void compare_runs(const Config& c) {
         runs.push_back(run_of_folder(folder, fs::relative(folder, from, none).string() + "/"));
     }
     must(runs.size() > 1, "--compare_runs " + c.compare_runs, "must name folders with commas, such as out,out2");
-    write_file(output, page_of(runs));
+    const fs::path path = output;
+    const Folder target = open_folder(path.parent_path().string());
+    must(target.descriptor >= 0, "--output " + output,
+         text("its folder can't be opened (%s); name one that is there", strerror(target.error)));
+    const std::string failure = try_write_file(target, path.filename().string(), page_of(runs));
+    must(failure.empty(), output, failure);
     printf("%s: %zu runs on one page\n", output.c_str(), runs.size());
 }

@@ -40,8 +40,9 @@ from config import (
     preset_flags, run_program, space_timesteps, stop_on_signal, torch,
 )  # fmt: skip
 from model_files import (
-    HISTORY_LENGTH, Data, DataFileError, ModelFile, StepResult, TrainingState, convert, open_data, parameter_count, plot_loss, post_hoc_average,
-    prepare_run, progress_line, read_images, read_model, run_folder, save_grid, save_samples, to_state_dict, write_model,
+    HISTORY_LENGTH, Data, DataFileError, ModelFile, StepResult, TrainingState, check_conversion, check_model_output, convert, grid_pixels, open_data,
+    parameter_count, plot_loss, png_bytes, post_hoc_average, prepare_run, progress_line, read_images, read_model, run_folder, save_samples, to_state_dict,
+    write_model,
 )  # fmt: skip
 
 # ======================================================================================================================
@@ -851,9 +852,18 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     def next_batch() -> Batch:
         return training_batch(config, data, state.step, trainer.device, trainer.history.probabilities())
 
-    seconds, mean, last, stopped, folder = 0.0, 0.0, False, "", config.output_dir  # seconds: a recent step's, smoothed
-    with run_folder(config, start) as (log, keeper), stop_on_signal() as stop:
+    def save_rest() -> bool:
+        """Saves what no checkpoint and no snapshot holds yet. Returns whether that worked."""
+        if keeper.saved != state.step:
+            keeper.save(trainer.checkpoint())
+        if config.ema_snapshots and keeper.snapshot != state.step:
+            keeper.save_snapshot(trainer.snapshot(), state.step)
+        return keeper.saved == state.step and (not config.ema_snapshots or keeper.snapshot == state.step)
+
+    seconds, mean, last, stopped = 0.0, 0.0, False, ""  # seconds: a recent step's, smoothed
+    with run_folder(config, start) as (folder, log, keeper), stop_on_signal() as stop:
         screen = Screen(stop)
+        keeper.tell = screen.tell
         while not last:
             began = time.perf_counter()
             try:
@@ -861,9 +871,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             except DataFileError as e:
                 told = "nothing was trained"
                 if state.step > first_step:
-                    if keeper.saved != state.step:
-                        keeper.save(trainer.checkpoint())
-                    plot_loss(log.path, f"{folder}/loss.png")
+                    keeper.finish(state.step, save_rest, stop)
+                    screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
                     told = "that is saved, and --resume_checkpoint latest goes on from there"
                 screen.print("\n" * screen.terminal, end="")
                 raise DataFileError(f"{e}; stopped after step {state.step}: {told}") from None
@@ -874,8 +883,10 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             stopped = stop[0] if stop else ""  # the signal that ends the run
             last = step >= config.max_steps or stopped != ""
             val_loss = trainer.validation_loss(val_data) if val_data and (step % config.val_interval == 0 or last) else None
-            if message := log.write(result, 1000 * elapsed, val_loss):
-                screen.tell(message)
+            screen.tell_any(folder.check(step))
+            screen.tell_any(log.write(result, 1000 * elapsed, val_loss))
+            if folder.files_wait and time.monotonic() - folder.tried > 1:
+                screen.tell_any(folder.write_waiting())
             if result.objection:
                 screen.tell(f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
                 if state.bad_in_row >= config.max_bad_steps:
@@ -884,25 +895,27 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 keeper.prove()
             if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - screen.shown + seconds > 10:
                 screen.status(progress_line(config, result, state.bad_total, seconds, mean, val_loss))
-            if last or (step % config.save_interval == 0 and not result.objection):
+            if last or (keeper.is_due(step, config.save_interval, keeper.saved) and not result.objection):
                 keeper.save(trainer.checkpoint())
-            if config.ema_snapshots and (last or step % config.ema_snapshots == 0):
-                write_model(f"{folder}/ema_{step:07d}.bin", trainer.snapshot())
+            if config.ema_snapshots and (last or keeper.is_due(step, config.ema_snapshots, keeper.snapshot)):
+                keeper.save_snapshot(trainer.snapshot(), step)
             draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
             if draw:
                 images = sample(trainer.averaged, config, config.num_samples)
                 if not torch.isfinite(images).all():
                     screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
-                save_grid(images, f"{folder}/samples_{step:07d}.png")
+                screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images))))
             if not log.rows and (last or draw):
-                plot_loss(log.path, f"{folder}/loss.png")
+                screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
+        keeper.finish(state.step, save_rest, stop)
         if stopped:
             told = f"stopped by {stopped} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
         else:
-            told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {folder}/"
+            told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
             with contextlib.suppress(DataFileError):  # one step more, only to see whether the last checkpoint is good
                 if keeper.waits() and not trainer.train_step(*next_batch()).objection:
                     keeper.prove()
+        screen.tell_any(folder.write_waiting())
         screen.tell(told)
     return 128 + signal.Signals[stopped] if stopped else 0
 
@@ -913,6 +926,7 @@ def run(argv: list[str]) -> int:
     need_packages()
     if "convert" in flags:
         source, target = flags.pop("convert")
+        check_conversion(source, target)
         file = post_hoc_average(source, flags["ema_sigma_rel"]) if "ema_sigma_rel" in flags else read_model(source, flags)
         print(convert(file, target, flags))
         return 0
@@ -923,6 +937,7 @@ def run(argv: list[str]) -> int:
     for title, shown in (f"preset {config.preset}", preset_flags(config.preset)), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
+        check_model_output("--init_model_filename", config.init_model_filename, [config.data_file])
         write_model(config.init_model_filename, ModelFile(config, initial_weights(config)))
         print(f"{config.init_model_filename}: initial weights, {parameter_count(config) / 1e6:.2f} M parameters")
     elif config.sample:

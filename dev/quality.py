@@ -271,6 +271,8 @@ def write_split(data: model_files.Data, folder: str) -> list[str]:
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     seen = len(data.images) - HELD_OUT
     parts = {f"{folder}/train.bin": slice(0, seen), f"{folder}/held_out.bin": slice(seen, None)}
+    for path in parts:
+        model_files.check_output("--split", path, [data.path], prepare_data.is_data)
     for path, part in parts.items():
         prepare_data.write_data(path, data.images[part], data.labels[part], data.num_classes)
     return list(parts)
@@ -346,6 +348,8 @@ def run(argv: list[str]) -> None:
     for folder in args.runs or []:
         if not model_files.checkpoints(folder):
             raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
+    if args.plot:
+        model_files.check_output("--plot", args.plot, [args.data_file, args.weights, *(args.samples or [])])
     flags = {"sampler": "ddim", "eta": 1.0, "timestep_respacing": args.steps, "seed": args.seed, "batch_size": args.batch_size}
     if args.features == "inception" and not args.split:
         if args.plot:

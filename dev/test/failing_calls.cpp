@@ -46,6 +46,9 @@ const Call CALLS[] = {
     {"unlink", EACCES, SYS_unlink, First::PATH},
     {"mkdir", ENOSPC, SYS_mkdir, First::PATH},
 #endif
+#ifdef SYS_renameat // nor everywhere
+    {"rename", ENOSPC, SYS_renameat, First::FOLDER_AND_PATH},
+#endif
     {"open", EMFILE, SYS_openat, First::FOLDER_AND_PATH},
     {"rename", ENOSPC, SYS_renameat2, First::FOLDER_AND_PATH},
     {"stat", EIO, SYS_newfstatat, First::FOLDER_AND_PATH},

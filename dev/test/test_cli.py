@@ -724,7 +724,7 @@ def test_unet_cus_quick_start_works_where_it_stands(run: Callable, data: Path, t
 def test_files_are_written_whole(run: Callable, data: Path, tmp_path: Path) -> None:
     """No temporary files stay behind, and what --output held before is replaced at once."""
     run([*TINY, "--data_file", data, "--max_steps", "2"])
-    (tmp_path / "s.bin").write_bytes(data_bytes(make_images()))
+    (tmp_path / "s.bin").write_bytes(data_bytes(make_images().astype("<f4")))  # older samples
     run(["--sample", "2", "--timestep_respacing", "2", "--init", "out/model_0000002.bin", "--output", "s.bin"])
     assert sorted(p.name for p in tmp_path.rglob("*.*")) == [".lock", "index.html", "log.csv", "model_0000002.bin", "s.bin"]
 

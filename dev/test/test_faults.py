@@ -56,9 +56,21 @@ def program(request: pytest.FixtureRequest) -> list[str]:
     return [str(binary_path("cpu"))] if request.param == "program" else TWIN
 
 
+STARTED: list[subprocess.Popen] = []
+
+
 def start(command: list, cwd: Path, **how: object) -> subprocess.Popen:
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
-    return subprocess.Popen(list(map(str, command)), cwd=cwd, env=environment(), text=True, **how)
+    STARTED.append(subprocess.Popen(list(map(str, command)), cwd=cwd, env=environment(), text=True, **how))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def end_what_was_started() -> Iterator[None]:
+    """Or a test that fails would leave a run behind that goes on for hours."""
+    yield
+    while STARTED:
+        STARTED.pop().kill()
 
 
 def wait_for(process: subprocess.Popen, begin: str) -> None:
@@ -78,7 +90,7 @@ def call(command: list, cwd: Path, code: int = 0, **how: object) -> subprocess.C
             p = subprocess.CompletedProcess(command, twin.run_program("train_unet", twin.run), out.getvalue(), err.getvalue())
     else:
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
-        p = subprocess.run(list(map(str, command)), cwd=cwd, env=environment(), text=True, timeout=60, **how)
+        p = subprocess.run(list(map(str, command)), cwd=cwd, env=environment(), text=True, timeout=120, **how)
     assert p.returncode == code, f"exit code {p.returncode} of {command}\n{(p.stdout or '')[-2000:]}\n{p.stderr}"
     return p
 
@@ -102,7 +114,7 @@ def test_one_process_at_a_time(program: list[str], data: Path, tmp_path: Path) -
             assert err.startswith("train_unet: out: ") and err.count("\n") == 1 and f"process {process.pid} on {os.uname().nodename}" in err, err
     call([*program, *TINY, "--data_file", data, "--max_steps", 1, "--output_dir", "elsewhere"], tmp_path)
     process.send_signal(signal.SIGHUP if program == TWIN else signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert program != TWIN or (
         process.returncode == 128 + signal.SIGHUP and err == "" and "stopped by SIGHUP" in out and checkpoints(tmp_path / "out")
     )
@@ -119,7 +131,7 @@ def test_two_that_start_at_once(data: Path, tmp_path: Path) -> None:
     """One trains, the others end with a sentence; nobody writes into the one's log."""
     command = [binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 60]
     many = [start(command, tmp_path) for _ in range(4)]
-    errors = [p.communicate(timeout=60)[1] for p in many]
+    errors = [p.communicate(timeout=120)[1] for p in many]
     assert sorted(p.returncode for p in many) == [0, 1, 1, 1], errors
     assert all(e.count("\n") == 1 and "out: " in e for e in errors if e)
     assert [row["step"] for row in read_log(tmp_path / "out")] == [str(step) for step in range(1, 61)]
@@ -248,6 +260,138 @@ def test_ctrl_c_while_sampling(data: Path, tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# what is written where
+
+
+def refuse(command: list, cwd: Path, *words: str) -> str:
+    """Ends with exit code 1 and a sentence with these words, soon, and neither makes nor changes a file."""
+    before = {path: (path.lstat().st_mtime_ns, path.lstat().st_ino) for path in cwd.rglob("*")}
+    err = call(command, cwd, code=1).stderr
+    assert err.count("\n") == 1 and all(word in err for word in words), err
+    assert {path: (path.lstat().st_mtime_ns, path.lstat().st_ino) for path in cwd.rglob("*")} == before
+    return err
+
+
+def test_samples_replace_nothing_of_worth(program: list[str], data: Path, tmp_path: Path) -> None:
+    """What is read, by whatever name, a checkpoint, and data: refused before anything is drawn (100,000 images would take hours)."""
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 2, "--save_interval", 1], tmp_path)
+    shutil.copy(data, tmp_path / "d.bin")
+    shutil.copy(tmp_path / "out" / model_name(1), tmp_path / "f.bin")
+    os.link(tmp_path / "f.bin", tmp_path / "second.bin")
+    (tmp_path / "link.bin").symlink_to("f.bin")
+    (tmp_path / "folder").symlink_to(".")
+    given = [*program, "--sample", 100000, "--timestep_respacing", 250, "--init", "f.bin", "--output"]
+    for name in "f.bin", "second.bin", "link.bin", "folder/f.bin", str(tmp_path / "f.bin"):
+        refuse([*given, name], tmp_path, f"--output {name}: would replace f.bin, which is read")
+    refuse([*given, f"out/{model_name(2)}"], tmp_path, "holds a model or data")
+    refuse([*given, "d.bin"], tmp_path, "holds a model or data")
+    refuse([*given, "x.bin", "--start_from", "x.bin"], tmp_path)  # which is not there
+    call([*program, *flags("--sample 2 --timestep_respacing 2 --init f.bin --output x.bin")], tmp_path)
+    refuse([*given, "x.bin", "--start_from", "x.bin"], tmp_path, "would replace x.bin, which is read")
+    call([*program, *flags("--sample 3 --timestep_respacing 2 --init f.bin --output x.bin")], tmp_path)  # older samples
+
+
+def test_an_output_that_can_not_be_written_is_refused_before_work(program: list[str], data: Path, tmp_path: Path) -> None:
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    (tmp_path / "x.png").mkdir()
+    (tmp_path / "file").write_text("mine")
+    given = [*program, "--sample", 100000, "--timestep_respacing", 250, "--init", f"out/{model_name(1)}", "--output"]
+    refuse([*given, "nowhere/x.png"], tmp_path, "--output nowhere/x.png: its folder can't be opened (No such file or directory)")
+    refuse([*given, "file/x.png"], tmp_path, "its folder can't be opened (Not a directory)")
+    refuse([*given, "x.png"], tmp_path, "--output x.png: is a folder")
+    refuse(
+        [*program, *TINY, "--data_file", data, "--output_dir", "file/out"], tmp_path, "--output_dir file/out: can't be written to (Not a directory)"
+    )
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="needs setpriv, of util-linux")
+def test_a_folder_without_permission_is_called_that(program: list[str], data: Path, tmp_path: Path) -> None:
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    (tmp_path / "closed").mkdir(mode=0o555)
+    user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    model = ["--init", f"out/{model_name(1)}"]
+    refuse([*user, *program, *flags("--sample 100000", model, "--output closed/x.png")], tmp_path, "closed/x.png", "(Permission denied)")
+    refuse([*user, *program, *flags(TINY, "--data_file", data, "--output_dir closed/out")], tmp_path, "closed/out", "(Permission denied)")
+
+
+def test_other_programs_replace_nothing_of_worth(data: Path, tmp_path: Path) -> None:
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 2, "--ema_snapshots", 1], tmp_path)
+    model, snapshot = f"out/{model_name(2)}", "out/ema_0000002.bin"
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "pictures/a.png")
+    shutil.copy(data, tmp_path / "d.bin")
+    python = [sys.executable]
+    refuse([*TWIN, "--convert", model, model], tmp_path, f"--convert {model}: belongs to the run in its folder")
+    shutil.copy(tmp_path / model, tmp_path / "m.bin")
+    refuse([*TWIN, "--convert", "m.bin", "./m.bin"], tmp_path, "--convert ./m.bin: would replace m.bin, which is read")
+    refuse([*TWIN, "--convert", snapshot, model], tmp_path, f"--convert {model}: belongs to the run in its folder")
+    refuse(
+        [*TWIN, "--ema_sigma_rel", 0.1, "--convert", snapshot, "out/ema_0000001.bin"],
+        tmp_path,
+        "out/ema_0000001.bin: belongs to the run in its folder",
+    )
+    refuse([*TWIN, "--convert", model, "out/"], tmp_path, "--convert out/: would replace")
+    refuse([*TWIN, "--convert", "out/../" + model, "out/"], tmp_path, "--convert out/: would replace")
+    refuse([*TWIN, *flags("--init_model_only True --init_model_filename d.bin --data_file d.bin")], tmp_path, "would replace d.bin, which is read")
+    make = [*python, ROOT / "generate.py", "--model_filename", model, "--num_samples", 100000]
+    refuse([*make, "--image", "pictures/a.png", "--output", "pictures/a.png"], tmp_path, "would replace pictures/a.png, which is read")
+    refuse([*make, "--output", "nowhere/x.png"], tmp_path, "its folder can't be opened (No such file or directory)")
+    prepare = [*python, ROOT / "prepare_data.py", "--data_dir", "pictures", "--image_size", 8, "--output_name"]
+    refuse([*prepare, "pictures/a.png"], tmp_path, "--output_name pictures/a.png: would replace pictures/a.png, which is read")
+    refuse([*prepare, model], tmp_path, f"--output_name {model}: holds a model or data")
+    judge = [*python, ROOT / "dev/quality.py", "--data_file", ROOT / "data/fashion32.bin", "--samples", "d.bin", "--plot"]
+    refuse([*judge, "d.bin"], tmp_path, "--plot d.bin: would replace d.bin, which is read")
+    call([*TWIN, "--convert", model, "weights.pt"], tmp_path)
+    call([*TWIN, "--convert", model, "weights.pt"], tmp_path)  # again
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_folder_that_another_run_takes_the_name_of(program: list[str], data: Path, tmp_path: Path, removed: bool) -> None:
+    """The first run goes on in its own folder, or ends with a sentence if that is gone; nothing of it gets into the other's."""
+    given = flags(LONG, "--save_interval 5 --keep_checkpoints 0 --data_file", data)
+    first = start([*program, *given], tmp_path)
+    wait_for(first, "step 6/")
+    (tmp_path / "out").rename(tmp_path / "old")
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 3, "--seed", 5], tmp_path)
+    second = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    if removed:
+        shutil.rmtree(tmp_path / "old", ignore_errors=True)
+        shutil.rmtree(tmp_path / "old", ignore_errors=True)  # of what was written meanwhile
+        out, err = first.communicate(timeout=120)
+        assert first.returncode == 1 and err.count("\n") == 1 and "out: was removed while the run wrote there" in err, err
+    else:
+        wait_for(first, "out: was moved; the run goes on in it")
+        saved = len(checkpoints(tmp_path / "old"))
+        while len(checkpoints(tmp_path / "old")) < saved + 2:
+            assert first.poll() is None
+            time.sleep(0.1)
+        first.send_signal(signal.SIGTERM)
+        out, err = first.communicate(timeout=120)
+        assert first.returncode == 128 + signal.SIGTERM and err == "" and "was moved" not in out
+        last = checkpoints(tmp_path / "old")[-1]
+        assert len(read_log(tmp_path / "old")) == last and read_checkpoint(tmp_path / "old" / model_name(last)).step == last
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == second
+
+
+def test_a_lock_that_is_none(program: list[str], data: Path, tmp_path: Path) -> None:
+    """A link, or another file, in place of .lock: what it holds stays."""
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    lock, mine = tmp_path / "out/.lock", tmp_path / "mine"
+    mine.write_text("precious")
+    lock.unlink()
+    for words in (["--resume_checkpoint", "latest", "--max_steps", 2], [*TINY, "--data_file", data, "--output_dir", "out"]):
+        lock.symlink_to(mine)
+        refuse([*program, *words], tmp_path, "out/.lock: is a link")
+        lock.unlink()
+        os.link(mine, lock)
+        refuse([*program, *words], tmp_path, "out/.lock: is no run's lock")
+        lock.unlink()
+    assert mine.read_text() == "precious"
+    call([*program, "--resume_checkpoint", "latest", "--max_steps", 2, "--sample_interval", 0], tmp_path)
+    assert lock.read_text().startswith("process ")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # full disks
 
 
@@ -269,7 +413,7 @@ def test_log_rows_wait_for_a_disk_that_is_full_for_a_while(data: Path, tmp_path:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     wait_for(process, "out/log.csv: is written again")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM and err == "", out + err
     steps = [int(row["step"]) for row in read_log(tmp_path / "out")]
     assert steps == list(range(1, checkpoints(tmp_path / "out")[-1] + 1))
@@ -336,6 +480,100 @@ def test_log_rows_that_never_fit(data: Path, tmp_path: Path, monkeypatch: pytest
     whole, full = ((tmp_path / name / "log.csv").read_text().split("\n") for name in ("whole", "full"))
     assert sum(map(len, full)) + len(full) - 1 == 1000
     assert [row.split(",")[:4] for row in full[:-1]] == [row.split(",")[:4] for row in whole[: len(full) - 1]]
+
+
+# A disk that is full while a file of the name $FULL is there, for whatever goes to a folder out. FAST: how fast the clock goes.
+FULL_DISK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+ssize_t write(int fd, const void* data, size_t n) {
+    ssize_t (*real)(int, const void*, size_t) = (ssize_t(*)(int, const void*, size_t))dlsym(RTLD_NEXT, "write");
+    char link[64], path[4096] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, path, sizeof path - 1) > 0 && strstr(path, "/out/") && !access(getenv("FULL"), F_OK)) return errno = ENOSPC, -1;
+    return real(fd, data, n);
+}
+
+int clock_gettime(clockid_t which, struct timespec* t) {
+    int (*real)(clockid_t, struct timespec*) = (int (*)(clockid_t, struct timespec*))dlsym(RTLD_NEXT, "clock_gettime");
+    const int result = real(which, t);
+    const long fast = getenv("FAST") ? atol(getenv("FAST")) : 1;
+    const long long ns = (t->tv_sec * 1000000000LL + t->tv_nsec) * fast;
+    if (which == CLOCK_MONOTONIC && fast > 1) *t = (struct timespec){ns / 1000000000, ns % 1000000000};
+    return result;
+}
+"""
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The name of the file that fills the disk."""
+    (tmp_path / "full.c").write_text(FULL_DISK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "full.so", tmp_path / "full.c", "-ldl"], check=True)
+    monkeypatch.setenv("FULL", str(tmp_path / "full"))
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "full.so"))
+    return tmp_path / "full"
+
+
+def test_a_disk_that_is_full_for_a_while_ends_no_run(program: list[str], data: Path, tmp_path: Path, full: Path) -> None:
+    """Log, grids, page and checkpoints wait, each says so once, and all are there in the end."""
+    given = flags(LONG, "--sample_interval 4 --save_interval 10 --keep_checkpoints 1 --data_file", data)
+    process = start([*program, *given], tmp_path)
+    wait_for(process, "step 11/")
+    full.touch()
+    lines: list[str] = []
+    while sum("can't be written" in line or "writing failed" in line for line in lines) < 3:
+        lines.append(process.stdout.readline())
+        assert lines[-1], process.stderr.read()
+    before = checkpoints(tmp_path / "out")
+    assert before and read_checkpoint(tmp_path / "out" / model_name(before[-1])).step == before[-1]
+    full.unlink()
+    while sum("is written again" in line for line in lines) < 3:
+        lines.append(process.stdout.readline())
+        assert lines[-1], process.stderr.read()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM and err == "", out + err
+    told = [line for line in "".join(lines).splitlines() if not line.startswith("step ")]
+    assert sum("out/log.csv: can't be written (No space left on device); rows wait" in line for line in told) == 1, told
+    assert sum("wait" in line for line in told) == 2 and sum("it is tried again for 10 minutes" in line for line in told) == 1, told
+    last = checkpoints(tmp_path / "out")[-1]
+    assert [int(row["step"]) for row in read_log(tmp_path / "out")] == list(range(1, last + 1))
+    grids = sorted(int(path.stem[8:]) for path in (tmp_path / "out").glob("samples_*"))
+    assert grids == list(range(4, last - last % 4 + 1, 4)) or grids == list(range(4, last, 4)), (grids, last)
+    assert not leftovers(tmp_path / "out")
+
+
+def test_a_checkpoint_that_never_fits_ends_the_run(
+    program: list[str], data: Path, tmp_path: Path, full: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After ten minutes, which pass here in seconds; at the end after a quarter of one. The checkpoint before stays."""
+    monkeypatch.setenv("FAST", "100")
+    given = flags(LONG, "--save_interval 5 --data_file", data)
+    process = start([*program, *given], tmp_path)
+    wait_for(process, "step 6/")
+    full.touch()
+    wait_for(process, "out/model_")
+    out, err = process.communicate(timeout=120)
+    saved = checkpoints(tmp_path / "out")
+    assert process.returncode == 1 and err.count("\n") == 1 and "(No space left on device)" in err, err
+    assert saved and f"saved is step {saved[-1]}; --resume_checkpoint latest goes on from there" in err
+    full.unlink()
+    monkeypatch.delenv("FAST")  # under which time.sleep would wait for another clock
+    process = start([*program, "--resume_checkpoint", "latest", "--save_interval", 1000000, "--log_interval", 1, "--sample_interval", 0], tmp_path)
+    wait_for(process, f"step {saved[-1] + 2}/")
+    full.touch()
+    process.send_signal(signal.SIGTERM)
+    err = process.communicate(timeout=120)[1]
+    assert process.returncode == 1 and err.count("\n") == 1 and "could not be saved" in err, err
+    assert checkpoints(tmp_path / "out") == saved
 
 
 def test_ulimit(program: list[str], data: Path, tmp_path: Path) -> None:

@@ -209,8 +209,8 @@ def test_mistakes_end_in_one_sentence_and_change_nothing(tmp_path, capsys):
     assert "No such file" in fails(capsys, "--data_dir", tmp_path / "missing", "--output_name", kept)
     assert "Not a directory" in fails(capsys, "--data_dir", kept, "--output_name", kept)
     assert "No such file" in fails(capsys, "--data_dir", good, "--output_name", tmp_path / "missing/o.bin")
-    assert "not a regular file" in fails(capsys, "--data_dir", good, "--output_name", tmp_path / "empty")
-    assert "not a regular file" in fails(capsys, "--data_dir", good, "--output_name", "/dev/null")
+    assert "is a folder" in fails(capsys, "--data_dir", good, "--output_name", tmp_path / "empty")
+    assert "no usual file" in fails(capsys, "--data_dir", good, "--output_name", "/dev/null")
     assert "Not a directory" in fails(capsys, "--data_dir", good, "--output_name", kept / "o.bin")
     for size in ("0", "64x", "-8", "64x64x3", "6.5", ""):
         flag = f"--image_size={size}"
