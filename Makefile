@@ -6,6 +6,7 @@
 # make test_launches     the GPU build's launches on GPUs that are not there (a part of make test); ARCH=all for all architectures
 # make test_emulated     the GPU build's kernels on a GPU made of software, in all cases of a bearable size (a part of make test, in some): needs nvcc
 # make test_faults       every call of a short run fails, one after the other, and processes are killed at random moments for ten minutes (a part of make test, in some)
+# make mutants           changes instructions of the kernels, one at a time, and says what no test of a pair notices: needs nvcc
 # make fuzz              hostile model files, data files, logs and command lines under the sanitizers, for FUZZ_SECONDS=600; needs clang
 # make lint              clang-format, ruff, and the map at the head of train_unet.cu, which make map renews
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch and JAX
@@ -98,6 +99,11 @@ test_faults: train_unet_cpu python
 test_launches: $(LAUNCHES) python
 	TRAIN_UNET_LAUNCHES=$(abspath $(LAUNCHES)) $(PYTEST) dev/test/test_launches.py
 
+# One instruction changed at a time: which tests notice? docs/TESTING.md
+mutants: python
+	$(MAKE) -C dev BUILD=emulated
+	$(PYTHON) dev/test/mutants.py --count 400
+
 # What was found lies in .fuzz/: FUZZ_TARGET=model .fuzz/fuzz .fuzz/model-crash-... repeats it.
 FUZZ_SECONDS = 600
 fuzz:
@@ -144,4 +150,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_emulated test_faults test_launches fuzz lint map bench bench_cpu bench_data bench_gpus profile clean dev/bench_cpu dev/bench_cuda
+.PHONY: train_unet data python test test_emulated test_faults test_launches mutants fuzz lint map bench bench_cpu bench_data bench_gpus profile clean dev/bench_cpu dev/bench_cuda

@@ -4,7 +4,7 @@
 
 The mutants are drawn by a fixed seed, as many of each kernel that the usual small cases run (test_pairs.py), one in two of them a barrier or a wait, and
 written over the text in a copy of the binary. A mutant is killed if its case ends with an error, does not end, or misses the pair's tolerance, or if another order of
-blocks, warps and copies gives other bits. It is tried on the quickest three cases that reach the instruction.
+blocks, warps and copies gives other bits. It is tried on the quickest --cases that reach the instruction. EMULATE_ALL=1 makes all cases known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ os.environ["BUILD"] = "emulated"
 import harness  # noqa: E402
 import test_pairs  # noqa: E402
 
-CASES = 3  # that a mutant is tried on
 WORD = r"[%\w.$]+"
 
 
@@ -210,10 +209,10 @@ class Laboratory:
         same = all(usual[0][name].tobytes() == reversed[0][name].tobytes() for name in usual[0])
         return "" if same else "other bits in another order"
 
-    def try_mutant(self, mutant: Mutant) -> None:
+    def try_mutant(self, mutant: Mutant, cases: int) -> None:
         reached = [case for case, ready in self.ready.items() if mutant.at - self.modules[mutant.arch] in ready.kernels.get(mutant.kernel, [])]
         reached = [case for case in reached if test_pairs.GPUS[case.gpu][0] == mutant.arch]
-        for case in sorted(reached, key=lambda case: self.ready[case].seconds)[:CASES]:
+        for case in sorted(reached, key=lambda case: self.ready[case].seconds)[:cases]:
             with open(self.program, "r+b") as file:
                 file.seek(mutant.at)
                 file.write(mutant.new.ljust(len(mutant.old)).encode())
@@ -271,6 +270,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", type=int, default=3, help="that a mutant is tried on, at most")
+    parser.add_argument("--survivors", help="an earlier output: instead of new ones, those that survived there")
     parser.add_argument("--pairs", default=",".join(test_pairs.NAMES), help="only these")
     parser.add_argument("--output", default="mutants.jsonl", help="a line for each mutant; those that are there are not tried again")
     args = parser.parse_args()
@@ -285,12 +286,17 @@ def main() -> None:
         known = [json.loads(line) for line in Path(args.output).read_text().splitlines()] if Path(args.output).exists() else []
         done = {(m["at"], m["new"]): m for m in known}
         verdicts: Counter[str] = Counter()
-        for mutant in laboratory.draw(args.count, args.seed):
+        if args.survivors:
+            earlier = [json.loads(line) for line in Path(args.survivors).read_text().splitlines()]
+            drawn = [Mutant(**(m | {"tried": [], "verdict": ""})) for m in earlier if m["verdict"] == "survived"]
+        else:
+            drawn = laboratory.draw(args.count, args.seed)
+        for mutant in drawn:
             before = done.get((mutant.at, mutant.new))
             if before:
                 mutant.verdict = before["verdict"]
             else:
-                laboratory.try_mutant(mutant)
+                laboratory.try_mutant(mutant, args.cases)
                 with open(args.output, "a") as file:
                     print(json.dumps(vars(mutant)), file=file)
             verdicts[f"{mutant.kind}, {'survived' if mutant.verdict == 'survived' else 'killed'}"] += 1
