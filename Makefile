@@ -11,6 +11,7 @@
 # make lint              clang-format, ruff, and the map at the head of train_unet.cu, which make map renews
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch and JAX
 # make bench_data        how long training waits for images that come from the disk; FLAGS="--gib 40" for a file larger than memory
+# make speedrun          how good the pictures are after how many seconds of training, three seeds; FLAGS="--seeds 0 --moments 4" for less
 # make profile           where the time of a training step and of a forward pass goes; FLAGS="--preset adm64 --batch_size 32" for other models
 
 CXX ?= g++
@@ -142,6 +143,12 @@ bench: $(if $(GPU),dev/bench_cuda)
 bench_gpus: dev/bench_cuda
 	$(PYTHON) dev/bench_gpus.py
 
+# The other recipe is what ./train_unet did before its defaults were chosen by pictures.
+speedrun: train_unet python
+	@mkdir -p out_speedrun
+	for name in fashion32 emoji64; do $(PYTHON) dev/speedrun.py --data_file data/$$name.bin --recipes "" "--preset $(if $(filter cuda,$(BUILD)),unet64,fashion32)" \
+		--seeds 0,1,2 --output out_speedrun/$$name.json --plot out_speedrun/$$name.png $(FLAGS) || exit; done
+
 profile: dev/bench_$(BUILD)
 	dev/bench_$(BUILD) --profile 20 $(FLAGS)
 
@@ -150,4 +157,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_emulated test_faults test_launches mutants fuzz lint map bench bench_cpu bench_data bench_gpus profile clean dev/bench_cpu dev/bench_cuda
+.PHONY: train_unet data python test test_emulated test_faults test_launches mutants fuzz lint map bench bench_cpu bench_data bench_gpus speedrun profile clean dev/bench_cpu dev/bench_cuda

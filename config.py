@@ -239,6 +239,15 @@ ADM = f""" --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8
     --noise_schedule linear{LARGE}"""
 # The same texts as the C++ program's; what they leave open keeps its default.
 PRESETS = {
+    # what ./train_unet alone does, on a CPU and on a GPU
+    "quick32": """--image_size 32 --in_channels 1 --patch_size 2 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 4
+        --num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 5
+        --sampler heun --S_churn 10 --timestep_respacing 25 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear
+        --adam_beta2 0.99 --max_steps 3000 --ema_rate 0.99 --data_file data/fashion32.bin --save_interval 1000 --sample_interval 500""",
+    "quick64": """--image_size 64 --patch_size 2 --num_channels 128 --channel_mult 1,2,2 --num_res_blocks 2 --attention_resolutions 16,8
+        --num_head_channels 32 --conv_resample False --use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 5
+        --sampler heun --timestep_respacing 25 --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99
+        --max_steps 20000 --ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500 --save_interval 5000 --log_interval 50""",
     # clothing in a few minutes on two CPU cores
     "fashion32": """--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 8
         --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99
@@ -490,11 +499,8 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     flags: {name: value} as parse_flags gives them, for example {"preset": "unet64", "channel_mult": (1, 2)}."""
     flags = without_aliases(flags)
     preset = flags.get("preset") or (start and start.config.preset) or default_preset(flags, data)
-    chosen = preset_flags(preset)
-    if "num_heads" in flags:  # which a preset's num_head_channels would override
-        chosen["num_head_channels"] = -1
-    if flags.get("objective", "ddpm") != "ddpm":  # which forbids these
-        chosen = {name: value for name, value in chosen.items() if name not in ("predict", "min_snr_gamma", "learn_sigma")}
+    without = left_out_of_preset(flags)
+    chosen = {name: value for name, value in preset_flags(preset).items() if name not in without}
     values = chosen | flags | {"preset": preset}
     if start and flags.get("channel_mult") == ():
         flags = flags | {"channel_mult": DEFAULT_CHANNEL_MULT.get(start.config.image_size[0], ())}
@@ -522,6 +528,21 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     return config
 
 
+def left_out_of_preset(flags: dict[str, Any]) -> set[str]:
+    """What of a preset would undo or forbid what these flags ask for."""
+    names = set()
+    if "num_heads" in flags:
+        names.add("num_head_channels")
+    if flags.get("objective", "ddpm") != "ddpm":
+        names |= {"predict", "min_snr_gamma", "learn_sigma"}
+    if "predict" in flags or flags.get("use_kl"):  # a weighting goes with its prediction
+        names.add("min_snr_gamma")
+    other_sampler = flags.get("sampler", "heun") not in ("euler", "heun")
+    if other_sampler or flags.get("start_from") or flags.get("inpaint"):
+        names.add("S_churn")
+    return names
+
+
 def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
     """flags with guided-diffusion's names for values of others, such as --predict_xstart True, as these: --predict x0."""
     meant: list[tuple[str, str, Any]] = []
@@ -546,10 +567,17 @@ def resolve(flags: dict[str, Any], meant: list[tuple[str, str, Any]]) -> dict[st
 
 
 def default_preset(flags: dict[str, Any], data: Any = None) -> str:
-    small = pick_device(flags.get("device", "auto")).type != "cuda"
-    if flags.get("data_dir") or ("data_file" in flags and data and data.images.shape[2] == 64):
-        return "emoji64" if small else "unet64"  # a folder becomes 64x64 RGB, as in prepare_data.py
-    return "fashion32" if small else "unet64"
+    on_gpu = pick_device(flags.get("device", "auto")).type == "cuda"
+    height = data.images.shape[2] if "data_file" in flags and data else None
+    if flags.get("data_dir"):
+        height = 64  # a folder becomes 64x64 RGB, as in prepare_data.py
+    if height == 64:
+        return "quick64" if on_gpu else "emoji64"
+    if height is None:
+        return "quick64" if on_gpu else "quick32"
+    if on_gpu:
+        return "unet64"
+    return "quick32" if height == 32 else "fashion32"
 
 
 # ======================================================================================================================

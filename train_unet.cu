@@ -6,58 +6,58 @@
 // Map (make map renews the line numbers)
 //    153  Part I. The program
 //    156     1. Types at the interface: what operations are called with
-//    349     2. The interface: all that the program asks of a device
-//    550     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    610     4. Errors, files and pictures: what Part III does for the program
-//    707     5. Configuration: flags, presets, help, what can work and what cannot
-//   1202     6. The network: a list of layers, made of guided-diffusion's flags
-//   1635     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1794     8. Forward and backward: two walks over the list
-//   1878     9. Diffusion: noise schedules, objectives, samplers
-//   2242    10. Data: .bin files that may be larger than memory, the order of their images
-//   2359    11. Model files: weights and checkpoints, initial weights
-//   2539    12. The log, put together for the run's page
-//   2568    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2816    14. A run: log, guard, checkpoints, resume, samples
-//   3493    15. main: the command line, then a run or samples
-//   3737  Part II. The device
-//   3740    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3919    17. The CPU: the device is the host; operations are in dev/reference.h
-//   3981    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4161         Activations: pieces of 16 bytes
-//   4342         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4460         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4572         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4906         groupnorm_backward_whole: an image's slab in shared memory
-//   5291         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5616         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5722         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5836         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6060         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6275         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6422         Convolution: which kernels there are, and what they share
-//   6438         Swizzle: how rows lie in shared memory
-//   6447         ConvOut: results, 4 channels of a pixel at a time
-//   6610         conv_halo: 3x3, stride 1, any GPU
-//   6852         conv_gather: any kernel size and stride, any GPU
-//   7003         conv_few: the first and the last layer
-//   7113         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7470         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7508         building blocks of Hopper's kernels (sm_90a)
-//   7694         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   7978         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8237         conv_weight_tma: weight gradients (sm_90a)
-//   8447         Hopper's convolutions: which kernel, and its tensor maps
-//   8719         Convolution: forward, input gradient, weight gradients
-//   8955         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9401         Attention: which kernel, forward and, where a has dout, backward
-//   9441    19. The GPU: memory, copies, repeated work
-//   9608    20. Ranks: who they are, what their hosts tell each other
-//  10232    21. Between ranks: from device to device
-//  10412  Part III. Tools: errors, files, pictures, the run's page
-//  10415    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10725    23. Pictures: PNG files, grids of images
-//  10808    24. The run's page: index.html
+//    352     2. The interface: all that the program asks of a device
+//    553     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    613     4. Errors, files and pictures: what Part III does for the program
+//    710     5. Configuration: flags, presets, help, what can work and what cannot
+//   1229     6. The network: a list of layers, made of guided-diffusion's flags
+//   1662     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1821     8. Forward and backward: two walks over the list
+//   1905     9. Diffusion: noise schedules, objectives, samplers
+//   2269    10. Data: .bin files that may be larger than memory, the order of their images
+//   2386    11. Model files: weights and checkpoints, initial weights
+//   2566    12. The log, put together for the run's page
+//   2595    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2843    14. A run: log, guard, checkpoints, resume, samples
+//   3520    15. main: the command line, then a run or samples
+//   3771  Part II. The device
+//   3774    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3953    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4015    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4195         Activations: pieces of 16 bytes
+//   4376         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4494         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4606         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4940         groupnorm_backward_whole: an image's slab in shared memory
+//   5325         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5650         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5756         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5870         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6094         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6309         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6456         Convolution: which kernels there are, and what they share
+//   6472         Swizzle: how rows lie in shared memory
+//   6481         ConvOut: results, 4 channels of a pixel at a time
+//   6644         conv_halo: 3x3, stride 1, any GPU
+//   6886         conv_gather: any kernel size and stride, any GPU
+//   7037         conv_few: the first and the last layer
+//   7147         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7504         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7542         building blocks of Hopper's kernels (sm_90a)
+//   7728         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8012         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8271         conv_weight_tma: weight gradients (sm_90a)
+//   8481         Hopper's convolutions: which kernel, and its tensor maps
+//   8753         Convolution: forward, input gradient, weight gradients
+//   8989         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9435         Attention: which kernel, forward and, where a has dout, backward
+//   9475    19. The GPU: memory, copies, repeated work
+//   9642    20. Ranks: who they are, what their hosts tell each other
+//  10266    21. Between ranks: from device to device
+//  10446  Part III. Tools: errors, files, pictures, the run's page
+//  10449    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10759    23. Pictures: PNG files, grids of images
+//  10842    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -160,13 +160,16 @@ static void prctl(int, int) {}
 #define INLINE __device__ __forceinline__
 typedef void act; // an element of an activation: float or bf16, which the operations know
 constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // of the host before the log; between ranks' agreements on a stop
-static const char *const DEFAULT_PRESET = "unet64", *const PRESET_64 = "unet64"; // the latter for data of 64x64
+// Without --preset: for images of that size, or no data file; for other sizes.
+static const char *const DEFAULT_PRESET = "quick64", *const PRESET_32 = "unet64", *const PRESET_64 = "quick64";
+static const char* const PRESET_ELSE = "unet64";
 #else
 #define HD
 #define INLINE inline
 typedef float act;
 constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
-static const char *const DEFAULT_PRESET = "fashion32", *const PRESET_64 = "emoji64";
+static const char *const DEFAULT_PRESET = "quick32", *const PRESET_32 = "quick32", *const PRESET_64 = "emoji64";
+static const char* const PRESET_ELSE = "fashion32";
 #endif
 
 // A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2), one or two parts; upsample = 1: of 2H x 2W,
@@ -741,7 +744,7 @@ struct Config {
     using string = std::string;
     HEADING(start, "Start");
     FLAG(string, preset, "", "a set of flags to start from; any other flag overrides it",
-         WORDS("fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256|latent32"));
+         WORDS("quick32|quick64|fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256|latent32"));
     FLAG(int, sample, 0, "draw this many images from --init FILE into --output, and stop", 0, 1e8);
     FLAG(string, precision, "auto", "of activations; auto: bf16 on a GPU, else fp32", WORDS("auto|fp32|bf16"));
     FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
@@ -886,6 +889,21 @@ static const Flag* find_flag(const std::string& name) { // null: there is none
     " --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_new_attention_order False " \
     "--learn_sigma True --noise_schedule linear" LARGE
 static const std::map<std::string, std::string> PRESETS = {
+    // What ./train_unet alone does, on a CPU and on a GPU: chosen by the pictures that a minute gives (docs/LEARNT.md,
+    // "Recipes"). A network that sees squares of 2x2 pixels is four times as fast; one that predicts x_0, not noise,
+    // leaves no grain in them.
+    {"quick32", "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 32 --channel_mult 1,2,2 "
+                "--num_res_blocks 1 --attention_resolutions 4 --num_head_channels 32 --conv_resample False "
+                "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
+                "--S_churn 10 --timestep_respacing 25 --batch_size 16 --lr 2e-3 --warmup_steps 100 "
+                "--lr_schedule linear --adam_beta2 0.99 --max_steps 3000 --ema_rate 0.99 "
+                "--data_file data/fashion32.bin --save_interval 1000 --sample_interval 500"},
+    {"quick64", "--image_size 64 --patch_size 2 --num_channels 128 --channel_mult 1,2,2 --num_res_blocks 2 "
+                "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False "
+                "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
+                "--timestep_respacing 25 --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine "
+                "--adam_beta2 0.99 --max_steps 20000 --ema_rate 0.999 --data_file data/emoji64.bin "
+                "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
     // clothing in a few minutes on two CPU cores
     {"fashion32", "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
                   "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 "
@@ -975,11 +993,19 @@ static std::string wrong(Config* c, const char* name, const std::string& why) {
     return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
 }
 
-// Leaves out what would undo (num_heads) or forbid (edm, flow) what the command line asks for.
+// What of a preset would undo or forbid what the command line asks for.
+static std::set<std::string> left_out_of_preset(const Config& c) {
+    std::set<std::string> names;
+    if (c.given("num_heads")) names.insert("num_head_channels");
+    if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting goes with its prediction
+    const bool other_sampler = c.given("sampler") && c.sampler != "euler" && c.sampler != "heun";
+    if (other_sampler || c.changes_images()) names.insert("S_churn");
+    return names;
+}
+
 static void apply_preset(Config* c, const std::string& preset) {
-    std::set<std::string> without;
-    if (c->given("num_heads")) without = {"num_head_channels"};
-    if (c->objective != "ddpm") without.insert({"predict", "min_snr_gamma", "learn_sigma"});
+    const std::set<std::string> without = left_out_of_preset(*c);
     std::istringstream words(PRESETS.at(preset));
     for (std::string flag, value; words >> flag >> value;) {
         const std::string name = flag.substr(2);
@@ -1007,7 +1033,8 @@ static void print_help() {
                value.empty() ? "\"\"" : value.c_str(),
                preset.chosen(f.name) ? text("; %s: %s", DEFAULT_PRESET, set.c_str()).c_str() : "");
     }
-    printf("\nPresets: without --preset %s, but for a --data_file of 64x64 images %s\n", DEFAULT_PRESET, PRESET_64);
+    printf("\nPresets: without --preset %s; for a --data_file of images of 32x32 %s, of 64x64 %s, of other sizes %s\n",
+           DEFAULT_PRESET, PRESET_32, PRESET_64, PRESET_ELSE);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
@@ -3676,10 +3703,17 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     must_agree("the comparison of flags and files", mine);
 }
 
-// Result: the exit code.
 // --compare_runs: one page of several runs. Section 24.
 static void compare_runs(const Config& c);
 
+// What holds without --preset, by the size of the images, if there is a --data_file.
+static const char* default_preset(const Dataset& data) {
+    if (!data.size) return DEFAULT_PRESET;
+    if (data.H == 64) return PRESET_64;
+    return data.H == 32 ? PRESET_32 : PRESET_ELSE;
+}
+
+// Result: the exit code.
 static int run_program(int argc, char** argv) {
     start_process(argv);
     find_ranks();
@@ -3703,7 +3737,7 @@ static int run_program(int argc, char** argv) {
     Dataset data;
     if (c.preset.empty()) {
         if (c.given("data_file")) data = open_dataset(c.data_file);
-        c.preset = data.H == 64 ? PRESET_64 : DEFAULT_PRESET;
+        c.preset = default_preset(data);
     }
     apply_preset(&c, c.preset);
     if (model.size) take_model_file(&c, model, !resume.empty());

@@ -361,7 +361,7 @@ int main(int argc, char** argv) {
     parse_command_line(&c, (int)words.size(), words.data());
     take_aliases(&c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
-    if (c.preset.empty()) c.preset = DEFAULT_PRESET;
+    if (c.preset.empty()) c.preset = PRESET_ELSE; // fashion32 or unet64, which all earlier figures are of
     apply_preset(&c, c.preset);
     if (!c.init.empty()) take_model_file(&c, open_model(c.init), false);
     start_device(c.precision, c.device);

@@ -123,24 +123,49 @@ def to_floats(pixels: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1)
 
 
-def train_classifier(images: torch.Tensor, labels: torch.Tensor, epochs: int) -> nn.Sequential:
-    """A classifier of images (N, 1, 32, 32). The same images give the same one: initial weights, order and mirroring come from seed 0."""
+def crop(images: torch.Tensor) -> torch.Tensor:
+    """A part of each image, of 75 to 100 % of its sides, at a random place, enlarged to the whole size; half of them mirrored."""
+    n, sides = len(images), 0.75 + 0.25 * torch.rand(len(images))
+    centres = (2 * torch.rand(n, 2) - 1) * (1 - sides)[:, None]  # in units of half an image, so that no part leaves the image
+    mirrored = torch.where(torch.rand(n) < 0.5, -1.0, 1.0)
+    transform = torch.zeros(n, 2, 3)
+    transform[:, 0, 0], transform[:, 1, 1], transform[:, :, 2] = sides * mirrored, sides, centres
+    grid = nn.functional.affine_grid(transform.to(images.device), list(images.shape), align_corners=False)
+    return nn.functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def build_classifier(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
+    """Convolutions that halve the sides until 4 pixels are left, then FEATURES numbers, then the classes."""
+    model = nn.Sequential()
+    while min(height, width) > 4:  # of 32x32: 16x16, 8x8, 4x4 pixels
+        wider = 32 if len(model) == 0 else 64
+        model.extend([nn.Conv2d(channels, wider, 3, stride=2, padding=1), nn.BatchNorm2d(wider), nn.ReLU()])
+        channels, height, width = wider, (height + 1) // 2, (width + 1) // 2
+    inputs = channels * height * width
+    return model.extend([nn.Flatten(), nn.Dropout(0.3), nn.Linear(inputs, FEATURES), nn.ReLU(), nn.Linear(FEATURES, classes)])
+
+
+def train_classifier(images: torch.Tensor, labels: torch.Tensor | None, epochs: int) -> nn.Sequential:
+    """A classifier of images (N, C, H, W). The same images give the same one: initial weights, order and mirroring come from seed 0.
+
+    Without labels every image is a class of its own, which is known again by random parts of it (Dosovitskiy et al. 2014, "Exemplar CNN")."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        model = nn.Sequential()
-        for before, after in (1, 32), (32, 64), (64, 64):  # 16x16, 8x8, 4x4 pixels
-            model.extend([nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()])
-        classes = int(labels.max()) + 1
-        model.extend([nn.Flatten(), nn.Dropout(0.3), nn.Linear(1024, FEATURES), nn.ReLU(), nn.Linear(FEATURES, classes)])
+        classes = len(images) if labels is None else int(labels.max()) + 1
+        model = build_classifier(*images.shape[1:], classes)
+        model.to(images.device)
         steps = epochs * (len(images) // 64)
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
         for _ in range(epochs):
             for index in torch.randperm(len(images)).split(64)[: len(images) // 64]:
-                mirror = torch.rand(len(index), 1, 1, 1) < 0.5
-                x = torch.where(mirror, images[index].flip(3), images[index])
+                if labels is None:
+                    x, target = crop(images[index]), index.to(images.device)
+                else:
+                    mirror = torch.rand(len(index), 1, 1, 1) < 0.5
+                    x, target = torch.where(mirror.to(images.device), images[index].flip(3), images[index]), labels[index]
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), labels[index]).backward()
+                nn.functional.cross_entropy(model(x), target).backward()
                 optimizer.step()
                 schedule.step()
     return model.eval()
@@ -166,7 +191,9 @@ class Judge:
 
 @torch.no_grad()
 def features(classifier: nn.Sequential, images: torch.Tensor) -> torch.Tensor:
-    return torch.cat([classifier[:-1](part) for part in images.split(1000)]).double()
+    """(N, FEATURES), float64, on the CPU."""
+    device = next(classifier.parameters()).device
+    return torch.cat([classifier[:-1](part.to(device)).cpu() for part in images.split(1000)]).double()
 
 
 def make_judge(data: model_files.Data, epochs: int = 10) -> Judge:

@@ -42,7 +42,7 @@ from PIL import Image
 
 import model_files
 import train_unet
-from config import LIMITS, PRESETS, WORDS, make_config
+from config import LIMITS, PRESETS, WORDS, default_preset, make_config
 
 FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
@@ -58,7 +58,7 @@ def test_help_lists_every_flag(run: Callable) -> None:
     text = run(["--help"]).out
     listed = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
     assert sorted(FLAGS) == sorted(set(listed) & set(FLAGS)), set(FLAGS) - set(listed)
-    for preset in ("fashion32", "emoji64", "unet64", "adm", "adm64", "adm128", "adm256", "lsun256", "latent32"):
+    for preset in ("quick32", "quick64", "fashion32", "emoji64", "unet64", "adm", "adm64", "adm128", "adm256", "lsun256", "latent32"):
         assert re.search(rf"^  {preset} .*--num_channels \d+ .*--lr ", text, re.MULTILINE)
     assert run(["-h"]).out == text
 
@@ -115,6 +115,37 @@ def test_heads_given_are_heads_taken(run: Callable, data: Path, tmp_path: Path) 
     assert read_checkpoint(tmp_path / "out" / model_name(1)).header[11:13].tolist() == [4, -1]
     assert make_config({"preset": "unet64", "num_heads": 4}).num_head_channels == -1
     assert make_config({"preset": "unet64", "num_heads": 4, "num_head_channels": 16}).num_head_channels == 16
+
+
+def test_the_preset_by_the_size_of_the_images(run: Callable, make_data: Callable) -> None:
+    """Without --preset: what a minute serves best where the images have that size, else the one that takes any size."""
+    for size, preset in ((32, "quick32"), (64, "emoji64"), (28, "fashion32")):
+        file = make_data(f"{size}.bin", make_images(8, 1, size, size))
+        out = run(["--data_file", file, "--max_steps", 1, "--sample_interval", 0, "--batch_size", 1, "--output_dir", f"out{size}"]).out
+        assert f"preset {preset}: " in out
+        assert default_preset({"data_file": str(file), "device": "cpu"}, train_unet.open_data(str(file))) == preset
+    assert default_preset({"device": "cpu"}) == "quick32"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("", {"predict": "x0", "min_snr_gamma": 5.0, "S_churn": 10.0}),
+        ("--objective flow", {"predict": "eps", "min_snr_gamma": 0.0, "S_churn": 10.0}),
+        ("--predict v", {"predict": "v", "min_snr_gamma": 0.0, "S_churn": 10.0}),
+        ("--sampler ddim", {"predict": "x0", "min_snr_gamma": 5.0, "S_churn": 0.0}),
+        ("--sampler euler", {"predict": "x0", "min_snr_gamma": 5.0, "S_churn": 10.0}),
+        ("--learn_sigma True --use_kl True", {"predict": "x0", "min_snr_gamma": 0.0, "S_churn": 10.0}),
+    ],
+)
+def test_a_preset_does_not_stand_in_the_way(run: Callable, make_data: Callable, tmp_path: Path, given: str, kept: dict) -> None:
+    """What of quick32 would forbid what is asked for, or say something else of it, is left out in both programs."""
+    file = make_data("d.bin", make_images(8, 1, 32, 32))
+    out = run(["--preset", "quick32", *given.split(), "--data_file", file, "--max_steps", 1, "--batch_size", 1, "--sample_interval", 0]).out
+    config = make_config({"preset": "quick32"} | train_unet.parse_flags(given.split(), train_unet.FLAGS))
+    assert {name: getattr(config, name) for name in kept} == kept
+    header = read_checkpoint(tmp_path / "out/model_0000001.bin").header
+    assert ("eps", "x0", "v")[header[44]] == kept["predict"] and header[46:47].view(np.float32) == kept["min_snr_gamma"], out
 
 
 def test_edm_with_a_preset_for_ddpm(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -216,7 +247,8 @@ def test_what_other_programs_have(refused: Callable, data: Path) -> None:
 def test_a_part_that_keeps_no_step(run: Callable, data: Path) -> None:
     assert train_unet.space_timesteps(30, "3,0,2") == [0, 4, 9, 20, 29]  # as guided-diffusion's space_timesteps gives them
     run([*TINY, "--data_file", data, "--max_steps", 1])
-    assert "5 evaluations" in run(["--sample", 1, "--init", f"out/{model_name(1)}", "--timestep_respacing", "3,0,2"]).out
+    sample = ["--preset", "fashion32", "--sample", 1, "--init", f"out/{model_name(1)}"]
+    assert "5 evaluations" in run([*sample, "--timestep_respacing", "3,0,2"]).out
 
 
 @pytest.mark.parametrize(
@@ -519,7 +551,7 @@ def test_parameters_and_flops_are_pytorchs(run: Callable, data: Path) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     out = run([*TINY, "--data_file", data, "--max_steps", "1"]).out
-    config = make_config(dict(image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,)))
+    config = make_config(dict(preset="fashion32", image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,)))
     weights = train_unet.initial_weights(config)
     parameters, gflops = re.search(r"([\d.]+) M parameters, .* ([\d.]+) GFLOP", out).groups()
     assert float(parameters) == round(len(weights) / 1e6, 2)
@@ -541,7 +573,7 @@ def test_fewer_diffusion_steps_than_the_sampler_takes(run: Callable, data: Path,
     """Where nobody gave --timestep_respacing, all of them are taken."""
     tiny = flags(TINY_MODEL, TINY_RUN, "--num_samples 2")
     run([*tiny, "--data_file", data, "--max_steps", "1", "--sample_interval", "1", "--diffusion_steps", "40"])
-    assert ", 40 evaluations each" in run(["--sample", "1", "--init", "out/model_0000001.bin"]).out
+    assert ", 40 evaluations each" in run(["--preset", "fashion32", "--sample", "1", "--init", "out/model_0000001.bin"]).out
     assert (tmp_path / "samples.png").exists()
 
 
@@ -660,7 +692,7 @@ def test_pictures_are_small_and_hold_the_right_pixels(run: Callable, make_data: 
             TINY, ["--attention_resolutions", ""], "--max_steps 1 --num_samples 3 --sample_interval 1", "--data_file", d, "--output_dir", size
         )
         run(args)
-        sample = flags("--sample 3 --eta 0 --timestep_respacing 4 --init", f"{size}/model_0000001.bin", "--batch_size 4")
+        sample = flags("--preset fashion32 --sample 3 --eta 0 --timestep_respacing 4 --init", f"{size}/model_0000001.bin", "--batch_size 4")
         run([*sample, "--output", "s.png"])
         run([*sample, "--output", "s.bin"])
         wanted = np.clip(np.floor(np.clip((read_samples(tmp_path / "s.bin") + 1) * 127.5, 0, 255) + 0.5), 0, 255).astype(np.uint8)

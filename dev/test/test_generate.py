@@ -189,10 +189,10 @@ def test_packages_that_are_not_here(model: Path, tmp_path: Path, monkeypatch: py
         assert sentence.startswith("generate: ") and sentence.count("\n") == 1 and told in sentence and "pip install" in sentence
 
 
-@pytest.mark.parametrize("program", ["generate", "train_unet", "prepare_data", "quality"])
+@pytest.mark.parametrize("program", ["generate", "train_unet", "prepare_data", "quality", "speedrun"])
 def test_help_works_without_packages(program: str) -> None:
     """-S: without site-packages. Anything but --help ends in a sentence with the command that installs what is missing."""
-    path = ROOT / ("dev" if program == "quality" else ".") / f"{program}.py"
+    path = ROOT / ("dev" if program in ("quality", "speedrun") else ".") / f"{program}.py"
 
     def run(*words: str) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, *words[:1], str(path), *words[1:]], **captured)
@@ -200,12 +200,12 @@ def test_help_works_without_packages(program: str) -> None:
     captured = dict(capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
     alone = run("-S", "--help")
     assert alone.returncode == 0 and alone.stderr == "" and alone.stdout == run("-B", "--help").stdout
-    usual = {"prepare_data": ["--data_dir", "x", "--output_name", "y.bin"], "quality": ["--split", "x"]}
+    usual = {"prepare_data": ["--data_dir", "x", "--output_name", "y.bin"], "quality": ["--split", "x"], "speedrun": ["--seeds", "1"]}
     done = run("-S", *usual.get(program, ["--seed", "1"]))
     assert done.returncode == 1 and re.fullmatch(
         rf"{program}: .*numpy is missing; install it with `.*pip install [^`]*numpy[^`]*`.*\n", done.stderr
     ), done.stderr
-    wrong = run("-S", {"quality": "--feature"}.get(program, "--output_nam"), "x", *usual.get(program, []))
+    wrong = run("-S", {"quality": "--feature", "speedrun": "--recipe"}.get(program, "--output_nam"), "x", *usual.get(program, []))
     assert wrong.returncode == 1 and "did you mean --" in wrong.stderr and wrong.stderr.count("\n") == 1
 
 

@@ -1,0 +1,312 @@
+"""How many seconds of training until the pictures are good? Quality against seconds, of ./train_unet with any flags.
+
+    make speedrun                                          what ./train_unet alone does, and what it did before, on both sets of data/
+    python dev/speedrun.py --data_file data/emoji64.bin --recipes "" "--objective edm --sampler heun" --seeds 0,1,2
+
+Every fifth image of the data is held out; everyone trains on the others. At --moments moments of a run, samples are drawn (as many as there are
+training images, at most 5,000) and compared with the training images and, beside that, with the held-out ones: a model that copies its training
+images is close to the former and no closer than they are to the latter.
+
+- Distance: the Frechet distance of dev/quality.py's features. They come from a small classifier that this program trains on the training images
+  with fixed seeds, by their labels, or without labels with each image as a class of its own. Everyone in a table is judged by the same features.
+- Seconds: of training alone, by the program's own clock. Start-up, compilation, checkpoints and sampling are left out.
+  A recipe is flags of ./train_unet, but for those of files, seeds and intervals, which this program gives.
+- Plain: the share of samples that are a form of one colour; grain: of those that are noisy everywhere. See plain_form and has_grain.
+"""
+
+from __future__ import annotations
+
+import sys
+
+sys.path.insert(0, f"{sys.path[0]}/..")
+
+if __name__ == "__main__":  # before what takes seconds
+    import signal
+
+    import interrupted
+
+    interrupted.take(interrupted.leave, signal.SIGINT)
+
+import argparse
+import csv
+import dataclasses
+import json
+import pathlib
+import shlex
+import statistics
+import subprocess
+import tempfile
+
+import quality
+
+import model_files
+import prepare_data
+from config import (
+    FLAGS,
+    SAMPLING_FLAGS,
+    Config,
+    UserError,
+    format_value,
+    make_config,
+    need_packages,
+    np,
+    parse_flags,
+    pick_device,
+    run_program,
+    torch,
+)  # fmt: skip
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FIFTH = 5  # every fifth image is held out
+MOST_SAMPLES = 5000
+EXEMPLAR_EPOCHS = 60
+
+
+@dataclasses.dataclass
+class Moment:
+    """A run's pictures at one moment."""
+
+    step: int
+    seconds: float  # of training until then
+    distance: float  # of the samples to the training images
+    held_out: float  # to the held-out ones
+    plain: float  # share of the samples
+    grain: float
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what is wrong with a picture, without any features
+
+
+def plain_form(images: torch.Tensor) -> torch.Tensor:
+    """(N) 1.0 where an image (C, H, W) in [-1, 1] is a form of one colour on a background of one colour.
+
+    Of its pixels that differ from the corner by more than 16 of 255, 95 % are within 16 of their median."""
+    pixels = ((images + 1) * 127.5).flatten(2)
+    inside = ((pixels - pixels[:, :, :1]).abs() > 16).any(1)
+    found = []
+    for image, form in zip(pixels, inside):
+        colours = image[:, form]
+        if colours.shape[1] == 0:
+            found.append(1.0)
+            continue
+        near = ((colours - colours.median(1, keepdim=True).values).abs() <= 16).all(0)
+        found.append(float(near.double().mean() >= 0.95))
+    return torch.tensor(found)
+
+
+def has_grain(images: torch.Tensor) -> torch.Tensor:
+    """(N) 1.0 where the median of an image's absolute Laplacian is over 4 of 255: it is noisy nearly everywhere."""
+    pixels = (images + 1) * 127.5
+    middle = pixels[:, :, 1:-1, 1:-1]
+    around = pixels[:, :, :-2, 1:-1] + pixels[:, :, 2:, 1:-1] + pixels[:, :, 1:-1, :-2] + pixels[:, :, 1:-1, 2:]
+    return ((4 * middle - around).abs().flatten(1).median(1).values > 4).float()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the judge
+
+
+class Contest:
+    """A data set, split, and the features that judge everyone's samples of it."""
+
+    def __init__(self, data_file: str, folder: pathlib.Path, device: torch.device, judge_file: str = ""):
+        data = model_files.open_data(data_file)
+        if data.images.dtype != np.uint8 or len(data.images) < 2 * FIFTH * quality.FEATURES:
+            raise UserError(f"--data_file {data_file}: must hold at least {2 * FIFTH * quality.FEATURES} uint8 images")
+        held = np.arange(len(data.images)) % FIFTH == FIFTH - 1
+        images, labels = np.array(data.images), None if data.labels is None else np.array(data.labels)
+        self.train_file = str(folder / "train.bin")
+        self.train_images = images[~held]
+        self.train_labels = None if labels is None else labels[~held]
+        prepare_data.write_data(self.train_file, self.train_images, self.train_labels, data.num_classes)
+        training = quality.to_floats(self.train_images)
+        classes = None if labels is None else torch.from_numpy(labels[~held].astype(np.int64)).to(device)
+        if judge_file and pathlib.Path(judge_file).exists():
+            self.classifier = quality.build_classifier(*training.shape[1:], len(training) if classes is None else int(classes.max()) + 1)
+            self.classifier.load_state_dict(torch.load(judge_file, map_location="cpu", weights_only=True))
+            self.classifier.to(device).eval()
+        else:
+            self.classifier = quality.train_classifier(training.to(device), classes, EXEMPLAR_EPOCHS if classes is None else 10)
+            if judge_file:
+                torch.save(self.classifier.state_dict(), judge_file)
+        features = quality.features(self.classifier, training)
+        self.scale = features.std(0)
+        self.scale[self.scale == 0] = torch.inf  # a unit that no training image wakes says nothing
+        self.training = features / self.scale
+        self.held_out = quality.features(self.classifier, quality.to_floats(images[held])) / self.scale
+        self.samples = min(len(training), MOST_SAMPLES)
+
+    def judge(self, images: torch.Tensor, step: int, seconds: float) -> Moment:
+        """Of samples (N, C, H, W), floats in [-1, 1], which are rounded to 256 levels as pictures hold them."""
+        levels = quality.to_floats(((images + 1) * 127.5).round().clamp(0, 255).numpy())
+        found = quality.features(self.classifier, levels) / self.scale
+        distances = quality.frechet(found, self.training), quality.frechet(found, self.held_out)
+        return Moment(step, seconds, *distances, plain_form(levels).mean().item(), has_grain(levels).mean().item())
+
+    def floor(self) -> float:
+        """The held-out images' distance from the training images: what a model that draws from the very same distribution might reach."""
+        return quality.frechet(self.held_out, self.training)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ours
+
+
+def parse_recipe(recipe: str, contest: Contest) -> Config:
+    flags = parse_flags([*shlex.split(recipe), "--data_file", contest.train_file], FLAGS)
+    return make_config(flags, model_files.open_data(contest.train_file))
+
+
+def sampling_flags(config: Config) -> list[str]:
+    words = []
+    for name in SAMPLING_FLAGS:
+        value = getattr(config, name)
+        words.append(f"--{name}={format_value(name, value) if isinstance(value, tuple) else value}")
+    return words
+
+
+def checked(command: list[str]) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UserError(f"{shlex.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def draw(program: str, checkpoint: str, count: int, flags: list[str], folder: pathlib.Path) -> torch.Tensor:
+    """Samples (count, C, H, W) of a checkpoint. The noise is another one than the training's."""
+    target = str(folder / "samples.bin")
+    checked([program, "--sample", str(count), "--init", checkpoint, "--output", target, "--batch_size", "256", "--seed", "1000", *flags])
+    return torch.from_numpy(model_files.open_data(target).images.copy())
+
+
+def training_seconds(log: pathlib.Path) -> dict[int, float]:
+    """By step, from a run's log.csv."""
+    seconds, total = {}, 0.0
+    with log.open() as rows:
+        for row in csv.DictReader(rows):
+            total += float(row["ms"]) / 1000
+            seconds[int(row["step"])] = total
+    return seconds
+
+
+def run_ours(program: str, recipe: str, seed: int, moments: int, contest: Contest, folder: pathlib.Path) -> list[Moment]:
+    config = parse_recipe(recipe, contest)
+    every = max(1, config.max_steps // moments)
+    target = folder / "run"
+    command = [program, *shlex.split(recipe), "--data_file", contest.train_file, "--output_dir", str(target), "--seed", str(seed)]
+    checked([*command, "--sample_interval", "0", "--save_interval", str(every), "--keep_checkpoints", "0"])
+    seconds = training_seconds(target / "log.csv")
+    found = []
+    for step, checkpoint in model_files.checkpoints(str(target)).items():
+        images = draw(program, checkpoint, contest.samples, sampling_flags(config), folder)
+        found.append(contest.judge(images, step, seconds[step]))
+        pathlib.Path(checkpoint).unlink()
+    for file in target.iterdir():
+        file.unlink()
+    target.rmdir()
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tables and pictures
+
+
+def seconds_to(run: list[Moment], distance: float) -> float:
+    """When a run's distance came down to this one, between two moments in proportion; infinite: never."""
+    before = None
+    for moment in run:
+        if moment.distance <= distance:
+            if before is None:
+                return moment.seconds
+            part = (before.distance - distance) / (before.distance - moment.distance)
+            return before.seconds + part * (moment.seconds - before.seconds)
+        before = moment
+    return float("inf")
+
+
+def spread(values: list[float], digits: int) -> str:
+    """The median, and the range if there are several."""
+    middle = f"{statistics.median(values):.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def print_table(runs: dict[str, list[list[Moment]]]) -> None:
+    """A line for each contestant at its end, and when it had come to where each of the others ended."""
+    ends = {name: statistics.median(run[-1].distance for run in found) for name, found in runs.items()}
+    print(f"{'':40s} {'seconds':>10s} {'distance':>26s} {'to held out':>12s} {'plain':>7s} {'grain':>7s}")
+    for name, found in runs.items():
+        last = [run[-1] for run in found]
+        middle = {field: statistics.median(getattr(m, field) for m in last) for field in ("seconds", "held_out", "plain", "grain")}
+        distances = spread([m.distance for m in last], 2)
+        figures = f"{middle['seconds']:10.1f} {distances:>26s} {middle['held_out']:12.2f} {middle['plain']:7.2f} {middle['grain']:7.2f}"
+        print(f"{name[:40]:40s} {figures}")
+    for goal, distance in ends.items():
+        times = {name: spread([seconds_to(run, distance) for run in found], 1) for name, found in runs.items()}
+        print(f"seconds to {distance:.2f}, where {goal} ended: " + "; ".join(f"{name} {time}" for name, time in times.items()))
+
+
+def plot(runs: dict[str, list[list[Moment]]], title: str, path: str) -> None:
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(7, 4.2), layout="constrained")).subplots()
+    for name, found in runs.items():
+        count = min(map(len, found))
+        columns = [[run[i] for run in found] for i in range(count)]
+        seconds = [statistics.median(m.seconds for m in column) for column in columns]
+        distances = [[m.distance for m in column] for column in columns]
+        (line,) = axes.plot(seconds, [statistics.median(d) for d in distances], marker="o", markersize=3, label=name or "./train_unet")
+        axes.fill_between(seconds, [min(d) for d in distances], [max(d) for d in distances], alpha=0.2, color=line.get_color())
+    axes.set(title=title, xlabel="seconds of training", ylabel="Fréchet distance to the training images", xscale="log", yscale="log")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# command line
+
+
+def run(argv: list[str]) -> None:
+    parser = prepare_data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--data_file", default=str(ROOT / "data/emoji64.bin"), help="uint8 images (default: data/emoji64.bin)")
+    parser.add_argument("--recipes", nargs="+", default=[""], metavar="FLAGS", help='of ./train_unet, such as "--objective edm" (default: none)')
+    parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
+    parser.add_argument("--moments", type=int, default=12, help="how often in a run quality is measured (default: 12)")
+    parser.add_argument("--program", default=str(ROOT / "train_unet"), help="what trains and samples (default: ./train_unet)")
+    parser.add_argument("--judge", metavar="F.pt", default="", help="the features: read from here, or written if there is no such file")
+    parser.add_argument("--output", metavar="F.json", default="", help="every moment of every run")
+    parser.add_argument("--plot", metavar="F.png", default="", help="distance against seconds")
+    try:
+        args = parser.parse_args(argv)
+    except prepare_data.DataError as e:
+        raise UserError(str(e)) from None
+    need_packages()
+    for flag, path in (("--output", args.output), ("--plot", args.plot), ("--judge", args.judge)):
+        if path:
+            model_files.check_output(flag, path, [args.data_file, args.program])
+    if not args.seeds.replace(",", "").isdigit():
+        raise UserError(f"--seeds {args.seeds}: must be numbers with commas, such as 0,1,2")
+    if args.moments < 1:
+        raise UserError(f"--moments {args.moments}: must be at least 1")
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        contest = Contest(args.data_file, folder, pick_device("auto"), args.judge)
+        print(f"data: {len(contest.train_images)} images to train on; the held-out ones' distance from them is {contest.floor():.2f}", flush=True)
+        runs: dict[str, list[list[Moment]]] = {}
+        for seed in map(int, args.seeds.split(",")):
+            for recipe in args.recipes:
+                found = run_ours(args.program, recipe, seed, args.moments, contest, folder)
+                runs.setdefault(recipe, []).append(found)
+                for moment in found:
+                    print(f"{recipe or 'default'}, seed {seed}: {moment}", flush=True)
+    if args.output:
+        kept = {name: [[dataclasses.asdict(m) for m in run] for run in found] for name, found in runs.items()}
+        model_files.atomic_write(args.output, [json.dumps({"data": args.data_file, "runs": kept}, indent=1).encode()])
+    print_table(runs)
+    if args.plot:
+        plot(runs, pathlib.Path(args.data_file).stem, args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program("speedrun", run))
