@@ -529,10 +529,11 @@ def sampler_steps_shown(config: Config, options: Options) -> list[int]:
 
 
 def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarray:
-    """Every sampler from the same noise with few and with many steps; ddim as it is without noise."""
+    """Every sampler from the same noise with few and with many steps; ddim, euler and heun as they are without noise."""
     counts, count, rows = sampler_steps_shown(config, options), min(options.num_samples, MOST_ROWS), {}
     tries = {
-        sampler: [dataclasses.replace(config, sampler=sampler, timestep_respacing=str(n), eta=0.0) for n in counts] for sampler in train_unet.SAMPLERS
+        sampler: [dataclasses.replace(config, sampler=sampler, timestep_respacing=str(n), eta=0.0, S_churn=0.0) for n in counts]
+        for sampler in train_unet.SAMPLERS
     }
     model, batches = torch_model(file, config), math.ceil(count / config.batch_size)
     with progress(model, batches * sum(network_calls(each) for row in tries.values() for each in row)):
