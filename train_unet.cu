@@ -2261,7 +2261,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         if (!world.rank)
             copy_to_host(&images[i * size], N > 1 ? s->all : own, std::min(most * N, n - i) * size * sizeof(float));
     }
-    if (told > start && terminal_columns()) show_status("");
+    if (told > start) show_status(terminal_columns() ? "" : "sampling: 100 %, took " + duration(now() - start));
     return images;
 }
 
