@@ -537,8 +537,7 @@ def left_out_of_preset(flags: dict[str, Any]) -> set[str]:
         names |= {"predict", "min_snr_gamma", "learn_sigma"}
     if "predict" in flags or flags.get("use_kl"):  # a weighting goes with its prediction
         names.add("min_snr_gamma")
-    other_sampler = flags.get("sampler", "heun") not in ("euler", "heun")
-    if other_sampler or flags.get("start_from") or flags.get("inpaint"):
+    if "sampler" in flags or flags.get("start_from") or flags.get("inpaint"):
         names.add("S_churn")
     return names
 

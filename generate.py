@@ -632,7 +632,8 @@ def take_picture(options: Options, config: Config, folder: str) -> Config:
 
     files = {"inpaint" if options.mask else "start_from": take("image", options.image, config.in_channels)}
     files |= {"mask": take("mask", options.mask, 1)} if options.mask else {}
-    config = dataclasses.replace(config, sample=options.num_samples, **files)
+    churn = config.S_churn if "S_churn" in options.asked else 0.0  # a preset's is for images made of noise alone
+    config = dataclasses.replace(config, sample=options.num_samples, S_churn=churn, **files)
     validate(config)
     return config
 

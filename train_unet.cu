@@ -10,54 +10,54 @@
 //    553     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    613     4. Errors, files and pictures: what Part III does for the program
 //    710     5. Configuration: flags, presets, help, what can work and what cannot
-//   1229     6. The network: a list of layers, made of guided-diffusion's flags
-//   1662     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1821     8. Forward and backward: two walks over the list
-//   1905     9. Diffusion: noise schedules, objectives, samplers
-//   2269    10. Data: .bin files that may be larger than memory, the order of their images
-//   2386    11. Model files: weights and checkpoints, initial weights
-//   2566    12. The log, put together for the run's page
-//   2595    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2843    14. A run: log, guard, checkpoints, resume, samples
-//   3520    15. main: the command line, then a run or samples
-//   3771  Part II. The device
-//   3774    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3953    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4015    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4195         Activations: pieces of 16 bytes
-//   4376         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4494         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4606         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4940         groupnorm_backward_whole: an image's slab in shared memory
-//   5325         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5650         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5756         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5870         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6094         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6309         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6456         Convolution: which kernels there are, and what they share
-//   6472         Swizzle: how rows lie in shared memory
-//   6481         ConvOut: results, 4 channels of a pixel at a time
-//   6644         conv_halo: 3x3, stride 1, any GPU
-//   6886         conv_gather: any kernel size and stride, any GPU
-//   7037         conv_few: the first and the last layer
-//   7147         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7504         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7542         building blocks of Hopper's kernels (sm_90a)
-//   7728         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8012         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8271         conv_weight_tma: weight gradients (sm_90a)
-//   8481         Hopper's convolutions: which kernel, and its tensor maps
-//   8753         Convolution: forward, input gradient, weight gradients
-//   8989         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9435         Attention: which kernel, forward and, where a has dout, backward
-//   9475    19. The GPU: memory, copies, repeated work
-//   9642    20. Ranks: who they are, what their hosts tell each other
-//  10266    21. Between ranks: from device to device
-//  10446  Part III. Tools: errors, files, pictures, the run's page
-//  10449    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10759    23. Pictures: PNG files, grids of images
-//  10842    24. The run's page: index.html
+//   1228     6. The network: a list of layers, made of guided-diffusion's flags
+//   1661     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1820     8. Forward and backward: two walks over the list
+//   1904     9. Diffusion: noise schedules, objectives, samplers
+//   2268    10. Data: .bin files that may be larger than memory, the order of their images
+//   2385    11. Model files: weights and checkpoints, initial weights
+//   2565    12. The log, put together for the run's page
+//   2594    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   2842    14. A run: log, guard, checkpoints, resume, samples
+//   3519    15. main: the command line, then a run or samples
+//   3770  Part II. The device
+//   3773    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   3952    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4014    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4194         Activations: pieces of 16 bytes
+//   4375         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4493         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4605         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   4939         groupnorm_backward_whole: an image's slab in shared memory
+//   5324         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5649         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5755         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5869         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6093         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6308         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6455         Convolution: which kernels there are, and what they share
+//   6471         Swizzle: how rows lie in shared memory
+//   6480         ConvOut: results, 4 channels of a pixel at a time
+//   6643         conv_halo: 3x3, stride 1, any GPU
+//   6885         conv_gather: any kernel size and stride, any GPU
+//   7036         conv_few: the first and the last layer
+//   7146         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7503         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7541         building blocks of Hopper's kernels (sm_90a)
+//   7727         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8011         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8270         conv_weight_tma: weight gradients (sm_90a)
+//   8480         Hopper's convolutions: which kernel, and its tensor maps
+//   8752         Convolution: forward, input gradient, weight gradients
+//   8988         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9434         Attention: which kernel, forward and, where a has dout, backward
+//   9474    19. The GPU: memory, copies, repeated work
+//   9641    20. Ranks: who they are, what their hosts tell each other
+//  10265    21. Between ranks: from device to device
+//  10445  Part III. Tools: errors, files, pictures, the run's page
+//  10448    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  10758    23. Pictures: PNG files, grids of images
+//  10841    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -999,8 +999,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     if (c.given("num_heads")) names.insert("num_head_channels");
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting goes with its prediction
-    const bool other_sampler = c.given("sampler") && c.sampler != "euler" && c.sampler != "heun";
-    if (other_sampler || c.changes_images()) names.insert("S_churn");
+    if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
     return names;
 }
 

@@ -482,7 +482,9 @@ def test_grids_with_guidance(run: Callable, data: Path, tmp_path: Path) -> None:
     )
     for batch, micro in ((4, 0), (4, 1), (3, 3)):
         run(flags(given, "--batch_size", batch, "--microbatch", micro, "--output_dir", f"{batch}{micro}"))
-        sample = flags("--timestep_respacing 4 --eta 0 --guidance_scale 2 --sample 5 --output s.png --init", f"{batch}{micro}/{model_name(2)}")
+        sample = flags(
+            "--preset fashion32 --timestep_respacing 4 --eta 0 --guidance_scale 2 --sample 5 --output s.png --init", f"{batch}{micro}/{model_name(2)}"
+        )
         run(sample)
         assert (tmp_path / "s.png").read_bytes() == (tmp_path / f"{batch}{micro}/samples_0000002.png").read_bytes()
 

@@ -141,7 +141,7 @@ def test_repaints_schedule(run: Callable, tmp_path: Path, n: int, length: int, t
         return
     write_parity_files(tmp_path, (1, 8, 8), PLAIN)
     write_mask(tmp_path / "m.bin", (1, 8, 8), 1)
-    words = f"--init init.bin --sample 1 --inpaint d.bin --mask m.bin --timestep_respacing {n} --jump_length {length} --jump_n_sample {times}"
+    words = f"--preset fashion32 --init init.bin --sample 1 --inpaint d.bin --mask m.bin --timestep_respacing {n} --jump_length {length} --jump_n_sample {times}"
     assert f" {len(downward)} evaluations each" in run([*words.split(), "--output", "s.bin"]).out
 
 
