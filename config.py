@@ -113,12 +113,20 @@ class Config:
     P_std: float = 1.2
     t_mean: float = 0.0
     t_std: float = 0.0
+    ect_frame: str = "edm"
+    ect_q: float = 2.0
+    ect_k: float = 8.0
+    ect_b: float = 1.0
+    ect_d: int = 0
+    ect_c: float = 0.0
+    ect_weight: str = "gap"
     # sampling
     sampler: str = "ddim"
     timestep_respacing: str = "50"
     eta: float = 0.0
     sigma_min: float = 0.002
     sigma_max: float = 80.0
+    mid_t: float = 0.821
     rho: float = 7.0
     S_churn: float = 0.0
     S_min: float = 0.0
@@ -192,6 +200,16 @@ class Config:
         return self.learn_sigma and (self.vlb_weight > 0 or self.use_kl)
 
     @property
+    def frame(self) -> str:
+        """What the network is shown and told, and what its answer means: those of objective ddpm, edm or flow."""
+        return self.ect_frame if self.objective == "ect" else self.objective
+
+    @property
+    def ect_stage(self) -> int:
+        """Steps of one a."""
+        return self.ect_d or math.ceil(self.max_steps / 8)
+
+    @property
     def out_channels(self) -> int:
         return 2 * self.in_channels if self.learn_sigma else self.in_channels
 
@@ -209,7 +227,7 @@ class Config:
 
 FLAGS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
 SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
-SAMPLING_FLAGS += ["dynamic_threshold", "classes", "guidance_scale", "noise_seed", "strength", "jump_length", "jump_n_sample"]
+SAMPLING_FLAGS += ["mid_t", "dynamic_threshold", "classes", "guidance_scale", "noise_seed", "strength", "jump_length", "jump_n_sample"]
 
 # What a number or a word may be at all, in a file or on a command line.
 MOST_EMAS, BIG = 8, 10**9
@@ -217,17 +235,23 @@ POWER_EMAS = tuple(float(np.float32(exponent)) for exponent in (16.97, 6.94)) if
 LIMITS = {"in_channels": (1, 64), "patch_size": (0, 8), "num_channels": (32, 8192), "num_res_blocks": (1, 32), "num_heads": (1, 1024), "num_head_channels": (-1, 8192),
           "num_heads_upsample": (-1, 1024), "dropout": (0, 0.99), "num_classes": (0, 10**6), "class_dropout": (0, 0.99), "max_period": (1, 10**8),
           "diffusion_steps": (2, 100000), "min_snr_gamma": (0, 10**6), "vlb_weight": (0, 1000), "sigma_data": (1e-3, 1e3), "P_mean": (-20, 20),
-          "P_std": (0, 20), "t_mean": (-20, 20), "t_std": (0, 20), "max_steps": (1, 2 * BIG), "batch_size": (1, 10**6), "microbatch": (0, 10**6), "lr": (0, 100), "warmup_steps": (0, BIG),
+          "P_std": (0, 20), "t_mean": (-20, 20), "t_std": (0, 20),
+          "ect_q": (1.01, 1e6), "ect_k": (0, 1000), "ect_b": (0, 1000), "ect_d": (0, 2 * BIG), "ect_c": (0, 1e6), "mid_t": (1e-6, 1e6),
+          "max_steps": (1, 2 * BIG), "batch_size": (1, 10**6), "microbatch": (0, 10**6), "lr": (0, 100), "warmup_steps": (0, BIG),
           "weight_decay": (0, 100), "adam_beta1": (0, 0.999999), "adam_beta2": (0, 0.999999), "adam_eps": (1e-30, 1), "grad_clip": (0, 1e30),
           "seed": (0, 9 * 10**15), "noise_seed": (-1, 9 * 10**15), "eta": (0, 1), "dynamic_threshold": (0, 1), "sigma_min": (1e-6, 1e6),
           "strength": (0, 1), "jump_length": (1, 100000), "jump_n_sample": (1, 1000), "rho": (0.1, 1000), "num_samples": (1, 4096), "sample": (0, 10**8)}  # fmt: skip
 LIMITS |= dict.fromkeys(["val_interval", "save_interval", "log_interval", "max_bad_steps"], (1, BIG))
 LIMITS |= dict.fromkeys(["keep_checkpoints", "sample_interval", "ema_snapshots"], (0, BIG))
-WORDS = {"noise_schedule": ["linear", "cosine"], "objective": ["ddpm", "edm", "flow"], "predict": ["eps", "x0", "v"],
+WORDS = {"noise_schedule": ["linear", "cosine"], "objective": ["ddpm", "edm", "flow", "ect"], "ect_frame": ["edm", "flow"], "ect_weight": ["gap", "snr"],
+         "predict": ["eps", "x0", "v"],
          "lr_schedule": ["constant", "linear", "cosine"], "schedule_sampler": ["uniform", "loss-second-moment"],
-         "sampler": ["ddim", "ddpm", "euler", "heun", "dpmpp_2m"], "precision": ["auto", "fp32", "bf16"]}  # fmt: skip
+         "sampler": ["ddim", "ddpm", "euler", "heun", "dpmpp_2m", "consistency"], "precision": ["auto", "fp32", "bf16"]}  # fmt: skip
 
-OBJECTIVES_OWN = {"sigma_data": "edm", "P_mean": "edm", "P_std": "edm", "t_mean": "flow", "t_std": "flow"}  # flags that are one objective's
+# Flags that are for some objectives only.
+OBJECTIVES_OWN = dict.fromkeys(["sigma_data", "P_mean", "P_std"], ("edm", "ect")) | dict.fromkeys(["t_mean", "t_std"], ("flow",))
+OBJECTIVES_OWN |= dict.fromkeys(["ect_frame", "ect_q", "ect_k", "ect_b", "ect_d", "ect_c", "ect_weight"], ("ect",))
+LARGEST_GAP_DIVISOR = 1e6  # of ect_q^a: a smaller gap is lost in fp32's rounding
 
 # ======================================================================================================================
 # presets
@@ -461,9 +485,15 @@ def validate(config: Config) -> None:
         for name in ("predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"):
             wanted = f"is for --objective ddpm; {config.objective} has a prediction, a weighting and noise levels of its own"
             check(getattr(config, name) == getattr(Config, name), name, wanted)
-    for name in OBJECTIVES_OWN:
-        if OBJECTIVES_OWN[name] != config.objective:
-            setattr(config, name, float(np.float32(getattr(Config, name))))
+    for name, objectives in OBJECTIVES_OWN.items():
+        if config.objective not in objectives:
+            default = getattr(Config, name)
+            setattr(config, name, float(np.float32(default)) if isinstance(default, float) else default)
+    if config.objective == "ect":
+        stages, most = math.ceil(config.max_steps / config.ect_stage), int(math.log(LARGEST_GAP_DIVISOR) / math.log(config.ect_q))
+        enough = math.ceil(config.max_steps / max(most, 1))
+        told = f"makes a grow to {stages}, and --ect_q {config.ect_q:g}^a must stay below {LARGEST_GAP_DIVISOR:g}; {enough} is enough"
+        check(stages <= most, "ect_d", told)
     check(not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
     check(not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
     ok = all(0 <= k < config.num_classes for k in config.classes)
@@ -471,6 +501,7 @@ def validate(config: Config) -> None:
     wanted = "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1"
     check(config.guidance_scale == 1 or config.null_class, "guidance_scale", wanted)
     check(config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
+    check(config.sampler != "consistency" or config.mid_t < config.sigma_max, "mid_t", f"must be below --sigma_max {config.sigma_max:g}")
     check(not (config.start_from and config.inpaint), "start_from", "and --inpaint: images are changed in one of these ways at a time")
     check(bool(config.inpaint) == bool(config.mask), "inpaint", "and --mask need each other, the images and where to paint them anew")
     changed = bool(config.start_from or config.inpaint)
@@ -510,6 +541,7 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         shape = {"image_size": data.images.shape[2:], "in_channels": data.images.shape[1]}
         values |= {name: value for name, value in shape.items() if name not in flags}
         values.setdefault("num_classes", data.num_classes)
+    values |= ect_defaults(values, flags, start)
     config = Config(**values)
     if "rescale_learned_sigmas" in flags and "vlb_weight" in flags:
         raise UserError("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out")
@@ -540,6 +572,18 @@ def left_out_of_preset(flags: dict[str, Any]) -> set[str]:
     if "sampler" in flags or flags.get("start_from") or flags.get("inpaint"):
         names.add("S_churn")
     return names
+
+
+def ect_defaults(values: dict[str, Any], flags: dict[str, Any], start: Any) -> dict[str, Any]:
+    """The levels and the sampler that Geng et al. 2024 tune for, where no flag, and no model file of ect, says otherwise."""
+    own: dict[str, Any] = {}
+    if values.get("objective") == "ect":
+        own = {"sampler": "consistency"}
+        if not start or start.config.objective != "ect":
+            own |= {"P_mean": -1.1, "P_std": 2.0}
+    if (own | flags).get("sampler") == "consistency":
+        own |= {"timestep_respacing": "2", "S_churn": 0.0}  # which a preset may have for another sampler
+    return {name: value for name, value in own.items() if name not in flags}
 
 
 def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:

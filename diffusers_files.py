@@ -112,6 +112,7 @@ def unet_settings(config: Config) -> dict[str, Any]:
 
 def scheduler_settings(config: Config) -> dict[str, Any]:
     """A scheduler's class and its arguments."""
+    refuse_unless(config.objective != "ect", config, "objective", "their schedulers know no such model; .pt and .safetensors hold it")
     if config.objective == "edm":  # their samplers of this kind do not clip what the network says
         limits = {name: getattr(config, name) for name in ("sigma_min", "sigma_max", "sigma_data", "rho")}
         return {"_class_name": "EDMEulerScheduler"} | EDM_DEFAULTS | limits

@@ -51,7 +51,7 @@ import model_files
 import prepare_data
 import train_unet
 from config import (
-    FLAGS, SAMPLING_FLAGS, Config, UserError, flag, format_value, make_config, need_packages, nn, np, parse_flags, pick_device, pick_precision, resolve,
+    FLAGS, SAMPLING_FLAGS, Config, UserError, ect_defaults, flag, format_value, make_config, need_packages, nn, np, parse_flags, pick_device, pick_precision, resolve,
     run_program, torch, validate,
 )  # fmt: skip
 from diffusers_files import Autoencoder
@@ -437,7 +437,7 @@ def step_noises(config: Config) -> list[train_unet.Noise]:
 def noise_name(config: Config, sigma: float) -> str:
     """As the model's objective counts noise."""
     told = train_unet.Diffusion(config).level_at(sigma).t.item()
-    return {"edm": f"sigma = {sigma:.2g}", "flow": f"t = {told / 1000:.2f}"}.get(config.objective, f"t = {told:.0f}")
+    return {"edm": f"sigma = {sigma:.2g}", "flow": f"t = {told / 1000:.2f}"}.get(config.frame, f"t = {told:.0f}")
 
 
 def corrupt(x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor:
@@ -777,7 +777,7 @@ def run(argv: list[str]) -> None:
     try:
         file = model_files.read_model(options.model_filename, flags).choose_ema(flags.get("ema_rate"))
         if "timestep_respacing" not in flags and file.config.diffusion_steps >= int(Options.steps):
-            flags["timestep_respacing"] = options.steps
+            flags["timestep_respacing"] = ect_defaults(vars(file.config), flags, file).get("timestep_respacing", options.steps)
         config = make_config(flags, None, file)
     except UserError as e:
         raise UserError(str(e) if "timestep_respacing" in given else str(e).replace("--timestep_respacing", "--steps")) from None

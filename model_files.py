@@ -229,7 +229,8 @@ HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and Trai
     + [("channel_mult", "<f4", 8), ("resolutions", "<i4"), ("attention_resolutions", "<i4", 8), ("max_period", "<i4")]
     + [("diffusion_steps", "<i4"), ("noise_schedule", "<i4"), ("objective", "<i4"), ("predict", "<i4"), ("rescale_timesteps", "<i4")]
     + [("min_snr_gamma", "<f4"), ("vlb_weight", "<f4"), ("use_kl", "<i4"), ("sigma_small", "<i4"), ("class_dropout", "<f4")]
-    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("t_mean", "<f4"), ("t_std", "<f4"), ("patch_size", "<i4"), ("zero1", "<i4", 7)]
+    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("t_mean", "<f4"), ("t_std", "<f4"), ("patch_size", "<i4")]
+    + [("ect_frame", "<i4"), ("zero1", "<i4", 6)]
     + [("step", "<u8"), ("seed", "<u8")]
     # from here on zero in files without moments
     + [("batch_size", "<i4"), ("microbatch", "<i4"), ("max_steps", "<i4"), ("lr", "<f4"), ("weight_decay", "<f4")]
@@ -237,7 +238,8 @@ HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and Trai
     + [("warmup_steps", "<i4"), ("lr_schedule", "<i4"), ("ema_rate", "<f4"), ("random_flip", "<i4")]
     + [("updates", "<i4"), ("bad_total", "<i4"), ("bad_in_row", "<i4"), ("data_images", "<u8"), ("data_crc", "<u4")]
     + [("zero2", "<i4"), ("guard", "<f8", 5), ("more_emas", "<i4"), ("more_rates", "<f4", MOST_EMAS - 1), ("schedule_sampler", "<i4")]
-    + [("zero3", "<i4", 21), ("data_file", "S512")]
+    + [("ect_q", "<f4"), ("ect_k", "<f4"), ("ect_b", "<f4"), ("ect_d", "<i4"), ("ect_c", "<f4"), ("ect_weight", "<i4")]
+    + [("zero3", "<i4", 15), ("data_file", "S512")]
 )
 HEADER = np.dtype(HEADER_FIELDS)
 CHECKPOINT_FLAGS = [name for name, *_ in HEADER_FIELDS if name in FLAGS]
@@ -245,11 +247,14 @@ SAVED_FLAGS = CHECKPOINT_FLAGS[: CHECKPOINT_FLAGS.index("seed")]  # the model's 
 FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std", "t_mean", "t_std"}  # may change from run to run
 
 
+TUNES = "--objective ect: tunes models of --objective edm and flow, and {} was made with ddpm"
+
+
 def unused_slots(header: Any) -> list[str]:
     """Flags that say nothing beside others in a header (or in a dictionary), and are 0 there."""
     unused = [] if header["learn_sigma"] else ["vlb_weight"]
     objective = header["objective"] if isinstance(header["objective"], str) else WORDS["objective"][header["objective"] % len(WORDS["objective"])]
-    return unused + [name for name, whose in OBJECTIVES_OWN.items() if whose != objective]
+    return unused + [name for name, whose in OBJECTIVES_OWN.items() if objective not in whose]
 
 
 @dataclass
@@ -312,6 +317,10 @@ class ModelFile:
     def inherit(self, flags: dict[str, Any], resume: bool) -> dict[str, Any]:
         """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model."""
         inherited = {name: getattr(self.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}
+        if flags.get("objective") == "ect" != self.config.objective and not resume:  # its frame stays
+            if self.config.objective == "ddpm":
+                raise UserError(TUNES.format(self.path))
+            inherited |= {"objective": "ect", "ect_frame": self.config.objective}
         as_saved = Config(**flags)  # in float32
         for name in flags.keys() & {*SAVED_FLAGS, *(["seed"] if resume else [])} - FREE_FLAGS:
             if getattr(as_saved, name) != inherited[name]:
@@ -501,6 +510,8 @@ def read_unet_cu(path: str, size: int, header: np.ndarray, flags: dict[str, Any]
     values = {"image_size": (H, W), "in_channels": c_in, "num_channels": width, "max_period": max_period}
     values |= {"attention_resolutions": (H // 4, H // 8), "learn_sigma": c_out == 2 * c_in, "timestep_respacing": ""}
     values |= {"vlb_weight": 0.0, "patch_size": 0}
+    if flags.get("objective") == "ect":
+        raise UserError(TUNES.format(path))
     told = {name: value for name, value in flags.items() if name in SAVED_FLAGS[SAVED_FLAGS.index("diffusion_steps") :]}
     config = trusted(path, valid, preset_flags("unet64") | {"noise_schedule": "linear"} | told | values)
     count = parameter_count(config)

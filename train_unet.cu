@@ -6,58 +6,58 @@
 // Map (make map renews the line numbers)
 //    153  Part I. The program
 //    156     1. Types at the interface: what operations are called with
-//    352     2. The interface: all that the program asks of a device
-//    553     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    613     4. Errors, files and pictures: what Part III does for the program
-//    710     5. Configuration: flags, presets, help, what can work and what cannot
-//   1228     6. The network: a list of layers, made of guided-diffusion's flags
-//   1661     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1820     8. Forward and backward: two walks over the list
-//   1904     9. Diffusion: noise schedules, objectives, samplers
-//   2268    10. Data: .bin files that may be larger than memory, the order of their images
-//   2385    11. Model files: weights and checkpoints, initial weights
-//   2565    12. The log, put together for the run's page
-//   2594    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   2842    14. A run: log, guard, checkpoints, resume, samples
-//   3519    15. main: the command line, then a run or samples
-//   3770  Part II. The device
-//   3773    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   3952    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4014    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4194         Activations: pieces of 16 bytes
-//   4375         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4493         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4605         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   4939         groupnorm_backward_whole: an image's slab in shared memory
-//   5324         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5649         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5755         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5869         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6093         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6308         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6455         Convolution: which kernels there are, and what they share
-//   6471         Swizzle: how rows lie in shared memory
-//   6480         ConvOut: results, 4 channels of a pixel at a time
-//   6643         conv_halo: 3x3, stride 1, any GPU
-//   6885         conv_gather: any kernel size and stride, any GPU
-//   7036         conv_few: the first and the last layer
-//   7146         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7503         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7541         building blocks of Hopper's kernels (sm_90a)
-//   7727         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8011         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8270         conv_weight_tma: weight gradients (sm_90a)
-//   8480         Hopper's convolutions: which kernel, and its tensor maps
-//   8752         Convolution: forward, input gradient, weight gradients
-//   8988         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9434         Attention: which kernel, forward and, where a has dout, backward
-//   9474    19. The GPU: memory, copies, repeated work
-//   9641    20. Ranks: who they are, what their hosts tell each other
-//  10265    21. Between ranks: from device to device
-//  10445  Part III. Tools: errors, files, pictures, the run's page
-//  10448    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  10758    23. Pictures: PNG files, grids of images
-//  10841    24. The run's page: index.html
+//    371     2. The interface: all that the program asks of a device
+//    579     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    639     4. Errors, files and pictures: what Part III does for the program
+//    736     5. Configuration: flags, presets, help, what can work and what cannot
+//   1281     6. The network: a list of layers, made of guided-diffusion's flags
+//   1714     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1873     8. Forward and backward: two walks over the list
+//   1957     9. Diffusion: noise schedules, objectives, samplers
+//   2403    10. Data: .bin files that may be larger than memory, the order of their images
+//   2520    11. Model files: weights and checkpoints, initial weights
+//   2708    12. The log, put together for the run's page
+//   2737    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3014    14. A run: log, guard, checkpoints, resume, samples
+//   3691    15. main: the command line, then a run or samples
+//   3958  Part II. The device
+//   3961    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4167    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4229    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4409         Activations: pieces of 16 bytes
+//   4590         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4708         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4820         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5154         groupnorm_backward_whole: an image's slab in shared memory
+//   5539         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5864         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   5970         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6084         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6308         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6559         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6706         Convolution: which kernels there are, and what they share
+//   6722         Swizzle: how rows lie in shared memory
+//   6731         ConvOut: results, 4 channels of a pixel at a time
+//   6894         conv_halo: 3x3, stride 1, any GPU
+//   7136         conv_gather: any kernel size and stride, any GPU
+//   7287         conv_few: the first and the last layer
+//   7397         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7754         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7792         building blocks of Hopper's kernels (sm_90a)
+//   7978         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8262         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8521         conv_weight_tma: weight gradients (sm_90a)
+//   8731         Hopper's convolutions: which kernel, and its tensor maps
+//   9003         Convolution: forward, input gradient, weight gradients
+//   9239         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9685         Attention: which kernel, forward and, where a has dout, backward
+//   9725    19. The GPU: memory, copies, repeated work
+//   9892    20. Ranks: who they are, what their hosts tell each other
+//  10516    21. Between ranks: from device to device
+//  10696  Part III. Tools: errors, files, pictures, the run's page
+//  10699    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11009    23. Pictures: PNG files, grids of images
+//  11092    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -245,16 +245,35 @@ struct NoiseLevel {
     int first = 0, quarter = 0;                          // is it t = 0? which quarter of the levels, by noise?
     int index = 0;                                       // ddpm: t
     float importance = 0;                                // ddpm: 1 / (T times the probability of drawing t)
+    float target_teacher = 0;                            // ect: the target's share of the teacher's answer
+};
+
+// What a network is shown, told and asked at some noise: as ddpm_level, edm_level or flow_level has it.
+enum class Frame : uint8_t { DDPM, EDM, FLOW };
+
+// How --objective ect weighs the distance between a student at sigma = t and its teacher at r: 1 / (t - r), or
+// 1 / t^2 + 1 / sigma_data^2.
+enum class TuningWeight : uint8_t { GAP, SNR };
+
+// --objective ect, consistency tuning (Geng et al. 2024), by the paper's letters: see teacher_sigma and student_level.
+struct Tuning {
+    float q = 0, k = 0, b = 0, c = 0; // q = 0: nothing is tuned
+    int64_t d = 1;
+    TuningWeight weight = TuningWeight::GAP;
+    const int64_t* step = nullptr; // device: of the schedule
+    HD bool on() const { return q > 0; }
 };
 
 // levels (steps): what t stands for; without, sigma = exp(P_mean + P_std normal), or of a flow with P_std = 0 a uniform
 // t. loss = mse * squared error + bound * the variational bound in nats, which trains the mean, too, where mse is 0.
+// With tuning the loss is another one, see tuning_loss.
 struct Objective {
     const NoiseLevel* levels;
     int steps;
     float P_mean, P_std, sigma_data, mse, bound;
     const double* weights = nullptr; // (steps), see remember_losses; null: every t is as likely
-    bool flow = false;
+    Frame frame = Frame::DDPM;
+    Tuning tuning{};
 };
 
 // A sampler's step: x0 = limit(x0_x x + x0_out output), x' = next_x x + next_x0 x0 + next_m m + sigma z, m' = m_x x +
@@ -415,15 +434,22 @@ static void finish_gradients(); // what backward functions left to be done for a
 
 // Diffusion. levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target, (B, H, W, C), of images (B, C, H, W) [mirrored] of
-// bytes = 1 (uint8) or 4 (float32 in [-1, 1])
-static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
-                             RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
+// With o.tuning: the levels of these samples' teachers, and what the network is told there.
+static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
+// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target [+ target_teacher teacher], (B, H, W, C), of images
+// (B, C, H, W) [mirrored] of bytes = 1 (uint8) or 4 (float32 in [-1, 1]); teacher, like target: its answer, or null
+static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
+                             const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
+                             int C, int H, int W, int bytes);
 // loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor *
 // sum(loss). x: the network's input. Without a bound, outputs beyond the first C channels get no gradient.
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
                                   const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
                                   int Cout);
+// With o.tuning, in its place: loss (B) = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the teacher's image,
+// D = the sum of (x0_out (out - target))^2 over a sample's n values; dout = gradient of factor * sum(loss).
+static void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
+                                         const NoiseLevel* levels, float c, float factor, int B, int n);
 // weights (T) of each t, from history (T, HISTORY + 1) and what the step's samples lost; see remember_losses
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B);
@@ -777,8 +803,11 @@ struct Config {
     SAVED(41, int, diffusion_steps, 1000, "T, steps of the forward process", 2, 100000);
     SAVED(42, string, noise_schedule, "linear", "how beta grows with t", WORDS("linear|cosine"));
     SAVED(45, bool, rescale_timesteps, false, "tell the network 1000 t / T instead of t");
-    SAVED(43, string, objective, "ddpm",
-          "T steps (Ho et al. 2020), any sigma (Karras et al. 2022), a flow (Liu et al. 2022)", WORDS("ddpm|edm|flow"));
+    SAVED(
+        43, string, objective, "ddpm",
+        "T steps (Ho et al. 2020), any sigma (Karras et al. 2022), a flow (Liu et al. 2022); ect tunes an edm or flow "
+        "model into one that samples in one or two steps (Geng et al. 2024)",
+        WORDS("ddpm|edm|flow|ect"));
     SAVED(44, string, predict, "eps", "its output: the noise, x_0, or signal * noise - sigma * x_0", WORDS("eps|x0|v"));
     FLAG(bool, predict_xstart, false, "guided-diffusion's name for --predict x0");
     SAVED(46, float, min_snr_gamma, 0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6);
@@ -786,18 +815,29 @@ struct Config {
     FLAG(bool, rescale_learned_sigmas, true, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T");
     SAVED(48, bool, use_kl, false, "train on the variational bound alone");
     SAVED(49, bool, sigma_small, false, "the smaller of the two fixed variances, where none is learned");
-    SAVED(51, float, sigma_data, 0.5f, "edm: standard deviation of the data", 1e-3, 1e3);
-    SAVED(52, float, P_mean, -1.2f, "edm: mean of ln(sigma) in training", -20, 20);
-    SAVED(53, float, P_std, 1.2f, "edm: its standard deviation", 0, 20);
+    SAVED(51, float, sigma_data, 0.5f, "edm, ect: standard deviation of the data", 1e-3, 1e3);
+    SAVED(52, float, P_mean, -1.2f, "edm, ect: mean of ln(sigma) in training (default of ect: -1.1)", -20, 20);
+    SAVED(53, float, P_std, 1.2f, "edm, ect: its standard deviation (default of ect: 2)", 0, 20);
     SAVED(54, float, t_mean, 0, "flow: mean of ln(t / (1 - t)) in training", -20, 20);
     SAVED(55, float, t_std, 0, "flow: its standard deviation; 0: t is uniform", 0, 20);
+    SAVED(57, string, ect_frame, "edm", "ect: whose network it is (default: that of the --init file)",
+          WORDS("edm|flow"));
+    SAVED(107, float, ect_q, 2, "ect: the teacher's sigma r, of the student's t: r / t = 1 - n(t) / q^a", 1.01, 1e6);
+    SAVED(108, float, ect_k, 8, "ect: n(t) = 1 + k sigmoid(-b t)", 0, 1000);
+    SAVED(109, float, ect_b, 1, "ect: see ect_k", 0, 1000);
+    SAVED(110, int, ect_d, 0, "ect: steps after which a, at first 1, grows by 1; 0: an eighth of max_steps", 0, 2e9);
+    SAVED(111, float, ect_c, 0, "ect: of the distance, sqrt(|difference|^2 + c^2) - c", 0, 1e6);
+    SAVED(112, string, ect_weight, "gap", "ect: 1 / (t - r), or snr: 1 / t^2 + 1 / sigma_data^2", WORDS("gap|snr"));
     HEADING(sampling, "Sampling");
-    FLAG(string, sampler, "ddim", "of grids and --sample; with any objective", WORDS("ddim|ddpm|euler|heun|dpmpp_2m"));
+    FLAG(string, sampler, "ddim", "of grids and --sample; with any objective (default of ect: consistency)",
+         WORDS("ddim|ddpm|euler|heun|dpmpp_2m|consistency"));
     FLAG(string, timestep_respacing, "50",
-         "its steps: 50, ddim25, or 10,15,20 for equal parts of T (their sum, if not ddim or ddpm); empty: all");
+         "its steps: 50, ddim25, or 10,15,20 for equal parts of T (their sum, if not ddim or ddpm); empty: all "
+         "(default of consistency: 2)");
     FLAG(float, eta, 0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1);
     FLAG(float, sigma_min, 0.002f, "euler, heun, dpmpp_2m: the last sigma before 0, at least the model's", 1e-6, 1e6);
     FLAG(float, sigma_max, 80, "the first sigma, at most the model's", 1e-6, 1e6);
+    FLAG(float, mid_t, 0.821f, "consistency: the last sigma before 0, of two or more steps", 1e-6, 1e6);
     FLAG(float, rho, 7, "the larger, the shorter the steps at low sigma", 0.1, 1000);
     FLAG(float, S_churn, 0, "euler, heun: noise added anew, in all steps together", 0, 1e6);
     FLAG(float, S_min, 0, "the lowest sigma at which", 0, 1e9);
@@ -867,12 +907,15 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
+    const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
+    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // steps of one a
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
     int height(size_t level) const { return H / patch() >> level; }
     bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 };
 
-constexpr int MORE_EMAS = 7; // beside the first one
+constexpr int MORE_EMAS = 7;                // beside the first one
+constexpr double LARGEST_GAP_DIVISOR = 1e6; // of --ect_q^a: a smaller gap is lost in fp32's rounding
 // In the place of rates: the exponents of --ema_snapshots' power functions (Karras et al. 2024, appendix C).
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
@@ -1189,6 +1232,8 @@ static std::string check_model(Config* c) {
              text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
     must(!c->guided() || c->null_class(), "guidance_scale", "needs a model of --class_cond True --class_dropout 0.1");
     must(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
+    must(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
+         text("must be below --sigma_max %g", c->sigma_max));
     must(c->start_from.empty() || c->inpaint.empty(), "start_from", "can't be done beside --inpaint");
     must(c->inpaint.empty() == c->mask.empty(), "mask", "needs --inpaint, and that needs it: where to paint anew");
     must(!c->changes_images() || c->sample, c->inpaint.empty() ? "start_from" : "inpaint", "is for --sample");
@@ -1205,6 +1250,14 @@ static void check_run(Config* c, const std::string& where) {
         if (c->ema_snapshots && !std::ranges::count(c->emas, power)) c->emas.push_back(power);
     if (!rates || c->emas.size() > 1 + MORE_EMAS)
         refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
+    const int64_t most = (int64_t)(std::log(LARGEST_GAP_DIVISOR) / std::log((double)c->ect_q));
+    const int64_t stages = (c->max_steps + c->ect_stage() - 1) / c->ect_stage();
+    if (c->objective == "ect" && stages > most) {
+        const int64_t enough = (c->max_steps + most - 1) / std::max<int64_t>(most, 1);
+        refuse(where + wrong(c, "ect_d",
+                             text("makes a grow to %ld, and --ect_q %g^a must stay below %g; %ld is enough", stages,
+                                  c->ect_q, LARGEST_GAP_DIVISOR, enough)));
+    }
     // Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.
     const int B = c->batch_size, N = world.size, share = B / N, before = c->microbatch;
     if (B % N)
@@ -1904,25 +1957,77 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // 9. Diffusion: noise schedules, objectives, samplers
 // Tables are computed in double, as guided-diffusion does, and used in fp32.
 
-// Table 1 of Karras et al. 2022, EDM's column. Its loss lambda (c_skip x + c_out F - x0)^2, lambda = 1 / c_out^2, is
-// the squared error of the network's own output F against (x0 - c_skip x) / c_out.
-HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
-    const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
-    const double c_in = 1 / total, c_out = sigma * sigma_data / total;
-    return NoiseLevel{.t = (float)(log(sigma) / 4), // c_noise
-                      .signal = (float)c_in,
-                      .sigma = (float)(c_in * sigma),
-                      .target_x0 = (float)(sigma / (sigma_data * total)), // (1 - c_skip) / c_out
-                      .target_noise = (float)(-sigma_data / total),       // -c_skip sigma / c_out
-                      .x0_x = (float)(sigma_data * sigma_data / total),   // c_skip / c_in
-                      .x0_out = (float)c_out,
-                      .weight = 1};
+// What a network is asked in x0 + s noise: it is shown signal x0 + sigma noise, s = sigma / signal, and told t, and its
+// answer means the image x0_x input + x0_out answer. In double, since ect takes differences.
+struct Question {
+    double t, signal, sigma, x0_x, x0_out;
+};
+
+// Table 1 of Karras et al. 2022, EDM's column.
+HD static inline Question edm_question(double sigma, double sigma_data) {
+    const double total = sqrt(sigma * sigma + sigma_data * sigma_data), c_in = 1 / total;
+    return Question{log(sigma) / 4, c_in, c_in * sigma, sigma_data * sigma_data / total, sigma * sigma_data / total};
 }
 
 // Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t noise; the answer is noise - x0. sigma = t / (1 - t).
-HD static inline NoiseLevel flow_level(double sigma) {
+HD static inline Question flow_question(double sigma) {
     const double t = sigma / (1 + sigma);
-    return NoiseLevel{(float)(1000 * t), (float)(1 - t), (float)t, -1, 1, 1, (float)-t, 1};
+    return Question{1000 * t, 1 - t, t, 1, -t};
+}
+
+HD static inline NoiseLevel make_level(const Question& q, double target_x0, double target_noise) {
+    return NoiseLevel{.t = (float)q.t,
+                      .signal = (float)q.signal,
+                      .sigma = (float)q.sigma,
+                      .target_x0 = (float)target_x0,
+                      .target_noise = (float)target_noise,
+                      .x0_x = (float)q.x0_x,
+                      .x0_out = (float)q.x0_out,
+                      .weight = 1};
+}
+
+// EDM's loss lambda (c_skip x + c_out F - x0)^2, lambda = 1 / c_out^2, is
+// the squared error of the network's own output F against (x0 - c_skip x) / c_out.
+HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
+    const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
+    const double target_x0 = sigma / (sigma_data * total); // (1 - c_skip) / c_out
+    const double target_noise = -sigma_data / total;       // -c_skip sigma / c_out
+    return make_level(edm_question(sigma, sigma_data), target_x0, target_noise);
+}
+
+HD static inline NoiseLevel flow_level(double sigma) { return make_level(flow_question(sigma), -1, 1); }
+
+// Consistency tuning (Geng et al. 2024). Both of a pair see the same image with the same noise, the student at sigma = t
+// and its teacher, the same network, at r. Each turns its answer into an image:
+//   x0_x input + x0_out answer = (x0_x signal) x0 + (x0_x sigma) noise + x0_out answer
+// The student should make the teacher's image, and that is the target of its answer: a sum of x0, noise and the
+// teacher's answer. At r = 0 the teacher is the image itself, and the target is edm's or flow's.
+HD static inline Question ask(const Objective& o, double sigma) {
+    return o.frame == Frame::FLOW ? flow_question(sigma) : edm_question(sigma, o.sigma_data);
+}
+
+// r of a student's t: r / t = 1 - n(t) / q^a, n(t) = 1 + k sigmoid(-b t), or 0; a grows from 1 by 1 every d steps.
+HD static inline double teacher_sigma(const Tuning& tuning, double t) {
+    const double a = 1 + (double)(*tuning.step / tuning.d), n = 1 + tuning.k / (1 + exp(tuning.b * t));
+    return fmax(t * (1 - n / pow((double)tuning.q, a)), 0.0);
+}
+
+HD static inline NoiseLevel student_level(const Objective& o, double t) {
+    const double r = teacher_sigma(o.tuning, t);
+    const Question student = ask(o, t), teacher = r > 0 ? ask(o, r) : Question{0, 1, 0, 1, 0};
+    const double x0 = teacher.x0_x * teacher.signal - student.x0_x * student.signal;
+    const double noise = teacher.x0_x * teacher.sigma - student.x0_x * student.sigma;
+    NoiseLevel level = make_level(student, x0 / student.x0_out, noise / student.x0_out);
+    level.target_teacher = (float)(teacher.x0_out / student.x0_out);
+    const double snr = 1 / (t * t) + 1 / ((double)o.sigma_data * o.sigma_data);
+    level.weight = (float)(o.tuning.weight == TuningWeight::GAP ? 1 / (t - r) : snr);
+    return level;
+}
+
+// At r = 0 nobody is asked; the network, which computes all samples of a batch, is shown the student's input.
+HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
+    const double r = teacher_sigma(o.tuning, t);
+    return make_level(ask(o, r > 0 ? r : t), 0, 0);
 }
 
 // alpha_bar (T): products of 1 - beta up to each t. linear: Ho et al. 2020, for any T; cosine: Nichol & Dhariwal 2021
@@ -1981,7 +2086,12 @@ static Objective make_objective(const Config& c) {
     const NoiseLevel* levels = c.objective == "ddpm" ? device_copy(ddpm_levels(c)) : nullptr;
     const bool flow = c.objective == "flow";
     const float mean = flow ? c.t_mean : c.P_mean, deviation = flow ? c.t_std : c.P_std;
-    return Objective{levels, c.diffusion_steps, mean, deviation, c.sigma_data, mse, bound, nullptr, flow};
+    Objective o{levels, c.diffusion_steps, mean, deviation, c.sigma_data, mse, bound};
+    if (c.frame() != "ddpm") o.frame = c.frame() == "edm" ? Frame::EDM : Frame::FLOW;
+    if (c.objective != "ect") return o;
+    const TuningWeight weight = c.ect_weight == "gap" ? TuningWeight::GAP : TuningWeight::SNR;
+    o.tuning = Tuning{c.ect_q, c.ect_k, c.ect_b, c.ect_c, c.ect_stage(), weight};
+    return o;
 }
 
 // The timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
@@ -2071,17 +2181,40 @@ static Route ancestral_route(const Config& c, const std::vector<double>& sigmas,
     return route;
 }
 
+// Sigma i of N of Karras et al. 2022, eq. 5, from high to low.
+static double karras_sigma(const Config& c, double high, double low, int i, int N) {
+    const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
+    const double part = N > 1 ? (double)i / (N - 1) : 0;
+    return std::pow(start + part * (end - start), c.rho);
+}
+
+// Song et al. 2023, "Consistency Models", algorithm 1: every answer is an image, and fresh noise makes it the next input.
+// Geng et al. 2024 take two steps, at 80 and 0.821; more are spread between these by the schedule.
+static Route consistency_route(const Config& c, const std::vector<double>& sigmas, int N) {
+    const bool any = c.objective != "ddpm";
+    const double low = any ? c.mid_t : std::max((double)c.mid_t, sigmas.front());
+    const double high = any ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
+    auto sigma = [&](int i) { return i == N ? 0 : karras_sigma(c, high, low, i, N); };
+    Route route{high, 0, {}};
+    for (int i : step_order(c, N)) {
+        const double next = sigma(i + 1);
+        Move& move = route.moves.emplace_back(Move{sigma(i), 0, 1, 0, next});
+        if (!c.inpaint.empty()) move.stop = next;
+    }
+    return route;
+}
+
 // The schedule of Karras et al. 2022, eq. 5, cut to sigmas that the model knows; of a flow, equal steps of its t.
 //   euler, heun   their algorithm 2, without and with its second-order correction; without churn, algorithm 1
 //   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2, r as there; its first and last steps: of first order
 static Route karras_route(const Config& c, const std::vector<double>& sigmas, int N) {
-    const bool any = c.objective != "ddpm", flow = c.objective == "flow";
+    const bool any = c.objective != "ddpm", flow = c.frame() == "flow";
     const double low = any ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front());
     const double high = any ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
-    const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
     auto sigma = [&](int i) {
-        const double t = high / (1 + high) * (1 - (double)i / N), part = N > 1 ? (double)i / (N - 1) : 0;
-        return flow ? t / (1 - t) : i == N ? 0 : std::pow(start + part * (end - start), c.rho);
+        const double t = high / (1 + high) * (1 - (double)i / N);
+        if (flow) return t / (1 - t);
+        return i == N ? 0 : karras_sigma(c, high, low, i, N);
     };
     Route route{high, 0, {}};
     std::vector<Move>& moves = route.moves;
@@ -2112,8 +2245,8 @@ static Route karras_route(const Config& c, const std::vector<double>& sigmas, in
 
 // What the network sees, and what its answer means, at any sigma; between two t: linear in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, double sigma) {
-    if (c.objective == "edm") return edm_level(sigma, c.sigma_data);
-    if (c.objective == "flow") return flow_level(sigma);
+    if (c.frame() == "edm") return edm_level(sigma, c.sigma_data);
+    if (c.frame() == "flow") return flow_level(sigma);
     const size_t last = sigmas.size() - 1;
     const size_t i = (size_t)(std::upper_bound(sigmas.begin() + 1, sigmas.begin() + last, sigma) - sigmas.begin()) - 1;
     const double at = (double)i + std::log(sigma / sigmas[i]) / std::log(sigmas[i + 1] / sigmas[i]);
@@ -2133,7 +2266,9 @@ static SamplerPlan plan_sampler(const Config& c) {
     const bool ancestral = c.sampler == "ddpm" || c.sampler == "ddim", changed = !c.start_from.empty();
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size(), first = first_step(c, N) * (c.sampler == "heun" ? 2 : 1);
-    const auto [noise, churn, moves] = ancestral ? ancestral_route(c, sigmas, kept) : karras_route(c, sigmas, N);
+    const auto [noise, churn, moves] = ancestral                    ? ancestral_route(c, sigmas, kept)
+                                       : c.sampler == "consistency" ? consistency_route(c, sigmas, N)
+                                                                    : karras_route(c, sigmas, N);
     const double from = moves[first].sigma, start = changed ? from : noise;
     const double signal = level_at(c, sigmas, from).signal;
     SamplerPlan plan{changed ? (float)signal : 0, (float)(signal * start), (float)(signal * churn), first, {}};
@@ -2389,18 +2524,23 @@ constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 
 constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_DIFFUSION = 41, SLOT_PATCH_SIZE = 56,
               SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82, SLOT_IMAGES = 84,
               SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106,
-              SLOT_PATH = 128;
+              SLOT_ECT = 107, SLOT_ECT_END = 113, SLOT_PATH = 128;
 
 // Settings of the model that may change from run to run.
 static const std::set<std::string> FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small",
                                                  "P_mean",  "P_std",         "t_mean",     "t_std"};
 
+static bool is_ect(const Header& h) { return h.slot[0] == MODEL_MAGIC && h.slot[43] == 3; }
+
 // Whether a slot of a header says something; else it is 0.
 static bool slot_is_used(const Header& h, int slot) {
     if (slot == 15 || slot == 50) return h.slot[14] == 1; // num_classes, class_dropout: with class_cond
     if (slot == 47) return h.slot[16] == 1;               // vlb_weight: with learn_sigma
-    if (slot >= 51 && slot <= 53) return h.slot[43] == 1; // sigma_data, P_mean, P_std: edm's
-    return slot < 54 || slot > 55 || h.slot[43] == 2;     // t_mean, t_std: flow's
+    const bool edm = h.slot[43] == 1, flow = h.slot[43] == 2, ect = is_ect(h);
+    if (slot >= 51 && slot <= 53) return edm || ect; // sigma_data, P_mean, P_std
+    if (slot == 54 || slot == 55) return flow;       // t_mean, t_std
+    if (slot == 57 || (slot >= SLOT_ECT && slot < SLOT_ECT_END)) return ect;
+    return true;
 }
 
 // The configuration as header slots (docs/FORMATS.md lists them), words as their number; take_model_file reads them.
@@ -2475,9 +2615,12 @@ static ModelFile open_model(const std::string& path) {
     zeroed.slot[SLOT_CRC] = 0;
     must(m.crc(crc32(0, zeroed.slot, 1024), 1024) == (uint32_t)s[SLOT_CRC], path,
          "its checksum is wrong, so it was damaged" + earlier);
-    const int unused[][2] = {
-        {23 + std::clamp(s[22], 0, 8), 31},        {32 + std::clamp(s[31], 0, 8), 40},   {57, 64},
-        {training ? 87 : 68, training ? 88 : 256}, {SLOT_EMAS + m.emas(), SLOT_SAMPLER}, {SLOT_SAMPLER + 1, 128}};
+    const int unused[][2] = {{23 + std::clamp(s[22], 0, 8), 31},
+                             {32 + std::clamp(s[31], 0, 8), 40},
+                             {58, 64},
+                             {training ? 87 : 68, training ? 88 : 256},
+                             {SLOT_EMAS + m.emas(), SLOT_SAMPLER},
+                             {is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, 128}};
     for (const auto [from, to] : unused) check_unused(m.header, from, to, path, ": use an earlier checkpoint");
     return m;
 }
@@ -2619,6 +2762,9 @@ struct Trainer {
     Graph graph[2];
     float *target, *t;      // (micro, H, W, C), (B)
     NoiseLevel* levels;     // (B)
+    NoiseLevel* teachers;   // (micro); null: nobody is tuned
+    float* teacher_t;       // (micro)
+    int64_t* last_step;     // of the run, whose gap between student and teacher validation takes
     int* quarters;          // (B), of the noise levels
     float* history;         // (T, HISTORY + 1), see remember_losses; null: t is drawn without
     double *loss, *weights; // (B), (T)
@@ -2651,6 +2797,12 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
     tr.levels = device_alloc<NoiseLevel>(samples);
     tr.t = device_alloc<float>(samples), tr.quarters = device_alloc<int>(samples);
+    if (tr.objective.tuning.on()) {
+        tr.objective.tuning.step = &tr.state->step;
+        tr.teachers = device_alloc<NoiseLevel>(tr.net.B);
+        tr.teacher_t = device_alloc<float>(tr.net.B);
+        tr.last_step = device_copy(std::vector<int64_t>{c.max_steps - 1});
+    }
     if (c.schedule_sampler == "uniform") return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
     tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps); // 0: every t is as likely
@@ -2659,21 +2811,38 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 
 // Of these images, samples first .. first + B - 1, whose levels are drawn and whose labels net has: the loss, in
 // tr->loss + first, and its gradient, in output_gradient, which in training is that of a mean over the step's batch.
-// Validation has draws of its own, and drops and flips nothing.
-static void forward_and_loss(Trainer* tr, const Dataset& d, const uint8_t* images, int first, int B, RandomKey key,
-                             Dropout dropout, bool training) {
+// Validation has draws of its own, and drops and flips nothing. A teacher is asked first, with the student's draws.
+static void forward_and_loss(Trainer* tr, const Objective& o, const Dataset& d, const uint8_t* images, int first, int B,
+                             RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
     UNet* net = &tr->net;
-    RandomKey noise = key, flip = key;
+    RandomKey level = key, noise = key, flip = key;
+    level.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
     noise.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE, flip.purpose = RANDOM_FLIP;
-    net->t = tr->t + first;
     float *x = tensor_data<float>(net, net->input), *out = tensor_data<float>(net, net->output);
-    NoiseLevel* const levels = tr->levels + first;
-    q_sample_forward(x, tr->target, levels, images, training && c.random_flip, noise, flip, B, d.C, d.H, d.W, d.bytes);
-    unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
+    auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
+        net->t = t;
+        const bool flips = training && c.random_flip;
+        q_sample_forward(x, tr->target, levels, teacher, images, flips, noise, flip, B, d.C, d.H, d.W, d.bytes);
+        unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
+    };
+    if (o.tuning.on()) {
+        draw_teachers(tr->teachers, tr->teacher_t, B, o, level);
+        forward(tr->teacher_t, tr->teachers, nullptr);
+        mark({"draw t, noise; q_sample"});
+    }
+    const NoiseLevel* const levels = tr->levels + first;
+    forward(tr->t + first, levels, o.tuning.on() ? out : nullptr);
     mark({"loss and its gradient"});
-    loss_forward_backward(tr->loss + first, output_gradient(net), out, tr->target, x, levels, tr->objective,
-                          training ? 1.0f / c.batch_size : 1, B, c.H * c.W, c.in_channels, c.out_channels());
+    const float factor = training ? 1.0f / c.batch_size : 1;
+    double* const loss = tr->loss + first;
+    float* const dout = output_gradient(net);
+    if (o.tuning.on())
+        tuning_loss_forward_backward(loss, dout, out, tr->target, levels, o.tuning.c, factor, B,
+                                     c.H * c.W * c.in_channels);
+    else
+        loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, c.H * c.W, c.in_channels,
+                              c.out_channels());
 }
 
 // Everyone's parts of the first n floats of a flat array to everyone. bytes: of a piece of this array. slice: where
@@ -2732,7 +2901,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
         if (k) mark({"draw t, noise; q_sample"}), meet();            // received is read, and free again
         tr->net.labels = (int*)(batch.device + tr->data.labels_at(images)) + k * B;
-        forward_and_loss(tr, tr->data, batch.device + k * B * tr->data.image_bytes(), first, B, key, dropout, true);
+        forward_and_loss(tr, tr->objective, tr->data, batch.device + k * B * tr->data.image_bytes(), first, B, key,
+                         dropout, true);
         int unsent = own.segments; // those behind have been sent to their owners
         const std::function<void(size_t, Lane*)> send = [&](size_t done, Lane* lane) {
             while (unsent && own.at(unsent - 1, 0) >= done) {
@@ -2806,7 +2976,8 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Mean loss of a data set's first images, t and noise always the same for a smooth curve. NaN: they can't be read.
+// Mean loss of a data set's first images, t and noise always the same for a smooth curve, as is ect's gap: that of the
+// run's last step. NaN: they can't be read.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B, N = world.size;
@@ -2816,6 +2987,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     val->asked = 0; // the system may have let go of them
     Objective objective = tr->objective;
     objective.weights = nullptr;
+    objective.tuning.step = tr->last_step;
     for (int i = 0; i < count; i += N * most) { // a batch for each rank
         come_to("a batch of validation");
         const int first = world.rank * most, B = std::min(most, count - i - first);
@@ -2824,7 +2996,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
             const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
             draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
             tr->net.labels = (int*)(batch.device + val->labels_at(B));
-            forward_and_loss(tr, *val, batch.device, first, B, key, Dropout{}, false);
+            forward_and_loss(tr, objective, *val, batch.device, first, B, key, Dropout{}, false);
             release(&batch);
         }
         if (N > 1) {
@@ -3556,6 +3728,9 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
             die("--%s %s: %s was made with %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
                 path.c_str(), flag_value(*c, f).c_str());
     };
+    const bool tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
+    if (tuned && (s[0] == UNET_CU_MODEL_MAGIC || s[43] == 0))
+        die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
     if (s[0] == UNET_CU_MODEL_MAGIC) {
         const Config theirs = unet_cu_config(model);
         for (const Flag& f : FLAGS) {
@@ -3575,8 +3750,10 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     take("image_size", s[6] == s[7] ? std::to_string(s[6]) : text("%dx%d", s[6], s[7]));
     take("channel_mult", mult);
     take("attention_resolutions", resolutions);
+    if (tuned) take("ect_frame", s[43] == 1 ? "edm" : "flow");
     for (const Flag& f : FLAGS) {
         if (!f.slot || (f.slot > SLOT_STEP && !resume)) continue;
+        if (tuned && (f.slot == 43 || f.slot == 52 || f.slot == 53)) continue; // objective, P_mean, P_std are its own
         const std::vector<std::string> words = choices(f);
         const size_t n = s[f.slot];
         if (!slot_is_used(h, f.slot)) check_unused(h, f.slot, f.slot + 1, path, "");
@@ -3593,6 +3770,16 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
         if (exists((folder / data_file).string()))
             found = folder / data_file; // the run began in a folder above its own
     if (!data_file.empty() && !c->given("data_file")) take("data_file", found.string());
+}
+
+// Where nothing else is said: the levels and the sampler that Geng et al. 2024 tune for. levels: a file has said them.
+static void take_ect_defaults(Config* c, bool levels) {
+    const bool ect = c->objective == "ect";
+    if (ect && !c->given("sampler")) c->sampler = "consistency";
+    if (c->sampler == "consistency" && !c->given("timestep_respacing")) c->timestep_respacing = "2";
+    if (c->sampler == "consistency" && !c->given("S_churn")) c->S_churn = 0; // a preset's, for another sampler
+    if (ect && !levels && !c->given("P_mean")) c->P_mean = -1.1f;
+    if (ect && !levels && !c->given("P_std")) c->P_std = 2;
 }
 
 // Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does.
@@ -3741,6 +3928,7 @@ static int run_program(int argc, char** argv) {
     apply_preset(&c, c.preset);
     if (model.size) take_model_file(&c, model, !resume.empty());
     take_rescale_learned_sigmas(&c, model.size);
+    take_ect_defaults(&c, model.size && is_ect(model.header));
     if (!c.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps)
         c.timestep_respacing = "";
     const std::string where = model.size ? model.path + ": " : "";
@@ -3854,22 +4042,49 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     return l;
 }
 
+// Of edm's and ect's samples, and of a flow's whose t are no uniform numbers; normal: its logarithm's.
+HD static inline double draw_sigma(const Objective& o, const Words& r, float* normal) {
+    float z[4];
+    normals(z, r);
+    *normal = z[0];
+    return exp(o.P_mean + (double)o.P_std * z[0]);
+}
+
 // The noise level of a sample from its random words.
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& r) {
     if (o.weights) return draw_weighted_level(o, r.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)r.w[0] * o.steps) >> 32];
-    if (o.flow && o.P_std == 0) {
+    const bool flow = o.frame == Frame::FLOW && !o.tuning.on();
+    if (flow && o.P_std == 0) {
         const double u = (r.w[0] + 0.5) * 0x1p-32;
         NoiseLevel l = flow_level(u / (1 - u));
         l.quarter = (int)(4 * u);
         return l;
     }
-    float z[4];
-    normals(z, r);
-    const double sigma = exp(o.P_mean + (double)o.P_std * z[0]);
-    NoiseLevel l = o.flow ? flow_level(sigma) : edm_level(sigma, o.sigma_data);
-    l.quarter = z[0] < 0 ? z[0] >= -0.67448975f : 2 + (z[0] >= 0.67448975f); // of a normal distribution
+    float z;
+    const double sigma = draw_sigma(o, r, &z);
+    NoiseLevel l;
+    if (o.tuning.on()) l = student_level(o, sigma);
+    else l = flow ? flow_level(sigma) : edm_level(sigma, o.sigma_data);
+    l.quarter = z < 0 ? z >= -0.67448975f : 2 + (z >= 0.67448975f); // of a normal distribution
     return l;
+}
+
+// That of its teacher, from the same words.
+HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& r) {
+    float z;
+    return teacher_level(o, draw_sigma(o, r, &z));
+}
+
+// The pseudo-Huber distance weight (sqrt(D + c^2) - c) of a student's image to its teacher's, D being the sum of their
+// squared differences x0_out (out - target); and by which factor of out - target it goes with the answer.
+struct TuningLoss {
+    double value, slope;
+};
+HD static inline TuningLoss tuning_loss(const NoiseLevel& l, double D, double c) {
+    if (D == 0) return TuningLoss{0, 0};
+    const double root = sqrt(D + c * c);
+    return TuningLoss{l.weight * D / (root + c), l.weight * l.x0_out * (double)l.x0_out / root};
 }
 
 // One value's term of the variational bound, in nats, and its derivatives by the error d = output - target of the
@@ -6106,6 +6321,13 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     });
 }
 
+static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
+    each(B, [=] __device__(size_t b) {
+        const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
+        teachers[b] = l, t[b] = l.t;
+    });
+}
+
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -6135,8 +6357,9 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images, bool random_flip,
-                             RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes) {
+static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
+                             const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
+                             int C, int H, int W, int bytes) {
     const int n = H * W * C;
     each_quad(B, n, [=] __device__(int b, int e) {
         const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
@@ -6154,6 +6377,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
             if (w == W) w = 0, h++;
         }
         const size_t i = (size_t)b * n + e;
+        for (int k = 0; k < 4 && teacher && e + k < n; k++) z[k] += l.target_teacher * teacher[i + k];
         if (n % 4 == 0) {
             *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
             *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
@@ -6199,7 +6423,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
 }
-static size_t loss_workspace(int B) { return (size_t)B * LOSS_PARTS * sizeof(double); }
+static size_t loss_workspace(int B) { return (size_t)B * (LOSS_PARTS + 1) * sizeof(double); }
 
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
                                   const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
@@ -6212,6 +6436,33 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
         for (int k = 0; k < LOSS_PARTS; k++) sum += sums[b * LOSS_PARTS + k];
         loss[b] = sum / ((double)HW * C);
     });
+}
+
+// sums (B, LOSS_PARTS): a block's part of D. grid (LOSS_PARTS, B)
+static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
+    tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
+    const size_t first = (size_t)blockIdx.y * n;
+    const float x0_out = levels[blockIdx.y].x0_out;
+    double sum = 0;
+    for (int i = blockIdx.x * 1024 + threadIdx.x; i < n; i += LOSS_PARTS * 1024) {
+        const float d = x0_out * (out[first + i] - target[first + i]);
+        sum += (double)d * d;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
+}
+
+static void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
+                                         const NoiseLevel* levels, float c, float factor, int B, int n) {
+    double *const sums = (double*)device.workspace, *const slopes = sums + (size_t)B * LOSS_PARTS;
+    launch_behind(tuning_distance_kernel, dim3(LOSS_PARTS, B), 1024, 0, sums, out, target, levels, n);
+    each(B, [=] __device__(size_t b) {
+        double distance = 0;
+        for (int k = 0; k < LOSS_PARTS; k++) distance += sums[b * LOSS_PARTS + k];
+        const TuningLoss l = tuning_loss(levels[b], distance, c);
+        loss[b] = l.value, slopes[b] = factor * l.slope;
+    });
+    each((size_t)B * n, [=] __device__(size_t i) { dout[i] = (float)slopes[i / n] * (out[i] - target[i]); });
 }
 
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {

@@ -87,8 +87,8 @@ def normals(seed: int, purpose: int, step: int, samples: torch.Tensor, chw: tupl
 
 
 def noise_levels(config: Config, purpose: int, step: int, samples: torch.Tensor, probabilities: np.ndarray | None = None) -> torch.Tensor:
-    """(B): t (int64), or in float64 with --objective edm sigma, whose logarithm is normal, and with flow t, in (0, 1), uniform or a normal's logistic
-    function. probabilities (T): of each t, if they differ."""
+    """(B): t (int64), or in float64 with --objective edm and ect sigma, whose logarithm is normal, and with flow t, in (0, 1), uniform or a normal's
+    logistic function. probabilities (T): of each t, if they differ."""
     words = random_words(config.seed, purpose, step, samples, 2)
     u = words[:, 0].double() * 2.0**-32
     if probabilities is not None:
@@ -360,10 +360,12 @@ class NoiseLevel:
     x0_x: torch.Tensor  # what it says about x0: x0_x x + x0_out output
     x0_out: torch.Tensor
     weight: torch.Tensor  # of the squared error
+    target_teacher: torch.Tensor | None = None  # ect: the target's share of the teacher's answer
 
     def float32(self) -> NoiseLevel:
         """As both programs compute with it, beside images."""
-        return NoiseLevel(*(getattr(self, f.name).float()[:, None, None, None] for f in dataclasses.fields(self)))
+        values = [getattr(self, f.name) for f in dataclasses.fields(self)]
+        return NoiseLevel(*(value if value is None else value.float()[:, None, None, None] for value in values))
 
 
 class Diffusion:
@@ -416,14 +418,37 @@ class Diffusion:
         """Of what noise_levels draws."""
         if self.config.objective == "ddpm":
             return self.ddpm_level(self.tables[0][t], t)
+        if self.config.objective == "ect":
+            return self.edm_level(t) if self.config.frame == "edm" else self.flow_level(t / (1 + t))
         return self.edm_level(t) if self.config.objective == "edm" else self.flow_level(t)
+
+    def teacher_sigma(self, t: torch.Tensor, step: int | None = None) -> torch.Tensor:
+        """Geng et al. 2024: (B) r of the students' t, at this step (0-based) or in the run's last one."""
+        config = self.config
+        a = 1 + (config.max_steps - 1 if step is None else step) // config.ect_stage
+        n = 1 + config.ect_k * (-config.ect_b * t).sigmoid()
+        return (t * (1 - n / config.ect_q**a)).clamp(min=0)
+
+    def pair(self, t: torch.Tensor, step: int | None = None) -> tuple[NoiseLevel, NoiseLevel]:
+        """Student and teacher. The student's target makes its image the teacher's, of which x0 and noise are parts, too: so what both see alike
+        cancels here, in float64. At r = 0 the teacher is the image itself."""
+        r = self.teacher_sigma(t, step)
+        student, teacher = self.level(t), self.level(torch.where(r > 0, r, t))
+        asked = (r > 0).double()
+        parts = [asked * teacher.x0_x * teacher.signal + (1 - asked), asked * teacher.x0_x * teacher.sigma, asked * teacher.x0_out]
+        student.target_x0 = (parts[0] - student.x0_x * student.signal) / student.x0_out
+        student.target_noise = (parts[1] - student.x0_x * student.sigma) / student.x0_out
+        student.target_teacher = parts[2] / student.x0_out
+        snr = 1 / t**2 + 1 / self.config.sigma_data**2
+        student.weight = 1 / (t - r) if self.config.ect_weight == "gap" else snr
+        return student, teacher
 
     def level_at(self, sigma: float) -> NoiseLevel:
         """At any sigma, of x = x0 + sigma noise. Between two t the network is told what lies between: linear in log(sigma)."""
         one = torch.tensor([sigma], dtype=torch.float64)
-        if self.config.objective == "edm":
+        if self.config.frame == "edm":
             return self.edm_level(one)
-        if self.config.objective == "flow":
+        if self.config.frame == "flow":
             return self.flow_level(one / (1 + one))
         t = np.interp(np.log(sigma), np.log(self.sigmas), np.arange(self.steps))
         return self.ddpm_level(1 / (1 + one**2), torch.tensor([t]))
@@ -438,8 +463,24 @@ class Diffusion:
         mean, std, value = (config.t_mean, config.t_std, t.logit()) if flow else (config.P_mean, config.P_std, t.log())
         return torch.bucketize((value - mean) / max(std, 1e-30), torch.tensor([-0.67448975, 0, 0.67448975], device=t.device).double()).tolist()
 
-    def losses(self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any) -> torch.Tensor:
-        """(B) each sample's loss, in double: the weighted squared error, and what learns the variance."""
+    def tuning_losses(self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any, step: int | None) -> torch.Tensor:
+        """(B) consistency tuning (Geng et al. 2024), in double: the pseudo-Huber distance of the images that a model makes of x0 with much and with
+        less of the same noise. The second one, with the same dropout, is what the first should be, and has no gradient."""
+        student, teacher = (level.float32() for level in self.pair(t, step))
+        with torch.no_grad():
+            answer = model(teacher.signal * x0 + teacher.sigma * noise, teacher.t.flatten(), labels)
+        target = student.target_x0 * x0 + student.target_noise * noise + student.target_teacher * answer
+        out = model(student.signal * x0 + student.sigma * noise, student.t.flatten(), labels)
+        squares = (student.x0_out * (out - target)).square().flatten(1).sum(1, dtype=torch.float64)
+        c, known = self.config.ect_c, squares > 0  # a root has no slope at 0
+        root = (torch.where(known, squares, 1) + c * c).sqrt()
+        return torch.where(known, student.weight.flatten().double() * squares / (root + c), 0)
+
+    def losses(self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any, step: int | None = None) -> torch.Tensor:
+        """(B) each sample's loss, in double: the weighted squared error, and what learns the variance. step: of the schedule that ect has; None: the
+        run's last one."""
+        if self.config.objective == "ect":
+            return self.tuning_losses(model, x0, t, noise, labels, step)
         config, level = self.config, self.level(t).float32()
         x, target = level.signal * x0 + level.sigma * noise, level.target_x0 * x0 + level.target_noise * noise
         out = model(x, level.t.flatten(), labels)
@@ -487,10 +528,10 @@ def noise_route(config: Config, diffusion: Diffusion) -> list[Noise]:
     if config.sampler in ("ddpm", "ddim"):
         alpha_bars = [float(diffusion.alpha_bar[t]) for t in kept] + [1.0]
         return [Noise(math.sqrt(alpha_bar), math.sqrt(1 / alpha_bar - 1)) for alpha_bar in alpha_bars]
-    if config.objective == "flow":  # equal steps of its t
+    if config.frame == "flow" and config.sampler != "consistency":  # equal steps of its t
         times = [config.sigma_max / (1 + config.sigma_max) * (1 - i / n) for i in range(n + 1)]
         return [Noise(1.0, t / (1 - t)) for t in times]
-    low, high = config.sigma_min, config.sigma_max
+    low, high = config.mid_t if config.sampler == "consistency" else config.sigma_min, config.sigma_max
     if config.objective == "ddpm":  # as far as the model knows them
         low, high = max(low, float(diffusion.sigmas[0])), min(high, float(diffusion.sigmas[-1]))
     start, end = high ** (1 / config.rho), low ** (1 / config.rho)  # Karras et al. 2022, eq. 5
@@ -630,7 +671,13 @@ def dpmpp_2m(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: An
     return x0, there.sigma / here.sigma * x + (1 - there.sigma / here.sigma) * mixed
 
 
-SAMPLERS: dict[str, Callable] = {"ddim": ddim, "ddpm": ddpm, "euler": euler, "heun": heun, "dpmpp_2m": dpmpp_2m}
+def consistency(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Song et al. 2023, "Consistency Models", algorithm 1: every answer is an image, and fresh noise makes it the next input."""
+    x0 = D(x, here.sigma)
+    return x0, x0 + there.sigma * D.noise() if there.sigma > 0 else x0
+
+
+SAMPLERS: dict[str, Callable] = {"ddim": ddim, "ddpm": ddpm, "euler": euler, "heun": heun, "dpmpp_2m": dpmpp_2m, "consistency": consistency}
 
 
 @torch.no_grad()
@@ -761,7 +808,8 @@ class Trainer:
             part = slice(first, first + (config.microbatch or B))
             if config.dropout > 0:
                 self.model.dropout_draw.copy_(torch.tensor([config.seed, self.state.step, first]))
-            loss = self.diffusion.losses(self.forward, x0[part], t[part], noise[part], None if labels is None else labels[part])
+            shown = x0[part], t[part], noise[part], None if labels is None else labels[part]
+            loss = self.diffusion.losses(self.forward, *shown, step=self.state.step)
             ((loss * importance[part]).sum() / B).backward()
             losses.append(loss.detach())
         return torch.cat(losses)
@@ -794,7 +842,7 @@ class Trainer:
 
     @torch.no_grad()
     def validation_loss(self, data: Data) -> float:
-        """Mean loss over all images, with the same t and noise every time, so that the curve is smooth."""
+        """Mean loss over all images, with the same t and noise every time, so that the curve is smooth, and ect's gap of the run's last step."""
         config, losses, count = self.config, [], len(data.images)
         self.model.eval()
         for index in np.split(np.arange(count), range(config.batch_size, count, config.batch_size)):

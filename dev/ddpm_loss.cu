@@ -9,11 +9,15 @@
 //   loss (B) = mean over pixels and C channels of weight (out - target)^2                 (eq. 14); out (B, H, W, Cout), Cout = 2 C with learn_sigma
 //              [+ the variational bound's term, which trains the other C channels         (Nichol & Dhariwal 2021, eq. 16)]
 //   dout = gradient of factor * sum(loss)
+//   ect: t is a sigma, and r < t its teacher's; x_r is made of the same image and noise, target = D(x_r), as an answer at t [a sum of x_0, noise and
+//   the teacher's answer, so that what both images share cancels before it is rounded];
+//   loss (B) = weight (sqrt(|D(x_t) - D(x_r)|^2 + c^2) - c)                               (Geng et al. 2024)
 //   bytes    9 B H W C to draw and mix, 16 B H W C for the loss: memory-bound, if the generator (ten rounds for four numbers) keeps up
 //
 //   version 0   the unweighted squared error as three passes: squares, which go to memory, their mean, the gradient; 28 B H W C bytes, and a sum by one thread per image
 //               (H200, 64x64x3, batch 32: 0.54 ms)
-//   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass), update_weights
+//   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass), update_weights;
+//               for ect draw_teachers, tuning_loss_forward_backward (two passes: the slope depends on the whole sample's distance)
 //
 //   make -C dev ddpm_loss && dev/ddpm_loss       python dev/ddpm_loss.py [--bench]
 #include "harness.h"
@@ -49,6 +53,9 @@ static void check(Arrays& io) {
     config.vlb_weight = (float)io.real("vlb_weight");
     config.min_snr_gamma = (float)io.real("min_snr_gamma");
     config.t_mean = (float)io.real("t_mean"), config.t_std = (float)io.real("t_std");
+    std::istringstream words(io.has("flags") ? io.string("flags") : ""); // name=value ...
+    for (std::string word; words >> word;)
+        set_flag(&config, *find_flag(word.substr(0, word.find('='))), word.substr(word.find('=') + 1));
     Objective objective = make_objective(config);
     const bool weighted = io.in.count("history");
     const int T = config.diffusion_steps;
@@ -62,16 +69,28 @@ static void check(Arrays& io) {
     const int64_t step = io.integer("step"), sample0 = io.integer("sample0");
     const int64_t* device_step = io.memory.upload(&step, 1);
     auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)io.integer("seed"), purpose, device_step, sample0}; };
+    objective.tuning.step = device_step;
 
     float *t = io.output<float>("t", {B}), *x_t = io.output<float>("x_t", {B, H, W, C}),
           *target = io.output<float>("target", {B, H, W, C});
     NoiseLevel* levels = io.memory.poisoned<NoiseLevel>(B);
     const void* images = bytes ? (const void*)io.input<uint8_t>("images") : (const void*)io.input<float>("images");
     draw_levels(levels, t, io.output<int>("quarters", {B}), B, objective, key(RANDOM_TIMESTEP));
-    q_sample_forward(x_t, target, levels, images, io.integer("random_flip") != 0, key(RANDOM_NOISE), key(RANDOM_FLIP),
-                     B, C, H, W, bytes ? 1 : 4);
+    auto mix = [&](float* x, const NoiseLevel* at, const float* teacher) {
+        q_sample_forward(x, target, at, teacher, images, io.integer("random_flip") != 0, key(RANDOM_NOISE),
+                         key(RANDOM_FLIP), B, C, H, W, bytes ? 1 : 4);
+    };
     const float *out = io.input<float>("out"), factor = (float)io.real("factor");
     double* loss = io.output<double>("loss", {B});
+    if (objective.tuning.on()) {
+        NoiseLevel* teachers = io.memory.poisoned<NoiseLevel>(B);
+        draw_teachers(teachers, io.output<float>("teacher_t", {B}), B, objective, key(RANDOM_TIMESTEP));
+        mix(io.output<float>("x_r", {B, H, W, C}), teachers, nullptr);
+        mix(x_t, levels, io.input<float>("teacher"));
+        return tuning_loss_forward_backward(loss, io.output<float>("dout", {B, H, W, C}), out, target, levels,
+                                            objective.tuning.c, factor, B, H * W * C);
+    }
+    mix(x_t, levels, nullptr);
     loss_forward_backward(loss, io.output<float>("dout", {B, H, W, Cout}), out, target, x_t, levels, objective, factor,
                           B, H * W, C, Cout);
     if (weighted) update_weights(weights, history, levels, loss, device_state, T, B);
@@ -101,12 +120,16 @@ static void bench() {
         const std::string shape = text("B=%d H=%d W=%d C=%d", B, c.H, c.W, C);
         draw_levels(levels, t, quarters, B, objective, key);
         bench_row(shape, "q_sample", mix_work, a, [&](int k) {
-            q_sample_forward(x_t[k], target[k], levels, images, true, key, key, B, C, c.H, c.W, 1);
+            q_sample_forward(x_t[k], target[k], levels, nullptr, images, true, key, key, B, C, c.H, c.W, 1);
         });
         bench_row(shape, "mse.v0", mse_work, a,
                   [&](int k) { mse_v0(loss, dout[k], squares, out[k], target[k], 1, B, HW, C, C); });
         bench_row(shape, "mse", mse_work, a, [&](int k) {
             loss_forward_backward(loss, dout[k], out[k], target[k], x_t[k], levels, objective, 1, B, HW, C, C);
+        });
+        const Work tuning_work{0, 20.0 * n};
+        bench_row(shape, "tuning", tuning_work, a, [&](int k) {
+            tuning_loss_forward_backward(loss, dout[k], out[k], target[k], levels, 0, 1, B, HW * C);
         });
         device_free((void*)objective.levels);
     }

@@ -33,6 +33,7 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "t_std": float(case.get("t_std", 0)),
         "images": images if case.get("bytes", True) else rng.uniform(-1, 1, (B, C, H, W)).astype(np.float32),
         "out": normal(rng, B, H, W, C * (2 if case.get("learn_sigma") else 1)),
+        **({"teacher": normal(rng, B, H, W, C), "flags": case["flags"]} if "flags" in case else {}),
         **({"history": loss_history(case, rng)} if "history" in case else {}),
     }
 
@@ -78,6 +79,37 @@ def vb_terms_bpd(
     return torch.where(t.view(-1, 1, 1, 1) == 0, -log_likelihood, kl).mean((1, 2, 3)) / math.log(2)
 
 
+def consistency_tuning(v: dict[str, Any], x0: torch.Tensor, noise: torch.Tensor, normal: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
+    """Geng et al. 2024 by its paper: losses, and what leads to them. The images D are computed, and then taken from each other."""
+    flags = {name: np.float32(value).item() if value[0].isdigit() else value for name, value in (word.split("=") for word in v["flags"].split())}
+    data, flow = 0.5, flags.get("ect_frame") == "flow"
+
+    def image(answer: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """D(x0 + sigma noise; sigma), the network's input, and how an image goes back to an answer."""
+        noisy = x0 + sigma * noise
+        if flow:
+            at = sigma / (1 + sigma)
+            return noisy / (1 + sigma) - at * answer, noisy / (1 + sigma), lambda D: (noisy / (1 + sigma) - D) / at
+        c_skip, c_out = data**2 / (sigma**2 + data**2), sigma * data / (sigma**2 + data**2) ** 0.5
+        return c_skip * noisy + c_out * answer, noisy / (sigma**2 + data**2) ** 0.5, lambda D: (D - c_skip * noisy) / c_out
+
+    def told(sigma: torch.Tensor) -> torch.Tensor:
+        return (1000 * sigma / (1 + sigma) if flow else sigma.log() / 4).flatten()
+
+    t = torch.exp(float(np.float32(-1.1)) + 2 * normal).view(-1, 1, 1, 1)
+    a = 1 + v["step"] // int(flags["ect_d"])
+    n = 1 + flags.get("ect_k", 8) * torch.sigmoid(-flags.get("ect_b", 1) * t)
+    r = (t * (1 - n / flags.get("ect_q", 2) ** a)).clamp(min=0)
+    assert v["some_clean"] == bool((r == 0).any()) and (r > 0).any()
+    shown = torch.where(r > 0, r, t)
+    D_t, x_t, to_answer = image(v["out"], t)
+    D_r, x_r, _ = image(v["teacher"], shown)
+    D_r = torch.where(r > 0, D_r, x0)
+    c, weight = flags.get("ect_c", 0), 1 / t**2 + 1 / data**2 if flags.get("ect_weight") == "snr" else 1 / (t - r)
+    loss = weight.flatten() * (((D_t - D_r) ** 2).sum((1, 2, 3)).add(c * c).sqrt() - c)
+    return loss, {"t": told(t), "teacher_t": told(shown), "x_t": x_t, "x_r": x_r, "target": to_answer(D_r)}
+
+
 def alpha_bar(steps: int, schedule: str) -> np.ndarray:
     """guided-diffusion's get_named_beta_schedule, and the product of 1 - beta."""
     if schedule == "cosine":
@@ -110,6 +142,12 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         x0 = torch.where(odd, x0.flip(2), x0)
     out = v["out"].requires_grad_()
     mean, variance = out[..., :C], out[..., C:] if Cout > C else None
+    if v["objective"] == "ect":
+        normal = to_normals(words(TIMESTEP, 2))[:, 0].double()
+        loss, found = consistency_tuning(v | {"some_clean": case.get("some_clean", False)}, x0, noise, normal)
+        quarters = torch.bucketize(normal, torch.tensor([-0.67448975, 0, 0.67448975]).double()).double()
+        (dout,) = torch.autograd.grad(loss.sum() * float(np.float32(v["factor"])), out)
+        return found | {"quarters": quarters, "loss": loss, "dout": dout}
     if v["objective"] == "edm":  # Karras et al. 2022, table 1 and eq. 2: lambda * (D(x0 + n; sigma) - x0)^2
         normal = to_normals(words(TIMESTEP, 2))[:, 0].double()
         sigma, data = torch.exp(float(np.float32(-1.2)) + float(np.float32(1.2)) * normal).view(B, 1, 1, 1), 0.5
@@ -164,7 +202,7 @@ def tolerance(case: Case, name: str) -> float:
     """
     if case.get("learn_sigma") and case.get("vlb_weight") or case.get("use_kl"):
         return {"t": 0.0, "quarters": 0.0, "loss": rounding(steps=16), "dout": rounding(steps=20)}.get(name, rounding(steps=6))
-    if name == "t" and "objective" in case:
+    if name in ("t", "teacher_t") and "objective" in case:
         return rounding(steps=6)
     return {"t": 0.0, "quarters": 0.0, "loss": rounding(steps=4)}.get(name, rounding(steps=6))
 
@@ -199,6 +237,10 @@ CASES = [
     dict(shape=(16, 3, 8, 8), objective="edm", step=3),
     dict(shape=(16, 3, 8, 8), objective="flow", step=3),
     dict(shape=(16, 3, 8, 8), objective="flow", step=4, t_mean=0.5, t_std=0.75, random_flip=True),
+    dict(shape=(16, 3, 8, 8), objective="ect", step=3, random_flip=True, some_clean=True, flags="P_mean=-1.1 P_std=2 ect_d=2"),
+    dict(shape=(7, 1, 5, 3), objective="ect", step=9, flags="P_mean=-1.1 P_std=2 ect_d=1 ect_q=4 ect_k=3 ect_b=0.5 ect_c=0.3"),
+    dict(shape=(5, 3, 33, 20), objective="ect", step=30, flags="P_mean=-1.1 P_std=2 ect_d=10 ect_frame=flow ect_q=3 ect_weight=snr"),
+    dict(shape=(2, 3, 64, 40), objective="ect", step=5, bytes=False, flags="P_mean=-1.1 P_std=2 ect_d=1 ect_c=0.06 ect_weight=snr"),
     dict(shape=(33, 3, 8, 8), history="full", diffusion_steps=100, step=9),
     dict(shape=(65, 3, 6, 6), history="full", learn_sigma=True, use_kl=True, diffusion_steps=300, step=10),
     dict(shape=(33, 3, 8, 8), history="not yet", learn_sigma=True, vlb_weight=1e-3, diffusion_steps=30, step=4, has_first=True),

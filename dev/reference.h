@@ -761,6 +761,13 @@ static inline void draw_levels(NoiseLevel* levels, float* t, int* quarters, int 
     }
 }
 
+static inline void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
+    for (int b = 0; b < B; b++) {
+        teachers[b] = draw_teacher(o, random_words(key, 0, b));
+        t[b] = teachers[b].t;
+    }
+}
+
 static inline void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                                   const StepState* state, int T, int B) {
     for (int t = 0; t < T; t++)
@@ -781,9 +788,9 @@ static inline void draw_normals(float* out, int B, int per_sample, RandomKey key
         }
 }
 
-static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const void* images,
-                                    bool random_flip, RandomKey noise_key, RandomKey flip_key, int B, int C, int H,
-                                    int W, int bytes) {
+static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
+                                    const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key,
+                                    int B, int C, int H, int W, int bytes) {
     draw_normals(target, B, H * W * C, noise_key);
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
@@ -799,6 +806,7 @@ static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel*
                     const float noise = target[i];
                     x_t[i] = l.signal * x0 + l.sigma * noise;
                     target[i] = l.target_x0 * x0 + l.target_noise * noise;
+                    if (teacher) target[i] += l.target_teacher * teacher[i];
                 }
     }
 }
@@ -828,6 +836,23 @@ static inline void loss_forward_backward(double* loss, float* dout, const float*
             }
         }
         loss[b] = sum / ((double)HW * C);
+    }
+}
+
+static inline void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
+                                                const NoiseLevel* levels, float c, float factor, int B, int n) {
+#pragma omp parallel for schedule(static)
+    for (int b = 0; b < B; b++) {
+        const size_t first = (size_t)b * n;
+        double distance = 0;
+        for (size_t i = first; i < first + n; i++) {
+            const float d = levels[b].x0_out * (out[i] - target[i]);
+            distance += (double)d * d;
+        }
+        const TuningLoss l = tuning_loss(levels[b], distance, c);
+        loss[b] = l.value;
+        const float slope = (float)(factor * l.slope);
+        for (size_t i = first; i < first + n; i++) dout[i] = slope * (out[i] - target[i]);
     }
 }
 

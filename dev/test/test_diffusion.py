@@ -51,6 +51,10 @@ OBJECTIVES = {
     "edm, class dropout": dict(objective="edm", sigma_data=0.3, P_mean=-0.8, P_std=1.5, **CLASSES, microbatch=1, random_flip=True),
     "flow": dict(objective="flow"),
     "flow, logit-normal, class dropout": dict(objective="flow", t_mean=-0.4, t_std=1.3, **CLASSES, microbatch=2, random_flip=True),
+    "ect": dict(objective="ect"),
+    "ect of a flow, classes, dropout": dict(
+        objective="ect", ect_frame="flow", ect_weight="snr", ect_c=0.06, ect_q=4.0, ect_d=6, **CLASSES, dropout=0.2, microbatch=2, random_flip=True
+    ),
 }
 
 
@@ -195,7 +199,7 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
     torch.save(saved, tmp_path / "older.pt")
     assert twin.read_model(str(tmp_path / "older.pt")).config == file.config
     # what a slot can't mean is refused, by either program
-    for slot, value in ((43, 3), (44, 3), (48, 2), (51, 1), (54, 1), (56, 9), (57, 1)):
+    for slot, value in ((43, 4), (44, 3), (48, 2), (51, 1), (54, 1), (56, 9), (57, 1), (107, 1)):
         (tmp_path / "bad.bin").write_bytes(seal_model(with_slot(path.read_bytes(), slot, value)))
         told = run(["--resume_checkpoint", "bad.bin", "--output_dir", "bad"], code=1).err
         assert "bad.bin" in told and told.count("\n") == 1
@@ -240,6 +244,9 @@ SAMPLING = [
     ("flow, classes", "--sampler heun --timestep_respacing 5 --guidance_scale 1.5 --S_churn 2"),
     ("flow, classes", "--sampler dpmpp_2m --timestep_respacing 7 --sigma_max 500 --dynamic_threshold 0.95"),
     ("flow, classes", "--sampler ddpm --timestep_respacing 6 --classes 1"),
+    ("edm, classes", "--sampler consistency --timestep_respacing 4 --mid_t 0.5 --guidance_scale 1.5"),
+    ("flow, classes", "--sampler consistency --timestep_respacing 3"),
+    ("eps", "--sampler consistency --timestep_respacing 2"),
 ]
 
 

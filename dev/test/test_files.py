@@ -365,7 +365,7 @@ OTHER_TRAINING_SLOTS = [
     (68, 8), (69, 0), (69, 1), (70, 100), (71, 0.1, "<f4"), (72, 0.5, "<f4"), (73, 0.0, "<f4"), (74, 0.5, "<f4"), (75, 1e-3, "<f4"), (76, 0.0, "<f4"),
     (77, 0), (78, 0), (79, 1.0, "<f4"), (80, 0), (90, 0.5, "<f8"), (94, 3.0, "<f8"),
 ]  # fmt: skip
-UNUSED_SLOTS = [25, 30, 34, 39, 51, 53, 54, 63, 87, 99, 105, 107, 127]
+UNUSED_SLOTS = [25, 30, 34, 39, 51, 53, 54, 57, 63, 87, 99, 105, 107, 127]
 RESUME = "--output_dir fresh --resume_checkpoint".split()
 
 
@@ -1012,6 +1012,7 @@ def test_every_flag_under_the_sanitizers(run: Callable, make_data: Callable, tmp
         ((3, 4, 6), "--channel_mult 1 --attention_resolutions 4 --learn_sigma True --class_cond True --class_dropout 0.5 --predict v --min_snr_gamma 5 --sampler ddpm --guidance_scale 2 --classes 2,0 --dynamic_threshold 0.9 --microbatch 1"),
         ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --use_kl True --predict x0 --sampler dpmpp_2m --diffusion_steps 50 --schedule_sampler loss-second-moment --ema_rate 0.9,0.5"),
         ((2, 4, 4), "--channel_mult 1 --attention_resolutions 4 --objective edm --sampler heun --S_churn 1"),
+        ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --objective ect --ect_d 1 --dropout 0.5 --use_checkpoint True"),
     ]  # fmt: skip
     for i, (shape, given) in enumerate(runs):
         images = make_images(3, *shape) if i % 2 else make_images(3, *shape).astype(np.float32) / 128 - 1

@@ -50,6 +50,7 @@ CLASSES = "--class_cond True --class_dropout 0.3 --random_flip True --dropout 0.
 RUNS = {
     "eps, averages, snapshots": "--ema_rate 0.9,0.5 --ema_snapshots 2 --grad_clip 0.1",
     "edm, classes, guidance": f"--objective edm {CLASSES} --guidance_scale 2 --sampler heun",
+    "ect of a flow": f"--objective ect --ect_frame flow --ect_d 2 {CLASSES} --use_checkpoint True",
     "learned variance, t by their losses, blocks again": "--learn_sigma True --schedule_sampler loss-second-moment --diffusion_steps 4"
     " --noise_schedule cosine --timestep_respacing 4 --use_checkpoint True --use_scale_shift_norm True",
     "steps that are skipped": "--lr 100 --weight_decay 100 --grad_clip 0 --max_bad_steps 9 --num_samples 1",
