@@ -165,7 +165,7 @@ class Config:
     seed: int = 0
     # data and files
     data_file: str = ""
-    data_dir: str = flag("", "a folder of images in place of data_file; sub-folders are classes")
+    data_dir: str = ""
     random_flip: bool = False
     val_data_file: str = ""
     val_interval: int = 100

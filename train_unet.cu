@@ -4,60 +4,60 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    153  Part I. The program
-//    156     1. Types at the interface: what operations are called with
-//    371     2. The interface: all that the program asks of a device
-//    579     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    639     4. Errors, files and pictures: what Part III does for the program
-//    736     5. Configuration: flags, presets, help, what can work and what cannot
-//   1281     6. The network: a list of layers, made of guided-diffusion's flags
-//   1714     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1873     8. Forward and backward: two walks over the list
-//   1957     9. Diffusion: noise schedules, objectives, samplers
-//   2403    10. Data: .bin files that may be larger than memory, the order of their images
-//   2520    11. Model files: weights and checkpoints, initial weights
-//   2708    12. The log, put together for the run's page
-//   2737    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3014    14. A run: log, guard, checkpoints, resume, samples
-//   3691    15. main: the command line, then a run or samples
-//   3958  Part II. The device
-//   3961    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4167    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4229    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4409         Activations: pieces of 16 bytes
-//   4590         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4708         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4820         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5154         groupnorm_backward_whole: an image's slab in shared memory
-//   5539         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5864         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   5970         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6084         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6308         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6559         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6706         Convolution: which kernels there are, and what they share
-//   6722         Swizzle: how rows lie in shared memory
-//   6731         ConvOut: results, 4 channels of a pixel at a time
-//   6894         conv_halo: 3x3, stride 1, any GPU
-//   7136         conv_gather: any kernel size and stride, any GPU
-//   7287         conv_few: the first and the last layer
-//   7397         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7754         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7792         building blocks of Hopper's kernels (sm_90a)
-//   7978         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8262         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8521         conv_weight_tma: weight gradients (sm_90a)
-//   8731         Hopper's convolutions: which kernel, and its tensor maps
-//   9003         Convolution: forward, input gradient, weight gradients
-//   9239         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9685         Attention: which kernel, forward and, where a has dout, backward
-//   9725    19. The GPU: memory, copies, repeated work
-//   9892    20. Ranks: who they are, what their hosts tell each other
-//  10516    21. Between ranks: from device to device
-//  10696  Part III. Tools: errors, files, pictures, the run's page
-//  10699    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11009    23. Pictures: PNG files, grids of images
-//  11092    24. The run's page: index.html
+//    154  Part I. The program
+//    157     1. Types at the interface: what operations are called with
+//    372     2. The interface: all that the program asks of a device
+//    580     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    640     4. Errors, files and pictures: what Part III does for the program
+//    744     5. Configuration: flags, presets, help, what can work and what cannot
+//   1290     6. The network: a list of layers, made of guided-diffusion's flags
+//   1723     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1882     8. Forward and backward: two walks over the list
+//   1966     9. Diffusion: noise schedules, objectives, samplers
+//   2412    10. Data: .bin files that may be larger than memory, the order of their images
+//   2607    11. Model files: weights and checkpoints, initial weights
+//   2795    12. The log, put together for the run's page
+//   2824    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3101    14. A run: log, guard, checkpoints, resume, samples
+//   3778    15. main: the command line, then a run or samples
+//   4049  Part II. The device
+//   4052    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4258    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4320    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4500         Activations: pieces of 16 bytes
+//   4681         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4799         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4911         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5245         groupnorm_backward_whole: an image's slab in shared memory
+//   5630         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5955         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6061         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6175         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6399         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6650         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6797         Convolution: which kernels there are, and what they share
+//   6813         Swizzle: how rows lie in shared memory
+//   6822         ConvOut: results, 4 channels of a pixel at a time
+//   6985         conv_halo: 3x3, stride 1, any GPU
+//   7227         conv_gather: any kernel size and stride, any GPU
+//   7378         conv_few: the first and the last layer
+//   7488         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7845         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7883         building blocks of Hopper's kernels (sm_90a)
+//   8069         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8353         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8612         conv_weight_tma: weight gradients (sm_90a)
+//   8822         Hopper's convolutions: which kernel, and its tensor maps
+//   9094         Convolution: forward, input gradient, weight gradients
+//   9330         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9776         Attention: which kernel, forward and, where a has dout, backward
+//   9816    19. The GPU: memory, copies, repeated work
+//   9983    20. Ranks: who they are, what their hosts tell each other
+//  10607    21. Between ranks: from device to device
+//  10787  Part III. Tools: errors, files, pictures, the run's page
+//  10790    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11137    23. Pictures: PNG files, grids of images
+//  11220    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -142,6 +142,7 @@
 enum { POSIX_FADV_RANDOM, POSIX_FADV_WILLNEED, PR_SET_PDEATHSIG };
 static void posix_fadvise(int, off_t, off_t, int) {}
 static void prctl(int, int) {}
+#define st_mtim st_mtimespec
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0
 #endif
@@ -698,6 +699,13 @@ static std::string try_write_file(const Folder& folder, const std::string& name,
 static std::string read_text(const Folder& folder, const std::string& name); // a whole file; "" if there is none
 static bool exists(const std::string& path);                     // or nobody can tell, as of a disk that fails
 static uint32_t crc32(uint32_t crc, const void* data, size_t n); // zlib's; from crc = 0 on; calls chain
+static int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * 1000000000LL + time.tv_nsec; }
+// When something in a folder last changed, in nanoseconds since 1970: a file in it or below, or which files there are.
+// Hidden ones don't count.
+static int64_t last_change(const std::string& folder);
+// Runs another program, which PATH finds, and waits for it. Result: its exit code, or CANT_RUN.
+constexpr int CANT_RUN = 127;
+static int run_child(std::vector<std::string> words);
 
 // Headers are 256 little-endian int32; other values lie in them as their bits.
 struct Header {
@@ -876,6 +884,8 @@ struct Config {
     FLAG(int64_t, seed, 0, "of everything random", 0, 9e15);
     HEADING(files, "Data and files");
     FLAG(string, data_file, "", "images, from prepare_data.py");
+    FLAG(string, data_dir, "",
+         "or a folder of pictures, from which prepare_data.py makes FOLDER.bin; sub-folders are classes");
     SAVED(80, bool, random_flip, false, "mirror half of the images");
     FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
     FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
@@ -1062,10 +1072,10 @@ static void print_help() {
     apply_preset(&preset, DEFAULT_PRESET);
     printf("train_unet: trains a diffusion UNet, and samples from it.\n\n"
            "  ./train_unet                              train the default preset into out/\n"
-           "  ./train_unet --data_file my.bin           on your own pictures (python prepare_data.py makes my.bin)\n"
+           "  ./train_unet --data_dir PICTURES          on your own pictures (prepare_data.py makes PICTURES.bin)\n"
            "  ./train_unet --resume_checkpoint latest   continue the run in out/\n"
            "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
-           "In brackets: the default, and what preset %s has, which holds without --preset or --data_file.\n",
+           "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
            DEFAULT_PRESET);
     const char* part = "";
     for (const Flag& f : FLAGS) {
@@ -1075,8 +1085,9 @@ static void print_help() {
                value.empty() ? "\"\"" : value.c_str(),
                preset.chosen(f.name) ? text("; %s: %s", DEFAULT_PRESET, set.c_str()).c_str() : "");
     }
-    printf("\nPresets: without --preset %s; for a --data_file of images of 32x32 %s, of 64x64 %s, of other sizes %s\n",
-           DEFAULT_PRESET, PRESET_32, PRESET_64, PRESET_ELSE);
+    printf("\nPresets: without --preset %s; for a --data_file of images of 32x32 %s, of 64x64 %s, of other sizes %s; "
+           "for a --data_dir %s\n",
+           DEFAULT_PRESET, PRESET_32, PRESET_64, PRESET_ELSE, PRESET_64);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
@@ -1093,8 +1104,6 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
 // What to do instead of a flag that is none of ours.
 static std::string instead_of(const std::string& name) {
     auto is = [&](const char* names) { return strstr(names, (" " + name + " ").c_str()) != nullptr; };
-    if (is(" data_dir "))
-        return "python prepare_data.py --data_dir FOLDER --output_name my.bin makes a --data_file of its pictures";
     if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE --sampler";
     if (is(" large_size small_size base_samples ")) return "there are no upsamplers here, but --image_size";
     if (is(" bench profile ")) return "make -C dev bench makes dev/bench, which takes it and times this program";
@@ -2487,6 +2496,84 @@ static Dataset open_dataset(const std::string& path) {
             refuse(path + text(": image %ld has label %d of %d classes; make the file again", i, label, d.classes));
     posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on
     return d;
+}
+
+// --- a folder of pictures: its data file lies beside it, PICTURES.bin beside PICTURES
+
+static std::string data_file_beside(const std::string& folder) {
+    std::string path = folder;
+    while (path.ends_with('/')) path.pop_back();
+    const std::string name = std::filesystem::path(path).filename().string();
+    std::error_code none;
+    if (name.empty() || name == "." || name == "..") path = std::filesystem::canonical(folder, none).string();
+    if (path.empty() || path == "/")
+        die("--data_dir %s: has no folder in which its data file could lie; name another", folder.c_str());
+    return path + ".bin";
+}
+
+// Whether a data file holds the pictures as they are asked for, and as they were when the folder last changed.
+static bool is_up_to_date(const std::string& path, const Config& c, int64_t changed) {
+    if (!exists(path)) return false;
+    InputFile file;
+    file.open(path, "--data_dir would replace it: move it away");
+    const int* s = file.header.slot;
+    struct stat st = {};
+    must(s[0] == DATA_MAGIC && s[7] == 1 && !fstat(file.file, &st), path,
+         "is no file that --data_dir made, and it would be replaced: move it away, or name it as --data_file");
+    close(file.file);
+    const bool fits = s[3] == c.in_channels && s[4] == c.H && s[5] == c.W;
+    return fits && changed <= nanoseconds(st.st_mtim);
+}
+
+// The command that makes a data file of --data_dir's pictures, in words.
+static std::vector<std::string> prepare_command(const Config& c, const std::string& program, const std::string& file) {
+    const std::string size = c.H == c.W ? std::to_string(c.H) : text("%dx%d", c.H, c.W);
+    const std::string channels = std::to_string(c.in_channels);
+    return {"python3",      program, "--data_dir", c.data_dir, "--output_name", file, //
+            "--image_size", size,    "--channels", channels};
+}
+
+// Makes the data file, unless it is up to date.
+static void prepare_folder(const Config& c, const std::string& file) {
+    const std::string flag = "--data_dir " + c.data_dir;
+    struct stat st;
+    if (stat(c.data_dir.c_str(), &st)) die("%s: can't be read (%s)", flag.c_str(), strerror(errno));
+    must(S_ISDIR(st.st_mode), flag, "is no folder; --data_file takes a file");
+    must(c.in_channels == 1 || c.in_channels == 3, flag,
+         text("pictures have 1 channel or 3, and the model takes %d", c.in_channels));
+    const int64_t changed = last_change(c.data_dir);
+    if (is_up_to_date(file, c, changed)) {
+        printf("%s: is up to date with %s\n", file.c_str(), c.data_dir.c_str());
+        return;
+    }
+    std::error_code none;
+    const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", none);
+    const std::string program = (self.parent_path() / "prepare_data.py").string();
+    std::string by_hand;
+    for (const std::string& word : prepare_command(c, "prepare_data.py", file)) by_hand += " " + word;
+    by_hand = "`" + by_hand.substr(1) + "`";
+    must(exists(program), flag, program + " is not there, which prepares it; run " + by_hand + " where it is");
+    const int code = run_child(prepare_command(c, program, file));
+    must(code != CANT_RUN, flag,
+         "there is no python3 in PATH, which prepares it; run " + by_hand + " where there is one");
+    must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);
+    // Not when it was written: what changed while it was written may not be in it.
+    const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / 1000000000, changed % 1000000000}};
+    utimensat(AT_FDCWD, file.c_str(), times, 0);
+    printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
+}
+
+// --data_dir becomes the --data_file that is made of it. Rank 0 makes it, and the others wait.
+static void take_data_dir(Config* c, const std::string& where) {
+    const std::string error = parse_model(c);
+    if (error.starts_with("--image_size")) refuse(where + error);
+    const std::string file = data_file_beside(c->data_dir);
+    if (!world.rank) prepare_folder(*c, file);
+    broadcast_host("the preparation of --data_dir", "");
+    c->data_file = file;
+    c->on_command_line.insert("data_file");
+    c->data_dir = "";
+    c->on_command_line.erase("data_dir");
 }
 
 // The first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see step_gradients.
@@ -3892,8 +3979,9 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // --compare_runs: one page of several runs. Section 24.
 static void compare_runs(const Config& c);
 
-// What holds without --preset, by the size of the images, if there is a --data_file.
-static const char* default_preset(const Dataset& data) {
+// What holds without --preset, by the size of the images, if there is a --data_file or --data_dir.
+static const char* default_preset(const Config& c, const Dataset& data) {
+    if (!c.data_dir.empty()) return PRESET_64; // a folder becomes pictures of 64x64, as in prepare_data.py
     if (!data.size) return DEFAULT_PRESET;
     if (data.H == 64) return PRESET_64;
     return data.H == 32 ? PRESET_32 : PRESET_ELSE;
@@ -3913,6 +4001,8 @@ static int run_program(int argc, char** argv) {
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
     if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
+    if (c.given("data_file") && c.given("data_dir"))
+        die("--data_file and --data_dir: a run trains on one of them; leave the other out");
     Folder output, samples; // rank 0's
     if (!world.rank) output = open_folder(c.output_dir);
     if (!world.rank && !c.sample) lock_folder(output, false);
@@ -3923,7 +4013,7 @@ static int run_program(int argc, char** argv) {
     Dataset data;
     if (c.preset.empty()) {
         if (c.given("data_file")) data = open_dataset(c.data_file);
-        c.preset = default_preset(data);
+        c.preset = default_preset(c, data);
     }
     apply_preset(&c, c.preset);
     if (model.size) take_model_file(&c, model, !resume.empty());
@@ -3941,6 +4031,7 @@ static int run_program(int argc, char** argv) {
         sample_and_stop(c, samples, model);
         return 0;
     }
+    if (!c.data_dir.empty()) take_data_dir(&c, where);
     check_run(&c, where);
     if (!data.size) data = open_dataset(c.data_file);
     take_data_shape(&c, data, where);
@@ -10830,6 +10921,43 @@ std::map<int64_t, std::string> Folder::list(const std::string& prefix, const cha
     if (!trouble && why && why != ENOENT && why != ENOTDIR)
         die("%s: its files can't be listed (%s)", path.c_str(), strerror(why));
     return found;
+}
+
+// Of a file or folder. seen: the folders that were looked at; links may lead there again.
+static int64_t last_change_of(const std::string& path, std::set<std::pair<dev_t, ino_t>>* seen) {
+    struct stat st;
+    if (stat(path.c_str(), &st)) return 0; // a link to nothing
+    int64_t latest = nanoseconds(st.st_mtim);
+    if (!S_ISDIR(st.st_mode) || !seen->insert({st.st_dev, st.st_ino}).second) return latest;
+    const Folder folder = open_folder(path);
+    if (folder.descriptor < 0) return latest;
+    int none = 0;
+    for (const std::string& name : names_in(folder, &none))
+        if (!name.starts_with(".")) latest = std::max(latest, last_change_of(folder.name(name), seen));
+    close(folder.descriptor);
+    return latest;
+}
+
+static int64_t last_change(const std::string& folder) {
+    std::set<std::pair<dev_t, ino_t>> seen;
+    return last_change_of(folder, &seen);
+}
+
+static int run_child(std::vector<std::string> words) {
+    std::vector<char*> argv;
+    for (std::string& word : words) argv.push_back(word.data());
+    argv.push_back(nullptr);
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child < 0) die("%s: can't be started (%s)", argv[0], strerror(errno));
+    if (!child) {
+        prctl(PR_SET_PDEATHSIG, SIGTERM); // when this program ends, it ends, too
+        execvp(argv[0], argv.data());
+        _exit(CANT_RUN);
+    }
+    int status = 0;
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
 void Folder::remove(const std::string& file) const { unlinkat(descriptor, file.c_str(), 0); }

@@ -47,7 +47,7 @@ from config import LIMITS, PRESETS, WORDS, default_preset, make_config
 FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
     use_new_attention_order max_period diffusion_steps noise_schedule sampler timestep_respacing eta clip_denoised max_steps batch_size
-    microbatch lr lr_schedule weight_decay adam_beta1 adam_beta2 adam_eps grad_clip warmup_steps ema_rate max_bad_steps seed data_file
+    microbatch lr lr_schedule weight_decay adam_beta1 adam_beta2 adam_eps grad_clip warmup_steps ema_rate max_bad_steps seed data_file data_dir
     random_flip val_data_file val_interval init resume_checkpoint output_dir save_interval keep_checkpoints sample_interval num_samples
     log_interval sample output use_ema preset class_dropout rescale_timesteps objective predict predict_xstart min_snr_gamma vlb_weight
     rescale_learned_sigmas use_kl sigma_small sigma_data P_mean P_std ect_frame ect_q
@@ -200,7 +200,7 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     }
     for flag, value in (defaults | published).items():
         assert train_unet.format_value(flag, getattr(config, flag)) == train_unet.format_value(flag, value), flag
-    refused([*words, "--data_dir", "path/to/images"], "--data_dir", "prepare_data.py", "--data_file")
+    refused([*words, "--data_dir", "path/to/images"], "--data_dir path/to/images: ", "No such file")
 
     both = [
         "--preset",

@@ -4,9 +4,11 @@ import gzip
 import io
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 import zipfile
 import zlib
@@ -18,6 +20,9 @@ from PIL import Image, features
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from conftest import BUILD, TINY, binary_path, data_bytes, environment, make_images, model_name
+
+import model_files
 import prepare_data
 from prepare_data import DataError, load_folder, read_data, write_data
 
@@ -727,3 +732,157 @@ def test_shipped_fashion_is_what_its_command_makes(tmp_path):
     sources = [FASHION / "t10k-images-idx3-ubyte.gz", FASHION / "t10k-labels-idx1-ubyte.gz"]
     assert convert("--idx", *sources, "--output_name", tmp_path / "o.bin") == 0
     assert (tmp_path / "o.bin").read_bytes() == gzip.decompress((ROOT / "data/fashion32.bin.gz").read_bytes())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ./train_unet --data_dir
+
+
+class Trainer:
+    """./train_unet in a folder, where prepare_data.py lies beside it and PATH has a python3 that counts how often it is called."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.calls, self.path = folder, folder / "tools/calls", str(folder / "tools")
+        (folder / "tools").mkdir()
+        self.program = folder / "tools/train_unet"
+        shutil.copy(binary_path("cpu") if BUILD == "cpu" else ROOT / f"train_unet_{BUILD}", self.program)
+        (folder / "tools/prepare_data.py").symlink_to(ROOT / "prepare_data.py")
+        python = folder / "tools/python3"
+        python.write_text(f'#!/bin/sh\necho "$@" >>{self.calls}\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+
+    def __call__(self, *words: object, code: int = 0) -> subprocess.CompletedProcess:
+        done = subprocess.run(
+            [self.program, *map(str, words)], cwd=self.folder, env=environment() | {"PATH": self.path}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    def train(self, *words: object, code: int = 0) -> subprocess.CompletedProcess:
+        shutil.rmtree(self.folder / "out", ignore_errors=True)
+        return self(*TINY, "--max_steps", 1, *words, code=code)
+
+    def prepared(self) -> int:
+        """How often python3 was called."""
+        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path)
+
+
+PETS = ["--data_dir", "pets", "--image_size", "8"]
+
+
+def save_pets(folder: Path) -> None:
+    for k in range(4):
+        noise(folder / f"pets/{'cat' if k % 2 else 'dog'}/{k}.png")
+
+
+def test_train_unet_prepares_a_folder_once(trainer: Trainer, tmp_path: Path) -> None:
+    """What it makes is what the command makes; a checkpoint records the file, with which a run goes on without the flag."""
+    save_pets(tmp_path)
+    words = ["--data_dir", "pets//", "--image_size", 8, "--class_cond", "True"]
+    done = trainer.train(*words)
+    assert "pets.bin: prepared from pets//\n" in done.stdout and "data: pets.bin, 4 images" in done.stdout and not done.stderr
+    assert convert("--data_dir", tmp_path / "pets", "--output_name", tmp_path / "same.bin", "--image_size", 8, "--channels", 1) == 0
+    assert (tmp_path / "pets.bin").read_bytes() == (tmp_path / "same.bin").read_bytes()
+    assert model_files.read_model(str(tmp_path / "out" / model_name(1))).config.data_file == "pets.bin"
+    assert "step 2/2" in trainer("--resume_checkpoint", "latest", "--max_steps", 2).stdout
+    assert "pets.bin: is up to date with pets//\n" in trainer.train(*words).stdout
+    assert trainer.prepared() == 1
+    assert "step 1/1" in trainer.train("--data_file", "pets.bin").stdout
+
+
+def test_train_unet_prepares_a_folder_again_when_it_changed(trainer: Trainer, tmp_path: Path) -> None:
+    """A picture that is new, changed or gone, another size, other channels."""
+    save_pets(tmp_path)
+    trainer.train(*PETS)
+    second = 10**9
+    newer = (tmp_path / "pets.bin").stat().st_mtime_ns + second
+    os.utime(tmp_path / "pets/cat/1.png", ns=(newer, newer))
+    assert "prepared from" in trainer.train(*PETS).stdout
+    (tmp_path / "pets/cat/1.png").unlink()
+    os.utime(tmp_path / "pets/cat", ns=(newer + second, newer + second))  # as if it was removed a second later
+    assert "pets.bin, 3 images" in trainer.train(*PETS).stdout
+    assert "model: 8x16x3" in trainer.train("--data_dir", "pets", "--image_size", "8x16", "--in_channels", 3).stdout
+    assert trainer.prepared() == 4
+    (tmp_path / "pets/.hidden").write_text("of a file manager")
+    os.utime(tmp_path / "pets/.hidden", ns=(newer + 9 * second, newer + 9 * second))
+    os.utime(tmp_path / "pets", ns=(newer, newer))
+    trainer.train("--data_dir", "pets", "--image_size", "8x16", "--in_channels", 3)
+    assert trainer.prepared() == 4
+
+
+def test_train_unet_asks_for_the_size_of_the_model(trainer: Trainer, tmp_path: Path) -> None:
+    """Of a file that it starts from; else the preset's; else 64x64 in colour, with the preset for that."""
+    save_pets(tmp_path)
+    trainer.train(*PETS)
+    shutil.move(tmp_path / "out" / model_name(1), tmp_path / "m.bin")
+    assert "model: 8x8x1" in trainer("--init", "m.bin", "--data_dir", "pets", "--max_steps", 1, "--output_dir", "new").stdout
+    words = ["--data_dir", "pets", "--max_steps", 1, "--batch_size", 1, "--sample_interval", 0]
+    assert "model: 32x32x1" in trainer(*words, "--preset", "fashion32", "--output_dir", "grey").stdout
+    told = trainer(*words, "--output_dir", "colour").stdout
+    assert f"preset {'quick64' if BUILD == 'cuda' else 'emoji64'}: " in told and "model: 64x64x3" in told
+
+
+def test_train_unet_passes_on_what_is_wrong_with_pictures(trainer: Trainer, tmp_path: Path) -> None:
+    save_pets(tmp_path)
+    (tmp_path / "pets/cat/bad.png").write_bytes(b"no picture")
+    done = trainer.train(*PETS)
+    assert "prepare_data: skipped pets/cat/bad.png: Pillow cannot identify it" in done.stderr and "4 images" in done.stdout
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/bad.png").write_bytes(b"no picture")
+    done = trainer.train("--data_dir", "bad", "--image_size", 8, code=1)
+    assert "prepare_data: none of the images could be read\n" in done.stderr
+    by_hand = "`python3 prepare_data.py --data_dir bad --output_name bad.bin --image_size 8 --channels 1`"
+    assert "train_unet: --data_dir bad: was not prepared, for the reason above" in done.stderr and by_hand in done.stderr
+    assert not (tmp_path / "bad.bin").exists() and not (tmp_path / "out").exists()
+
+
+def test_train_unet_refuses_what_it_cant_prepare(trainer: Trainer, tmp_path: Path) -> None:
+    def refused(*words: object) -> str:
+        before = contents(tmp_path)
+        told = trainer.train(*words, code=1).stderr
+        assert contents(tmp_path) == before and told.count("\n") == 1
+        return told
+
+    save_pets(tmp_path)
+    assert "--data_file and --data_dir: a run trains on one of them" in refused(*PETS, "--data_file", "x.bin")
+    assert "--data_dir none: can't be read (No such file or directory)" in refused("--data_dir", "none")
+    assert "--data_dir pets/cat/1.png: is no folder" in refused("--data_dir", "pets/cat/1.png")
+    assert "--data_dir /: has no folder" in refused("--data_dir", "/")
+    assert "1 channel or 3, and the model takes 4" in refused(*PETS, "--in_channels", 4)
+    assert "--image_size 9: must be a multiple of 2" in refused("--data_dir", "pets", "--image_size", 9)
+    for kept in (b"my notes" * 200, data_bytes(make_images().astype(np.float32)), b"short"):
+        (tmp_path / "pets.bin").write_bytes(kept)
+        assert "move it away" in refused(*PETS)
+    (tmp_path / "pets.bin").unlink()
+    trainer.path = str(tmp_path / "pets")
+    by_hand = "run `python3 prepare_data.py --data_dir pets --output_name pets.bin --image_size 8 --channels 1` where "
+    assert f"--data_dir pets: there is no python3 in PATH, which prepares it; {by_hand}" in refused(*PETS)
+    (tmp_path / "tools/prepare_data.py").unlink()
+    told = refused(*PETS)
+    assert f"{tmp_path}/tools/prepare_data.py is not there, which prepares it; {by_hand}" in told
+
+
+def test_train_unet_ends_with_what_prepares(trainer: Trainer, tmp_path: Path) -> None:
+    """A program that is stopped leaves nobody behind who still prepares."""
+    save_pets(tmp_path)
+    (tmp_path / "tools/python3").write_text(f"#!/bin/sh\necho $$ >{tmp_path}/number\nexec sleep 60\n")
+    process = subprocess.Popen([trainer.program, *TINY, *PETS], cwd=tmp_path, env=environment() | {"PATH": f"{trainer.path}:{os.environ['PATH']}"})
+    try:
+        wait_for(lambda: (tmp_path / "number").exists() and (tmp_path / "number").read_text().endswith("\n"))
+    finally:
+        process.terminate()
+    assert process.wait(20) == -15
+    child = Path("/proc") / (tmp_path / "number").read_text().strip() / "cmdline"
+    wait_for(lambda: not child.exists() or b"sleep" not in child.read_bytes())
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from conftest import (
     read_checkpoint,
     read_log,
 )
+from PIL import Image
 
 KILLS = int(os.environ.get("TRAIN_UNET_KILLS", 3))
 LISTED = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines() if BUILD == "cuda" else []
@@ -165,6 +167,26 @@ def wait_for_step(p: subprocess.Popen) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what is said, and how often
+
+
+def test_rank_0_prepares_a_folder(ranks: Callable, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and longer than --rank_timeout: the others wait for what is alive. What goes wrong with it ends all."""
+    (tmp_path / "tools").mkdir()
+    python = tmp_path / "tools/python3"
+    python.write_text(f'#!/bin/sh\necho x >>{tmp_path}/calls\nsleep 7\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setitem(ENVIRONMENT, "PATH", f"{tmp_path}/tools:{os.environ['PATH']}")
+    (tmp_path / "pets").mkdir()
+    for k, image in enumerate(make_images(8, 3)):
+        Image.fromarray(image.transpose(1, 2, 0)).save(tmp_path / f"pets/{k}.png")
+    done = ranks(2, flags(TINY, "--data_dir pets --image_size 8 --max_steps 2 --rank_timeout 5"))
+    assert done.out.count("pets.bin: prepared from pets") == done.out.count("step 2/2") == 1
+    assert "have waited for 5 s for rank 0" in done.err and "it is alive" in done.err
+    done = ranks(2, flags(TINY, "--data_dir pets --image_size 8 --max_steps 2 --output_dir again"))
+    assert done.out.count("pets.bin: is up to date with pets") == 1 and (tmp_path / "calls").read_text() == "x\n"
+    python.write_text("#!/bin/sh\necho no picture >&2\nexit 1\n")
+    done = ranks(2, flags(TINY, "--data_dir pets --image_size 16 --max_steps 2 --output_dir third"), code=1)
+    assert "no picture" in done.err and len(own_sentences(done.err)) == 1 and "--data_dir pets: was not prepared" in done.err
 
 
 def test_rank_0_speaks(ranks: Callable, data: Path) -> None:
