@@ -856,6 +856,19 @@ class RunFolder:
         found = ((re.fullmatch(r"model_(\d+)\.bin", name), name) for name in os.listdir(self.descriptor))
         return dict(sorted((int(match[1]), name) for match, name in found if match))
 
+    def leave_later_snapshots(self, first_step: int) -> None:
+        """Snapshots of later steps than a run begins at are of steps that it does again, maybe otherwise: no average of this run may take them. They
+        stay under another name."""
+        names = [name for name in sorted(os.listdir(self.descriptor)) if re.fullmatch(SNAPSHOT_NAME, name) and snapshot_number(name) > first_step]
+        for name in names:
+            try:
+                os.rename(name, f"{name}.left", src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+            except OSError as e:
+                raise UserError(f"{self.name(name)}: can't be renamed to {name}.left ({e.strerror}); move it away") from None
+        if names:
+            told = "they are called ema_STEP.bin.left now, and no average takes them"
+            print(f"{self.path}: snapshots ema_STEP.bin beyond step {first_step}, where this run goes on: {len(names)}; {told}")
+
     def write(self, file: str, chunks: Iterable[Any]) -> None:
         """OSError if it can't be written; then what was there before is untouched."""
         with prepare_data.atomic_file(file, self.descriptor) as f:
@@ -1182,6 +1195,7 @@ def run_folder(config: Config, start: ModelFile | None) -> Iterator[tuple[RunFol
             raise UserError(f"{folder.path}: was moved or replaced while the run began; start it again")
         check_output_dir(config, start)  # again, now that nobody else can change it
         prepare_data.remove_leftovers(folder.descriptor, "model_", "samples_", "log.csv.", "loss.png.", "ema_")
+        folder.leave_later_snapshots(step)
         log = Log(folder, step)
         yield folder, log, Keeper(folder, config.keep_checkpoints, step)
         log.close()

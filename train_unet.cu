@@ -19,45 +19,45 @@
 //   2795    12. The log, put together for the run's page
 //   2824    13. A training step: draw, diffuse, forward, loss, backward, judge, update
 //   3101    14. A run: log, guard, checkpoints, resume, samples
-//   3778    15. main: the command line, then a run or samples
-//   4049  Part II. The device
-//   4052    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4258    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4320    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4500         Activations: pieces of 16 bytes
-//   4681         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4799         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4911         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5245         groupnorm_backward_whole: an image's slab in shared memory
-//   5630         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5955         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6061         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6175         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6399         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6650         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6797         Convolution: which kernels there are, and what they share
-//   6813         Swizzle: how rows lie in shared memory
-//   6822         ConvOut: results, 4 channels of a pixel at a time
-//   6985         conv_halo: 3x3, stride 1, any GPU
-//   7227         conv_gather: any kernel size and stride, any GPU
-//   7378         conv_few: the first and the last layer
-//   7488         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7845         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7883         building blocks of Hopper's kernels (sm_90a)
-//   8069         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8353         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8612         conv_weight_tma: weight gradients (sm_90a)
-//   8822         Hopper's convolutions: which kernel, and its tensor maps
-//   9094         Convolution: forward, input gradient, weight gradients
-//   9330         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9776         Attention: which kernel, forward and, where a has dout, backward
-//   9816    19. The GPU: memory, copies, repeated work
-//   9983    20. Ranks: who they are, what their hosts tell each other
-//  10607    21. Between ranks: from device to device
-//  10787  Part III. Tools: errors, files, pictures, the run's page
-//  10790    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11137    23. Pictures: PNG files, grids of images
-//  11220    24. The run's page: index.html
+//   3797    15. main: the command line, then a run or samples
+//   4068  Part II. The device
+//   4071    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4277    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4339    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4519         Activations: pieces of 16 bytes
+//   4700         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4818         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4930         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5264         groupnorm_backward_whole: an image's slab in shared memory
+//   5649         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   5974         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6080         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6194         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6418         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6669         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6816         Convolution: which kernels there are, and what they share
+//   6832         Swizzle: how rows lie in shared memory
+//   6841         ConvOut: results, 4 channels of a pixel at a time
+//   7004         conv_halo: 3x3, stride 1, any GPU
+//   7246         conv_gather: any kernel size and stride, any GPU
+//   7397         conv_few: the first and the last layer
+//   7507         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7864         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7902         building blocks of Hopper's kernels (sm_90a)
+//   8088         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8372         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8631         conv_weight_tma: weight gradients (sm_90a)
+//   8841         Hopper's convolutions: which kernel, and its tensor maps
+//   9113         Convolution: forward, input gradient, weight gradients
+//   9349         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9795         Attention: which kernel, forward and, where a has dout, backward
+//   9835    19. The GPU: memory, copies, repeated work
+//  10002    20. Ranks: who they are, what their hosts tell each other
+//  10626    21. Between ranks: from device to device
+//  10806  Part III. Tools: errors, files, pictures, the run's page
+//  10809    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11156    23. Pictures: PNG files, grids of images
+//  11239    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -3485,6 +3485,24 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
+// Snapshots of later steps than a run begins at are of steps that it does again, maybe otherwise: no average of this run
+// may take them. They stay under another name.
+static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
+    int64_t count = 0;
+    for (const auto& [step, name] : folder.list("ema_")) {
+        if (step <= first_step) continue;
+        const std::string left = name + ".left";
+        if (renameat(folder.descriptor, name.c_str(), folder.descriptor, left.c_str()))
+            die("%s: can't be renamed to %s (%s); move it away", folder.name(name).c_str(), left.c_str(),
+                strerror(errno));
+        count++;
+    }
+    if (count)
+        printf("%s: snapshots ema_STEP.bin beyond step %ld, where this run goes on: %ld; "
+               "they are called ema_STEP.bin.left now, and no average takes them\n",
+               folder.path.c_str(), first_step, count);
+}
+
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     printf("preset %s: %s\n", c.preset.c_str(), PRESETS.at(c.preset).c_str());
     std::string given;
@@ -3617,6 +3635,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
         must(output.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
         check_output_dir(c, output, resume, run.first_step); // again, now that nobody else can change it
         output.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_"});
+        leave_later_snapshots(output, run.first_step);
     }
     open_log(&run);
     begin_page(&run);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,40 @@ def test_a_late_start_is_refused(run: Callable, data: Path, tmp_path: Path) -> N
     assert "--ema_snapshots 2" in told and model_name(2) in told and told.count("\n") == 1
     with pytest.raises(twin.UserError, match="ema_snapshots 2"):
         twin.Trainer(make_config(dict(ema_snapshots=2), None, file := twin.read_model(str(tmp_path / "out" / model_name(2))), True), start=file)
+
+
+@pytest.mark.parametrize("program", ["program", "twin"])
+def test_a_branch_that_was_left(
+    run: Callable, data: Path, tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Who goes on from an earlier checkpoint in another way averages what was trained then, and nothing of what was trained before: a run with the
+    same checkpoint and only the snapshots up to it is averaged alike."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(words: list[str]) -> str:
+        if program == "program":
+            return run(words).out
+        twin.run(words)
+        return capsys.readouterr().out
+
+    given = flags(TINY, "--data_file", data, "--save_interval 4 --keep_checkpoints 0")
+    on = flags("--resume_checkpoint latest --lr 3e-3 --max_steps 12 --sample_interval 0 --ema_snapshots 6")
+    assert ".left" not in train([*given, "--max_steps", "8", "--ema_snapshots", "2"])
+    folder, there = tmp_path / "out", tmp_path / "there"
+    (folder / model_name(8)).rename(tmp_path / "later.bin")
+    there.mkdir()
+    for name in (model_name(4), "ema_0000002.bin", "ema_0000004.bin", "log.csv"):
+        shutil.copy(folder / name, there / name)
+    was = (folder / "ema_0000006.bin").read_bytes()
+    told = train(on)
+    assert "out: snapshots ema_STEP.bin beyond step 4, where this run goes on: 2; they are called ema_STEP.bin.left now" in told
+    assert (folder / "ema_0000006.bin.left").read_bytes() == was
+    assert sorted(p.name for p in folder.glob("ema_*")) == sorted(
+        [f"ema_{step:07d}.bin" for step in (2, 4, 6, 12)] + [f"ema_{step:07d}.bin.left" for step in (6, 8)]
+    )
+    assert ".left" not in train([*on, "--output_dir", "there"])
+    made = [model_files.post_hoc_average(str(path / "ema_0000012.bin"), 0.1) for path in (folder, there)]
+    assert np.array_equal(made[0].weights, made[1].weights)
 
 
 def solve_weights(t_i: np.ndarray, gamma_i: np.ndarray, t_r: np.ndarray, gamma_r: np.ndarray) -> np.ndarray:
