@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import stat
 import tempfile
@@ -817,6 +818,9 @@ def seconds_of(rows: list[str]) -> float:
     return seconds
 
 
+BEST = "best.bin"  # --keep_best: a hard link to the checkpoint of the lowest validation loss, so that it outlives its other name
+
+
 class RunFolder:
     """The output folder of a run, held by its descriptor: it stays the same one when it is moved, or when another takes its name."""
 
@@ -868,6 +872,37 @@ class RunFolder:
         if names:
             told = "they are called ema_STEP.bin.left now, and no average takes them"
             print(f"{self.path}: snapshots ema_STEP.bin beyond step {first_step}, where this run goes on: {len(names)}; {told}")
+
+    def best_step(self) -> int | None:
+        """The step of best.bin, the checkpoint that --keep_best keeps; None: there is none."""
+        if not prepare_data.is_there(BEST, self.descriptor):
+            return None
+        try:
+            with prepare_data.open_file(BEST, self.descriptor) as f:
+                header = np.frombuffer(f.read(HEADER.itemsize), HEADER)[0]
+        except (OSError, ValueError, IndexError):
+            header = None
+        if header is None or header["magic"] != MODEL_MAGIC or header["contents"] != HAS_EMA | HAS_TRAINING:
+            raise UserError(f"{self.name(BEST)}: is no checkpoint; move it away, for --keep_best would replace it")
+        return int(header["step"])
+
+    def link(self, file: str, name: str) -> None:
+        """Gives a file a second name, in place of what has that name; a copy, where there are no hard links. OSError if neither can be done."""
+        temporary = f"{name}.tmp{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):  # a killed process of this number may have left it
+            os.unlink(temporary, dir_fd=self.descriptor)
+        try:
+            os.link(file, temporary, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        except OSError:
+            with prepare_data.open_file(file, self.descriptor) as source, prepare_data.atomic_file(name, self.descriptor) as copy:
+                shutil.copyfileobj(source, copy)
+            return
+        try:
+            os.replace(temporary, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+            os.fsync(self.descriptor)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # it is still there if both names were this file's before
+                os.unlink(temporary, dir_fd=self.descriptor)
 
     def write(self, file: str, chunks: Iterable[Any]) -> None:
         """OSError if it can't be written; then what was there before is untouched."""
@@ -938,6 +973,16 @@ class Log:
         if bool(before) == bool(self.error):
             return ""
         return f"{self.path}: " + (f"can't be written ({self.error}); rows wait" if self.error else "is written again, and no row is missing")
+
+    def val_loss(self, step: int) -> float:
+        """The validation loss in the row of a step; infinite: there is none."""
+        with self.reader() as f:
+            found = [row["val_loss"] for row in csv.DictReader(f) if row["step"] == str(step)]
+        try:
+            value = float(found[-1])
+        except (IndexError, TypeError, ValueError):
+            return math.inf
+        return value if math.isfinite(value) else math.inf
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -1025,6 +1070,10 @@ def find_data(path: str, checkpoint: str) -> str:
 def check_output_dir(config: Config, start: ModelFile | None) -> None:
     """An output folder holds one run: a new run needs a folder without one, a resumed run its own or an empty one."""
     folder, saved = config.output_dir, checkpoints(config.output_dir)
+    best = os.path.join(folder, BEST)
+    if config.keep_best and not saved and os.path.exists(best):
+        if not (config.resume_checkpoint and os.path.samefile(best, start.path)):
+            raise UserError(f"{best}: is another run's; move it away, or choose another --output_dir")
     if not saved and not os.path.exists(os.path.join(folder, "log.csv")):
         return
     if not config.resume_checkpoint:
@@ -1104,10 +1153,13 @@ PATIENCE, PATIENCE_AT_THE_END, RETRY_AFTER = 600.0, 15.0, 5.0  # seconds
 
 
 class Keeper:
-    """The checkpoints of a run: an older one goes only when a step from the newest was good. tell: what shows a sentence."""
+    """The checkpoints of a run: an older one goes only when a step from the newest was good. tell: what shows a sentence. best_loss: with --keep_best
+    the validation loss of best.bin, infinite if it is unknown; None without. val_loss: after the latest step, if it was measured there."""
 
-    def __init__(self, folder: RunFolder, keep: int, step: int):
+    def __init__(self, folder: RunFolder, keep: int, step: int, best_loss: float | None = None):
         self.folder, self.keep, self.tell = folder, keep, print
+        self.best_loss = best_loss
+        self.val_loss: float | None = None
         self.saved, self.proven = step, -1 if step else 0  # the newest checkpoint, and the newest from which a step was good
         self.snapshot = step  # the newest of the averages
         self.no_room_since, self.retry_at = 0.0, 0.0  # when a file first could not be written (0: it could), and when it is tried again
@@ -1120,8 +1172,25 @@ class Keeper:
         """A checkpoint."""
         if not file.is_finite():
             self.stop_run(file.state.step, "weights, their average or moments are not finite and were not saved")
-        if self.write(f"model_{file.state.step:07d}.bin", file, file.state.step):
+        name = f"model_{file.state.step:07d}.bin"
+        if self.write(name, file, file.state.step):
             self.saved = file.state.step
+            self.keep_best(name)
+
+    def keep_best(self, checkpoint: str) -> None:
+        """Makes best.bin this checkpoint, just written, if its validation loss is the lowest. One whose step has none, because the data ended the
+        run, is not compared."""
+        if self.best_loss is None or self.val_loss is None:
+            return
+        loss = float(f"{self.val_loss:.9g}")  # as in log.csv: a resumed run decides as one that never paused
+        if not loss < self.best_loss:
+            return
+        try:
+            self.folder.link(checkpoint, BEST)
+            self.best_loss = loss
+        except OSError as e:
+            failure = f"can't be written ({e.strerror}); what was there before is untouched"
+            self.tell(f"{self.folder.name(BEST)}: {failure}; the run goes on, and {checkpoint} is the best checkpoint until now")
 
     def save_snapshot(self, file: ModelFile, step: int) -> None:
         """The averages by power functions."""
@@ -1194,10 +1263,15 @@ def run_folder(config: Config, start: ModelFile | None) -> Iterator[tuple[RunFol
         if not folder.has_its_name():
             raise UserError(f"{folder.path}: was moved or replaced while the run began; start it again")
         check_output_dir(config, start)  # again, now that nobody else can change it
-        prepare_data.remove_leftovers(folder.descriptor, "model_", "samples_", "log.csv.", "loss.png.", "ema_")
+        prepare_data.remove_leftovers(folder.descriptor, "model_", "samples_", "log.csv.", "loss.png.", "ema_", f"{BEST}.")
         folder.leave_later_snapshots(step)
+        best_step = folder.best_step() if config.keep_best and step else None
         log = Log(folder, step)
-        yield folder, log, Keeper(folder, config.keep_checkpoints, step)
+        best_loss = log.val_loss(best_step) if best_step is not None else math.inf
+        if best_step is not None and math.isinf(best_loss):
+            told = f"log.csv has no validation loss of its step {best_step}, so the next checkpoint becomes the best"
+            print(f"{folder.name(BEST)}: {told}", flush=True)
+        yield folder, log, Keeper(folder, config.keep_checkpoints, step, best_loss if config.keep_best else None)
         log.close()
         folder.close()
 

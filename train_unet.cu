@@ -9,55 +9,55 @@
 //    372     2. The interface: all that the program asks of a device
 //    580     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    640     4. Errors, files and pictures: what Part III does for the program
-//    744     5. Configuration: flags, presets, help, what can work and what cannot
-//   1290     6. The network: a list of layers, made of guided-diffusion's flags
-//   1723     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1882     8. Forward and backward: two walks over the list
-//   1966     9. Diffusion: noise schedules, objectives, samplers
-//   2412    10. Data: .bin files that may be larger than memory, the order of their images
-//   2607    11. Model files: weights and checkpoints, initial weights
-//   2795    12. The log, put together for the run's page
-//   2824    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3101    14. A run: log, guard, checkpoints, resume, samples
-//   3797    15. main: the command line, then a run or samples
-//   4068  Part II. The device
-//   4071    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4277    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4339    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4519         Activations: pieces of 16 bytes
-//   4700         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4818         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4930         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5264         groupnorm_backward_whole: an image's slab in shared memory
-//   5649         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   5974         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6080         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6194         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6418         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6669         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6816         Convolution: which kernels there are, and what they share
-//   6832         Swizzle: how rows lie in shared memory
-//   6841         ConvOut: results, 4 channels of a pixel at a time
-//   7004         conv_halo: 3x3, stride 1, any GPU
-//   7246         conv_gather: any kernel size and stride, any GPU
-//   7397         conv_few: the first and the last layer
-//   7507         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7864         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7902         building blocks of Hopper's kernels (sm_90a)
-//   8088         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8372         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8631         conv_weight_tma: weight gradients (sm_90a)
-//   8841         Hopper's convolutions: which kernel, and its tensor maps
-//   9113         Convolution: forward, input gradient, weight gradients
-//   9349         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9795         Attention: which kernel, forward and, where a has dout, backward
-//   9835    19. The GPU: memory, copies, repeated work
-//  10002    20. Ranks: who they are, what their hosts tell each other
-//  10626    21. Between ranks: from device to device
-//  10806  Part III. Tools: errors, files, pictures, the run's page
-//  10809    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11156    23. Pictures: PNG files, grids of images
-//  11239    24. The run's page: index.html
+//    747     5. Configuration: flags, presets, help, what can work and what cannot
+//   1296     6. The network: a list of layers, made of guided-diffusion's flags
+//   1729     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1888     8. Forward and backward: two walks over the list
+//   1972     9. Diffusion: noise schedules, objectives, samplers
+//   2418    10. Data: .bin files that may be larger than memory, the order of their images
+//   2613    11. Model files: weights and checkpoints, initial weights
+//   2801    12. The log, put together for the run's page
+//   2830    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3107    14. A run: log, guard, checkpoints, resume, samples
+//   3864    15. main: the command line, then a run or samples
+//   4135  Part II. The device
+//   4138    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+//   4344    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4406    18. The GPU: what a choice of kernels may ask, launches, kernels
+//   4586         Activations: pieces of 16 bytes
+//   4767         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4885         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   4997         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   5331         groupnorm_backward_whole: an image's slab in shared memory
+//   5716         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6041         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6147         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6261         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6485         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6736         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   6883         Convolution: which kernels there are, and what they share
+//   6899         Swizzle: how rows lie in shared memory
+//   6908         ConvOut: results, 4 channels of a pixel at a time
+//   7071         conv_halo: 3x3, stride 1, any GPU
+//   7313         conv_gather: any kernel size and stride, any GPU
+//   7464         conv_few: the first and the last layer
+//   7574         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   7931         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   7969         building blocks of Hopper's kernels (sm_90a)
+//   8155         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8439         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   8698         conv_weight_tma: weight gradients (sm_90a)
+//   8908         Hopper's convolutions: which kernel, and its tensor maps
+//   9180         Convolution: forward, input gradient, weight gradients
+//   9416         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9862         Attention: which kernel, forward and, where a has dout, backward
+//   9902    19. The GPU: memory, copies, repeated work
+//  10069    20. Ranks: who they are, what their hosts tell each other
+//  10693    21. Between ranks: from device to device
+//  10873  Part III. Tools: errors, files, pictures, the run's page
+//  10876    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11247    23. Pictures: PNG files, grids of images
+//  11330    24. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -696,6 +696,9 @@ struct AtomicFile {
 };
 // Result: why it could not be written, or "".
 static std::string try_write_file(const Folder& folder, const std::string& name, const std::string& content);
+// Gives a file of a folder a second name, in place of what has that name; a copy, where there are no hard links.
+// Result: why that could not be done, or "".
+static std::string try_link_file(const Folder& folder, const std::string& file, const std::string& name);
 static std::string read_text(const Folder& folder, const std::string& name); // a whole file; "" if there is none
 static bool exists(const std::string& path);                     // or nobody can tell, as of a disk that fails
 static uint32_t crc32(uint32_t crc, const void* data, size_t n); // zlib's; from crc = 0 on; calls chain
@@ -897,6 +900,7 @@ struct Config {
     FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
     FLAG(int, save_interval, 500, "steps between two checkpoints", 1, BIG);
     FLAG(int, keep_checkpoints, 3, "checkpoints kept, the newest; 0: all", 0, BIG);
+    FLAG(bool, keep_best, false, "keep that of the lowest validation loss, too, as best.bin; needs val_data_file");
     FLAG(int, sample_interval, 250, "steps between two grids of samples; 0: none", 0, BIG);
     FLAG(int, num_samples, 36, "images in a grid", 1, 4096);
     FLAG(int, log_interval, 10, "steps between two lines on the screen, one in ten seconds at least", 1, BIG);
@@ -1282,6 +1286,8 @@ static void check_run(Config* c, const std::string& where) {
     if (!works) printf("--microbatch %d: was %d before; %d processes sum up in another order\n", share, before, N);
     if (!works || N > 1) c->microbatch = works ? c->micro() : share;
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
+    if (c->keep_best && c->val_data_file.empty())
+        refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
 }
@@ -3099,7 +3105,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 
 // =====================================================================================================================
 // 14. A run: log, guard, checkpoints, resume, samples
-// Its output folder holds index.html, log.csv, samples_STEP.png and model_STEP.bin.
+// Its output folder holds index.html, log.csv, samples_STEP.png and model_STEP.bin, with --keep_best best.bin.
 
 static volatile sig_atomic_t stop_signal = 0;
 // What ends a run after the step in hand: Ctrl-C, kill, a terminal or a reader that goes away (./train_unet | head).
@@ -3147,6 +3153,8 @@ struct Run {
     int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // issued: begun; saved: in the newest checkpoint
     int64_t snapshot = 0, snapshot_updates = 0;                       // in the newest snapshot of the averages
     int64_t proven = -1;                                              // the newest one from which a step was good
+    double val_loss = NAN;                                            // after the latest step; NaN: not measured
+    double best_loss = INFINITY;                                      // that of best.bin, at rank 0; infinite: unknown
     int stop = 0;                                                     // the signal that ends the run, as ranks agreed
 };
 
@@ -3155,9 +3163,34 @@ static void end_line(Run* run) {
     if (std::exchange(run->line_open, false)) printf("\n");
 }
 
+// --keep_best: a hard link to the checkpoint of the lowest validation loss, so that it outlives its other name.
+constexpr char BEST[] = "best.bin";
+
+// The step of a resumed run's best.bin; -1: there is none.
+static int64_t best_step(const Run& run) {
+    if (!run.config.keep_best || !run.first_step || !run.folder.has(BEST)) return -1;
+    const int file = openat(run.folder.descriptor, BEST, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    Header h;
+    const bool whole = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
+    if (file >= 0) close(file);
+    const bool checkpoint = whole && h.slot[0] == MODEL_MAGIC && h.slot[SLOT_CONTENTS] == (HAS_EMA | HAS_TRAINING);
+    must(checkpoint, run.folder.name(BEST), "is no checkpoint; move it away, for --keep_best would replace it");
+    return h.get<int64_t>(SLOT_STEP);
+}
+
+// The validation loss in a row of log.csv; NaN: it has none.
+static double val_loss_of(const std::string& row) {
+    std::istringstream fields(row), names(LOG_COLUMNS);
+    std::string field, name;
+    while (std::getline(names, name, ',') && std::getline(fields, field, ','))
+        if (name == "val_loss" && !field.empty()) return atof(field.c_str());
+    return NAN;
+}
+
 // Opens log.csv. A resumed run does away with rows beyond the checkpoint's step; the rest feeds the page.
 static void open_log(Run* run) {
     if (world.rank) return; // rank 0 writes
+    const int64_t best = best_step(*run);
     std::string kept = std::string(LOG_COLUMNS) + "\n";
     const auto columns = std::ranges::count(kept, ',');
     std::istringstream old(read_text(run->folder, "log.csv"));
@@ -3165,6 +3198,7 @@ static void open_log(Run* run) {
         const double step = atof(row.c_str());
         if (!(step > 0 && step <= (double)run->first_step)) continue;
         run->summary.add(row);
+        if (const double val = val_loss_of(row); (int64_t)step == best && std::isfinite(val)) run->best_loss = val;
         if (std::ranges::count(row, ',') == columns - 1) row += ","; // an older program's, which wrote no seconds
         kept += row + "\n";
     }
@@ -3172,6 +3206,9 @@ static void open_log(Run* run) {
     must(failure.empty(), path, failure);
     run->log = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+    if (best >= 0 && std::isinf(run->best_loss))
+        printf("%s: log.csv has no validation loss of its step %ld, so the next checkpoint becomes the best\n",
+               run->folder.name(BEST).c_str(), best);
 }
 
 // A run whose folder is gone has no place for its checkpoints, and ends. One whose folder was moved goes on there.
@@ -3350,6 +3387,20 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
     return is_written(run, run->folder.name(name), file.failure, file.error);
 }
 
+// --keep_best: makes best.bin this checkpoint, just written, if its validation loss is the lowest. A checkpoint whose
+// step has none, because the data ended the run, is not compared.
+static void keep_best(Run* run, const std::string& checkpoint) {
+    if (world.rank || !run->config.keep_best || !(run->val_loss < run->best_loss)) return;
+    const std::string failure = try_link_file(run->folder, checkpoint, BEST);
+    if (failure.empty()) {
+        run->best_loss = run->val_loss;
+        return;
+    }
+    end_line(run);
+    printf("%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
+           failure.c_str(), checkpoint.c_str());
+}
+
 static void save_checkpoint(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
@@ -3367,9 +3418,11 @@ static void save_checkpoint(Run* run) {
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
-    if (!save_arrays(run, text("model_%07ld.bin", s.step), h, arrays, history)) return;
+    const std::string name = text("model_%07ld.bin", s.step);
+    if (!save_arrays(run, name, h, arrays, history)) return;
     run->saved = s.step;
     run->saved_updates = s.updates;
+    keep_best(run, name);
 }
 
 // The two averages by power functions, as a model file that counts updates in place of steps.
@@ -3468,13 +3521,16 @@ static void restore(Run* run, const ModelFile& m) {
 // A folder holds one run. A new run needs a folder without one; a resumed run its own, or an empty one.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
     const auto found = output.list();
+    std::error_code error;
+    const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
+    must(!c.keep_best || !found.empty() || from_best || !output.has(BEST), output.name(BEST),
+         "is another run's; move it away, or choose another --output_dir");
     if (found.empty() && (c.resume_checkpoint == "auto" || !output.has("log.csv"))) return;
     const int64_t step = found.empty() ? 0 : found.rbegin()->first;
     const std::string path = found.empty() ? "" : output.name(found.rbegin()->second);
     std::string on = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
     if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", step);
     must(!resume.empty(), c.output_dir, "already holds a run" + on + ", or choose another --output_dir");
-    std::error_code error;
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
     must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
@@ -3536,6 +3592,7 @@ static void collect_steps(Run* run, bool validate, bool show) {
     copy_to_host(records, run->trainer.records, sizeof records);
     const double ended = now(), elapsed = ended - run->clock;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
+    run->val_loss = atof(text("%.9g", val).c_str()); // as in log.csv: a resumed run decides as one that never paused
     const double count = (double)(run->issued - logged);
     const double recent = logged < run->first_step + 3 ? 0 : std::pow(0.9, count); // the first steps are slower
     run->seconds += elapsed;
@@ -3576,7 +3633,7 @@ static void run_step(Run* run) {
     };
     const bool save = late(c.save_interval, run->saved), snapshot = late(c.ema_snapshots, run->snapshot);
     const bool show = due(c.log_interval) || slow;
-    const bool validate = run->val.count && due(c.val_interval);
+    const bool validate = run->val.count && (due(c.val_interval) || (c.keep_best && save));
     const bool draw = due(c.sample_interval) && !last; // the last grid comes when all is done
     if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
     collect_steps(run, validate, show || validate);
@@ -3586,6 +3643,14 @@ static void run_step(Run* run) {
     if (draw) save_grid(run);
     if (save || draw) write_page(run, "running");
     run->clock = now(); // what was done in between is not part of a step
+}
+
+// --keep_best: a signal came after the latest step's row was written, which has no validation loss, and the checkpoint
+// that is to be written needs one. Then one step more is done, as the last one.
+static bool lacks_validation(const Run& run) {
+    const Config& c = run.config;
+    const bool unsaved = run.saved_updates < run.state.updates && run.state.step == run.issued;
+    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
 }
 
 // Saves what the last steps made. A disk that is full is waited for, but not for long, and not beyond a second signal.
@@ -3634,7 +3699,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
         lock_folder(output, true);
         must(output.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
         check_output_dir(c, output, resume, run.first_step); // again, now that nobody else can change it
-        output.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_"});
+        output.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
         leave_later_snapshots(output, run.first_step);
     }
     open_log(&run);
@@ -3645,7 +3710,9 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     run.clock = now();
     auto data_error = [&] { return run.trainer.data.error + run.val.error; };
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
-    if (s.step < run.issued) collect_steps(&run, false, false); // a signal came after the last look at it
+    if (lacks_validation(run) && data_error().empty()) run_step(&run);
+    const bool validate = c.keep_best && data_error().empty();
+    if (s.step < run.issued) collect_steps(&run, validate, validate); // a signal came after the last look at it
     save_at_the_end(&run);
     end_line(&run);
     if (run.stop || !data_error().empty()) {
@@ -11044,6 +11111,30 @@ static std::string try_write_file(const Folder& folder, const std::string& name,
     file.write(content.data(), content.size());
     file.commit();
     return file.failure;
+}
+
+static std::string try_copy_file(const Folder& folder, const std::string& file, const std::string& name) {
+    const int from = openat(folder.descriptor, file.c_str(), O_RDONLY | O_CLOEXEC);
+    if (from < 0) return text("%s can't be opened (%s)", file.c_str(), strerror(errno));
+    AtomicFile to(folder, name);
+    std::vector<char> part(1 << 20);
+    ssize_t n = 0;
+    while (!to.error && (n = read(from, part.data(), part.size())) > 0) to.write(part.data(), (size_t)n);
+    if (n < 0) to.fail("copying failed", "what was there before is untouched");
+    to.commit();
+    close(from);
+    return to.failure;
+}
+
+static std::string try_link_file(const Folder& folder, const std::string& file, const std::string& name) {
+    const std::string temporary = name + ".tmp" + std::to_string(getpid());
+    const int at = folder.descriptor;
+    folder.remove(temporary); // a killed process of this number may have left it
+    if (linkat(at, file.c_str(), at, temporary.c_str(), 0)) return try_copy_file(folder, file, name);
+    const int error = renameat(at, temporary.c_str(), at, name.c_str()) ? errno : 0;
+    folder.remove(temporary); // it is still there, too, if both names were this file's before
+    fsync(at);
+    return error ? text("can't be written (%s); what was there before is untouched", strerror(error)) : "";
 }
 
 void InputFile::open(const std::string& name, const char* hint) {

@@ -930,7 +930,9 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             mean += (result.loss - mean) * max(10 / (step - first_step + 9), 0.02)  # as train_unet.cu prints it
             stopped = stop[0] if stop else ""  # the signal that ends the run
             last = step >= config.max_steps or stopped != ""
-            val_loss = trainer.validation_loss(val_data) if val_data and (step % config.val_interval == 0 or last) else None
+            save = last or (keeper.is_due(step, config.save_interval, keeper.saved) and not result.objection)
+            validate = val_data and (step % config.val_interval == 0 or last or (config.keep_best and save))
+            keeper.val_loss = val_loss = trainer.validation_loss(val_data) if validate else None
             screen.tell_any(folder.check(step))
             screen.tell_any(log.write(result, 1000 * elapsed, val_loss))
             if folder.files_wait and time.monotonic() - folder.tried > 1:
@@ -943,7 +945,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 keeper.prove()
             if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - screen.shown + seconds > 10:
                 screen.status(progress_line(config, result, state.bad_total, seconds, mean, val_loss))
-            if last or (keeper.is_due(step, config.save_interval, keeper.saved) and not result.objection):
+            if save:
                 keeper.save(trainer.checkpoint())
             if config.ema_snapshots and (last or keeper.is_due(step, config.ema_snapshots, keeper.snapshot)):
                 keeper.save_snapshot(trainer.snapshot(), step)

@@ -586,6 +586,130 @@ def test_ulimit(program: list[str], data: Path, tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# the best checkpoint
+
+# The loss rises after the first steps: this learning rate is far too high.
+RISING = flags(TINY, "--lr 0.05 --save_interval 2 --keep_checkpoints 1 --max_bad_steps 100 --keep_best True")
+
+
+def best_of(folder: Path, saved: list[int]) -> int:
+    """Which of these steps, all of which were saved, had the lowest validation loss; the first of several."""
+    losses = dict(zip(column(folder, "step"), column(folder, "val_loss")))
+    return min(saved, key=lambda step: losses[step])
+
+
+def best_step(folder: Path) -> int:
+    return read_checkpoint(folder / "best.bin").step
+
+
+def test_the_best_checkpoint_is_kept(program: list[str], data: Path, tmp_path: Path) -> None:
+    """It is measured at every checkpoint, outlives its other name, and a resumed run that finds none better keeps it. It can be drawn from."""
+    given = flags(RISING, "--val_interval 1000 --data_file", data, "--val_data_file", data)
+    out = tmp_path / "out"
+    call([*program, *given, "--max_steps", 12], tmp_path)
+    assert [step for step, loss in zip(column(out, "step"), column(out, "val_loss")) if np.isfinite(loss)] == [2, 4, 6, 8, 10, 12]
+    best = best_of(out, [2, 4, 6, 8, 10, 12])
+    assert best_step(out) == best and checkpoints(out) == [12] and best < 12 and not leftovers(out)
+    kept = (out / "best.bin").read_bytes()
+
+    more = flags("--resume_checkpoint latest --save_interval 2 --keep_checkpoints 1 --max_bad_steps 100 --sample_interval 0 --keep_best True")
+    call([*program, *more, "--val_data_file", data, "--max_steps", 14, "--lr", 0.5], tmp_path)
+    assert best_of(out, [2, 4, 6, 8, 10, 12, 14]) == best and (out / "best.bin").read_bytes() == kept and checkpoints(out) == [14]
+
+    # a resumed run that gets better replaces it
+    call([*program, *given, "--max_steps", 2, "--output_dir", "better"], tmp_path)
+    call([*program, *more, "--val_data_file", data, "--max_steps", 30, "--lr", 1e-3, "--output_dir", "better"], tmp_path)
+    assert best_step(tmp_path / "better") == best_of(tmp_path / "better", list(range(2, 31, 2))) > 2
+
+    # its row is gone
+    rows = (out / "log.csv").read_text().splitlines(keepends=True)
+    (out / "log.csv").write_text("".join(rows[:best] + rows[best + 1 :]))
+    told = call([*program, *more, "--val_data_file", data, "--max_steps", 16], tmp_path).stdout
+    assert told.count(f"out/best.bin: log.csv has no validation loss of its step {best}, so the next checkpoint becomes the best\n") == 1
+    assert best_step(out) == 16
+
+    call([*program, "--sample", 1, "--init", "out/best.bin", "--timestep_respacing", 4], tmp_path)
+    assert (tmp_path / "samples.png").exists()
+    (tmp_path / "next").mkdir()
+    told = call([*program, "--resume_checkpoint", "out/best.bin", "--output_dir", "next", "--max_steps", 17, "--sample_interval", 0], tmp_path).stdout
+    assert "resumed from out/best.bin: step 16 of 17" in told and checkpoints(tmp_path / "next") == [17]
+
+
+def test_what_the_best_checkpoint_needs(program: list[str], data: Path, tmp_path: Path) -> None:
+    """Images to judge by; and no file of another run is replaced."""
+    err = call([*program, *flags(RISING, "--data_file", data)], tmp_path, code=1).stderr
+    assert "--keep_best True: needs --val_data_file" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+    given = flags(RISING, "--max_steps 2 --data_file", data, "--val_data_file", data)
+    call([*program, *given], tmp_path)
+    (tmp_path / "out" / "log.csv").unlink()
+    (tmp_path / "out" / model_name(2)).unlink()
+    before = (tmp_path / "out/best.bin").read_bytes()
+    err = call([*program, *given], tmp_path, code=1).stderr
+    assert "out/best.bin: is another run's" in err and err.count("\n") == 1 and (tmp_path / "out/best.bin").read_bytes() == before
+    (tmp_path / "out/best.bin").rename(tmp_path / "out" / model_name(2))
+    (tmp_path / "out/best.bin").write_text("my notes")
+    again = ["--resume_checkpoint", "latest", "--keep_best", "True", "--val_data_file", data, "--max_steps", 4]
+    err = call([*program, *again], tmp_path, code=1).stderr
+    assert "out/best.bin: is no checkpoint" in err and (tmp_path / "out/best.bin").read_text() == "my notes"
+
+
+def test_both_programs_keep_the_same_best_checkpoint(data: Path, tmp_path: Path) -> None:
+    given = flags(RISING, "--lr 0.005 --max_steps 8 --val_interval 3 --data_file", data, "--val_data_file", data)
+    for name, program in {"program": [binary_path("cpu")], "twin": TWIN}.items():
+        call([*program, *given, "--output_dir", name], tmp_path)
+    ours, twins = (tmp_path / "program", tmp_path / "twin")
+    assert np.allclose(column(ours, "val_loss"), column(twins, "val_loss"), rtol=1e-3, equal_nan=True)
+    assert best_step(ours) == best_step(twins) == best_of(ours, [2, 4, 6, 8])
+
+
+def test_a_checkpoint_that_a_signal_asks_for_is_measured(program: list[str], data: Path, tmp_path: Path) -> None:
+    """Also if the signal comes while a grid is drawn, when the step's row is written already: the row of the checkpoint has its validation loss."""
+    given = flags(LONG, "--sample_interval 1 --num_samples 4 --timestep_respacing 25 --keep_best True --val_interval 1000000")
+    process = start([*program, *given, "--data_file", data, "--val_data_file", data], tmp_path)
+    wait_for(process, "step 3/")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM and err == "", out + err
+    saved = checkpoints(tmp_path / "out")
+    assert len(saved) == 1 and best_step(tmp_path / "out") == saved[0] == len(read_log(tmp_path / "out"))
+    assert np.isfinite(column(tmp_path / "out", "val_loss")[-1])
+
+
+# A disk without hard links, on which, if NO_BEST is there, nothing can be called best.bin.
+NO_LINKS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int linkat(int from, const char* name, int to, const char* other, int how) { return errno = EPERM, -1; }
+
+int renameat(int from, const char* name, int to, const char* other) {
+    int (*real)(int, const char*, int, const char*) = (int (*)(int, const char*, int, const char*))dlsym(RTLD_NEXT, "renameat");
+    if (getenv("NO_BEST") && strcmp(other, "best.bin") == 0) return errno = ENOSPC, -1;
+    return real(from, name, to, other);
+}
+"""
+
+
+def test_the_best_checkpoint_without_links(program: list[str], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a copy then. What can't be written is said, and ends no run."""
+    (tmp_path / "links.c").write_text(NO_LINKS)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "links.so", tmp_path / "links.c", "-ldl"], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "links.so"))
+    given = flags(RISING, "--max_steps 2 --data_file", data, "--val_data_file", data)
+    call([*program, *given], tmp_path, stdin=subprocess.DEVNULL)  # a process of its own
+    best, checkpoint = tmp_path / "out/best.bin", tmp_path / "out" / model_name(2)
+    assert best.read_bytes() == checkpoint.read_bytes() and best.stat().st_ino != checkpoint.stat().st_ino
+    monkeypatch.setenv("NO_BEST", "1")
+    told = call([*program, *given, "--output_dir", "none"], tmp_path, stdin=subprocess.DEVNULL).stdout
+    assert told.count("none/best.bin: ") == 1 and "No space left on device" in told and model_name(2) in told
+    assert checkpoints(tmp_path / "none") == [2] and not (tmp_path / "none/best.bin").exists() and not leftovers(tmp_path / "none")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # kills and full disks at random moments
 
 

@@ -60,7 +60,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_any_number_of_ranks_is_the_same_run(ranks: Callable, data: Path, tmp_path: Path, name: str) -> None:
     given = flags(TINY, RUNS[name], "--data_file", data, "--val_data_file", data, "--batch_size 12 --microbatch 3 --max_steps 5 --save_interval 2")
-    given = flags(given, "--val_interval 2 --sample_interval 3 --num_samples 5")
+    given = flags(given, "--val_interval 2 --sample_interval 3 --num_samples 5 --keep_best True")
     several = {"eps, averages, snapshots": (2, 4), "edm, classes, guidance": (2,)}.get(name, (4,))
     for n in (1, *several):
         ranks(n, [*given, "--output_dir", n])
