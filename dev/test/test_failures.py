@@ -9,6 +9,7 @@ next start with --resume_checkpoint auto ends with the same bits as a run withou
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,7 +166,7 @@ class Laboratory:
                     wrong.append(f"{name} is missing, and nothing says so")
             if expected:
                 page = cwd / "out/index.html"
-                if not (page.exists() and 'state: "done"' in page.read_text()) and "index.html" not in failure.out:
+                if not (page.exists() and re.search(r'\bstate"?: ?"done"', page.read_text())) and "index.html" not in failure.out:
                     wrong.append("the page is missing or old, and nothing says so")
             self.check_end(failure.scenario, cwd, wrong)
         elif not wrong:
