@@ -11444,18 +11444,19 @@ static std::string page_of(const std::vector<std::string>& runs) {
 }
 
 // Unlike an AtomicFile, this does not wait for the disk: the next page comes soon, and a full disk may be what the last
-// one tells of.
-static void try_write(const Folder& folder, const std::string& name, const std::string& content) {
+// one tells of. Result: whether the file is there.
+static bool try_write(const Folder& folder, const std::string& name, const std::string& content) {
     const std::string temporary = name + ".tmp" + std::to_string(getpid());
     const int file = openat(folder.descriptor, temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     size_t done = 0;
     for (ssize_t n; done < content.size() && (n = write(file, &content[done], content.size() - done)) > 0;)
         done += (size_t)n;
-    if (file < 0) return;
+    if (file < 0) return false;
     close(file);
     const bool moved =
         done == content.size() && !renameat(folder.descriptor, temporary.c_str(), folder.descriptor, name.c_str());
     if (!moved) folder.remove(temporary);
+    return moved;
 }
 
 // Pages take a thousandth of the time at most; news is at most ten minutes old.
@@ -11463,7 +11464,10 @@ static void write_page(Run* run, const char* state, const std::string& why) {
     if (world.rank) return;
     const std::lock_guard<PageTurn> turn(page_turn);
     const double start = now();
-    try_write(run->folder, "index.html", page_of({json_run(*run, state, why)}));
+    const bool written = try_write(run->folder, "index.html", page_of({json_run(*run, state, why)}));
+    const bool last = strcmp(state, "running") != 0; // no page comes behind this one
+    if (last && !written)
+        printf("%s/index.html: its last state, %s, could not be written\n", run->config.output_dir.c_str(), state);
     const double end = now();
     run->page.interval = std::clamp(1000 * (end - start), 10.0, 600.0);
     run->page.due = end + run->page.interval;
