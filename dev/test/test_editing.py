@@ -155,7 +155,8 @@ def test_going_back_helps(tmp_path: Path, settings: dict) -> None:
     expected, without = posterior @ mean[:, 1] / posterior.sum(), WEIGHT @ mean[:, 1]
     for name, values in ("x", np.full(16, known)), ("y", np.tile([-1, 1], 8)):
         (tmp_path / name).write_bytes(data_bytes(values.astype(np.float32).reshape(1, 1, 4, 4)))
-    shape = dict(image_size=(4, 4), in_channels=1, channel_mult=(1,), attention_resolutions=(), clip_denoised=False, seed=3, sample=count)
+    shape = dict(preset="fashion32", image_size=(4, 4), in_channels=1, channel_mult=(1,), attention_resolutions=())
+    shape |= dict(clip_denoised=False, seed=3, sample=count)
     means = []
     for times in (1, 10):
         painting = dict(inpaint=f"{tmp_path}/x", mask=f"{tmp_path}/y", jump_length=5, jump_n_sample=times, timestep_respacing="50", batch_size=count)

@@ -129,9 +129,8 @@ def test_header_is_the_configuration(checkpoint: Path, data: Path) -> None:
 @pytest.mark.parametrize("respacing", ["5", "ddim5"])
 def test_both_attention_orders_are_one_function(run: Callable, tmp_path: Path, respacing: str) -> None:
     """A file in the old order, converted by permuting rows here, samples the same images to the last bit; in the wrong order, others."""
-    settings = dict(
-        image_size=(8, 8), channel_mult=(1, 2), attention_resolutions=(8,), num_heads=4, num_head_channels=-1, use_new_attention_order=False
-    )
+    settings = {"preset": "fashion32", "image_size": (8, 8), "channel_mult": (1, 2), "attention_resolutions": (8,)}
+    settings |= {"num_heads": 4, "num_head_channels": -1, "use_new_attention_order": False}
     old = make_config(settings)
     new = make_config(settings | {"use_new_attention_order": True})
     weights, parts = random_weights(old), []
@@ -152,7 +151,9 @@ def test_both_attention_orders_are_one_function(run: Callable, tmp_path: Path, r
 
 def unet_cu_model(seed: int = 0, **shape: object) -> tuple[bytes, object, np.ndarray]:
     """What unet.cu's train_unet.py writes as unet_init.bin, with its model's configuration and weights here."""
-    fixed = dict(num_channels=32, channel_mult=(1, 2, 3, 4), num_res_blocks=2, num_head_channels=32, conv_resample=False, max_period=1000)
+    fixed = dict(
+        preset="fashion32", num_channels=32, channel_mult=(1, 2, 3, 4), num_res_blocks=2, num_head_channels=32, conv_resample=False, max_period=1000
+    )
     config = make_config(fixed | dict(image_size=(32, 32), in_channels=3, attention_resolutions=(8, 4), noise_schedule="linear") | shape)
     weights = random_weights(config, seed)
     header = np.zeros(256, "<i4")

@@ -150,7 +150,7 @@ def test_apples_gpu_is_given_no_float64(tmp_path: Path, model: Path) -> None:
 def test_core_ml_batches_are_filled_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Mac, with the model itself in the place of the Core ML program: batches of 2, in what type it takes them."""
     file = twin.read_model(str(model))
-    config = make_config({"timestep_respacing": "3", "batch_size": 2}, None, file)
+    config = make_config({"preset": "fashion32", "timestep_respacing": "3", "batch_size": 2}, None, file)
     network = generate.torch_model(file, config)
 
     class Program:
@@ -220,16 +220,16 @@ def test_the_command_that_installs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fewer_diffusion_steps_than_the_sampler_takes(tmp_path: Path) -> None:
     """Where nobody said how many, all of them are taken; who said so is told that there are fewer."""
     make_model(tmp_path / "m.bin", **SMALL, diffusion_steps=40)
-    given = ["--model_filename", tmp_path / "m.bin", "--num_samples", "2", "--backend", "native", "--output", tmp_path / "x.bin"]
+    given = ["--preset", "fashion32", "--model_filename", tmp_path / "m.bin", "--num_samples", "2", "--backend", "native"]
+    given += ["--output", tmp_path / "x.bin"]
     generate.run(list(map(str, given)))
     everything = np.array(twin.open_data(f"{tmp_path}/x.bin").images)
     generate.run([*map(str, given), "--steps", "40"])
     assert np.array_equal(everything, twin.open_data(f"{tmp_path}/x.bin").images)
     refused([*given, "--steps", "50"], "--steps 50")
-    assert (
-        make_config({"diffusion_steps": 30}).timestep_respacing == make_config({"preset": "unet64", "diffusion_steps": 90}).timestep_respacing == ""
-    )
-    assert make_config({"diffusion_steps": 60}).timestep_respacing == "50"
+    for preset, steps in ("fashion32", 30), ("unet64", 90):
+        assert make_config({"preset": preset, "diffusion_steps": steps}).timestep_respacing == ""
+    assert make_config({"preset": "fashion32", "diffusion_steps": 60}).timestep_respacing == "50"
 
 
 def test_channel_mult_as_guided_diffusion_has_it(tmp_path: Path) -> None:

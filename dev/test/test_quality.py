@@ -109,7 +109,7 @@ def test_the_split(fashion: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
 @pytest.fixture(scope="session")
 def judge(fashion: Path) -> quality.Judge:
     """Two epochs, for ten."""
-    return quality.make_judge(twin.open_data(str(fashion)), epochs=2)
+    return quality.make_judge(twin.open_data(str(fashion)), epochs=4)  # fewer leave the figures to chance (and to the number of threads)
 
 
 def test_the_classifier(judge: quality.Judge, fashion: Path) -> None:

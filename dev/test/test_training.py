@@ -680,7 +680,7 @@ def test_pictures_are_what_the_files_say(run: Callable, tmp_path: Path, make_dat
     d = make_data("d.bin", make_images(8, *shape))
     given = flags(TINY, "--batch_size 2 --timestep_respacing 3 --num_samples 5 --sample_interval 2 --max_steps 4 --attention_resolutions", H)
     run([*given, "--data_file", d])
-    sample = ["--timestep_respacing", 3, "--eta", 0, "--sample", 5, "--init", f"out/{model_name(4)}", "--output"]
+    sample = ["--preset", "fashion32", "--timestep_respacing", 3, "--eta", 0, "--sample", 5, "--init", f"out/{model_name(4)}", "--output"]
     run([*sample, "s.png"])
     run([*sample, "s.bin"])
     assert (tmp_path / "s.png").read_bytes() == (tmp_path / "out/samples_0000004.png").read_bytes()
