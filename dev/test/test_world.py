@@ -486,7 +486,7 @@ def started_ranks(words: list[list], environments: list[dict[str, str]], folder:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("launcher", ["torchrun", "MPICH", "Slurm", "Slurm's list", "no job's name"])
-def test_launchers(program: Path, tmp_path: Path, launcher: str, wrapped: bool) -> None:
+def test_launchers(program: Path, data: Path, tmp_path: Path, launcher: str, wrapped: bool) -> None:
     """By what each of them sets, as far as a mistake that rank 1 makes and rank 0 says; wrapped: in a script that waits for the program. Before
     that others knock at rank 0's door: a browser, and a rank of another run."""
     port = free_port()
@@ -506,7 +506,7 @@ def test_launchers(program: Path, tmp_path: Path, launcher: str, wrapped: bool) 
 
     (tmp_path / "run.sh").write_text(f'"{program}" "$@"\nexit $?\n')
     start: list = ["sh", "run.sh"] if wrapped else [program]
-    words = [start, [*start, "--lrr", "1"]]
+    words = [[*start, *map(str, flags(TINY, "--data_file", data))], [*start, "--lrr", "1"]]
     said = started_ranks(words, [of_rank(r) | {"SLURM_PROCID": r} for r in "01"], tmp_path, visit if launcher == "torchrun" else None)
     assert said[1] == "" and said[0].startswith("train_unet: rank 1 (process ") and said[0].count("\n") == 1, said
     assert "--lrr: there is no such flag" in said[0], said
