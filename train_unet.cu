@@ -4,60 +4,69 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    154  Part I. The program
-//    157     1. Types at the interface: what operations are called with
-//    372     2. The interface: all that the program asks of a device
-//    580     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    640     4. Errors, files and pictures: what Part III does for the program
-//    747     5. Configuration: flags, presets, help, what can work and what cannot
-//   1296     6. The network: a list of layers, made of guided-diffusion's flags
-//   1729     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1888     8. Forward and backward: two walks over the list
-//   1972     9. Diffusion: noise schedules, objectives, samplers
-//   2418    10. Data: .bin files that may be larger than memory, the order of their images
-//   2613    11. Model files: weights and checkpoints, initial weights
-//   2801    12. The log, put together for the run's page
-//   2830    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3107    14. A run: log, guard, checkpoints, resume, samples
-//   3864    15. main: the command line, then a run or samples
-//   4135  Part II. The device
-//   4138    16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
-//   4344    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4406    18. The GPU: what a choice of kernels may ask, launches, kernels
-//   4586         Activations: pieces of 16 bytes
-//   4767         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4885         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   4997         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   5331         groupnorm_backward_whole: an image's slab in shared memory
-//   5716         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6041         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6147         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6261         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6485         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6736         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   6883         Convolution: which kernels there are, and what they share
-//   6899         Swizzle: how rows lie in shared memory
-//   6908         ConvOut: results, 4 channels of a pixel at a time
-//   7071         conv_halo: 3x3, stride 1, any GPU
-//   7313         conv_gather: any kernel size and stride, any GPU
-//   7464         conv_few: the first and the last layer
-//   7574         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   7931         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   7969         building blocks of Hopper's kernels (sm_90a)
-//   8155         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8439         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   8698         conv_weight_tma: weight gradients (sm_90a)
-//   8908         Hopper's convolutions: which kernel, and its tensor maps
-//   9180         Convolution: forward, input gradient, weight gradients
-//   9416         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9862         Attention: which kernel, forward and, where a has dout, backward
-//   9902    19. The GPU: memory, copies, repeated work
-//  10069    20. Ranks: who they are, what their hosts tell each other
-//  10693    21. Between ranks: from device to device
-//  10873  Part III. Tools: errors, files, pictures, the run's page
-//  10876    22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11247    23. Pictures: PNG files, grids of images
-//  11330    24. The run's page: index.html
+//    163  Part I. The program
+//    166     1. Types at the interface: what operations are called with
+//    381     2. The interface: all that the program asks of a device
+//    589     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    649     4. Errors, files and pictures: what Part III does for the program
+//    756     5. Configuration: flags, presets, help, what can work and what cannot
+//   1305     6. The network: a list of layers, made of guided-diffusion's flags
+//   1739     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1898     8. Forward and backward: two walks over the list
+//   1982     9. Diffusion: noise schedules, objectives, samplers
+//   2123         the level of a training sample, drawn, and its share of the loss
+//   2236         samplers
+//   2543    10. Data: .bin files that may be larger than memory, the order of their images
+//   2738    11. Model files: weights and checkpoints, initial weights
+//   2926    12. The log, put together for the run's page
+//   2955    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3297    14. A run: log, guard, checkpoints, resume, samples
+//   4054    15. main: the command line, then a run or samples
+//   4325  Part II. The device
+//   4328    16. What all devices share: activations, patches of pixels
+//   4358    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4420    18. The GPU: what all kernels share
+//   4600         Activations: pieces of 16 bytes
+//   4781         each_kernel: a thread for an element
+//   4796         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4914         Swizzle: how rows lie in shared memory
+//   4923         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5066         building blocks of Hopper's kernels (sm_90a)
+//   5252    19. Small operations: resampling, embeddings, diffusion
+//   5255         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5369         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5593         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5844    20. Group norm
+//   5847         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6181         groupnorm_backward_whole: an image's slab in shared memory
+//   6442    21. Attention
+//   6502         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6828         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6921         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7367    22. Convolution
+//   7383         ConvOut: results, 4 channels of a pixel at a time
+//   7546         conv_halo: 3x3, stride 1, any GPU
+//   7788         conv_gather: any kernel size and stride, any GPU
+//   7939         conv_few: the first and the last layer
+//   8049         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8404         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8469         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8763         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9031         conv_weight_tma: weight gradients (sm_90a)
+//   9241    23. The optimiser
+//   9244         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9391    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9394         groupnorm_backward
+//   9462         attention: forward and, where a has dout, backward
+//   9502         convolution: forward and input gradient
+//   9722         convolution: weight gradients
+//   9934    25. The GPU: memory, copies, repeated work
+//  10101    26. Ranks: who they are, what their hosts tell each other
+//  10725    27. Between ranks: from device to device
+//  10905  Part III. Tools: errors, files, pictures, the run's page
+//  10908    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11279    29. Pictures: PNG files, grids of images
+//  11362    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -182,7 +191,7 @@ struct ConvShape {
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
 
-enum class Activation : uint8_t { NONE, SILU }; // behind a group norm; section 16 has their formulas
+enum class Activation : uint8_t { NONE, SILU }; // behind a group norm; struct Silu has its formulas
 
 // A group norm over (B, HW, C1 + C2) in one or two parts.
 struct NormShape {
@@ -754,7 +763,7 @@ struct Config;
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;            // of a model file's header, section 11; 0: none
+    int slot;            // of a model file's header (see Model files); 0: none
     const char* heading; // of its part of --help
     const char* help;
     double low = 0, high = 0;
@@ -1349,7 +1358,7 @@ struct Layer {
     int heads = 0;                               // ATTENTION, and the CONV that makes its qkv
     int saved = -1;                              // buffer kept for the backward pass: mean and rstd, or rows of scores
     int block_end = -1; // --use_checkpoint: it is computed again before that one's backward pass
-    // the plan, section 7
+    // the plan (see plan_gradients)
     int skip = -1;      // CONV: forward, the layer before it that it computes, too: the skip connection that it adds
     bool fused = false; // forward, the layer behind it computes this one
     int dout = -1, demb = -1; // gradient buffers
@@ -1357,7 +1366,8 @@ struct Layer {
     GradPlan d1{}, d2{};
 };
 
-// A piece of device memory: bytes for one sample, and the first and last time at which it is in use (section 7).
+// A piece of device memory: bytes for one sample, and the first and last time at which it is in use (see
+// plan_lifetimes).
 struct Buffer {
     size_t bytes;
     int first = INT_MAX, last = -1;
@@ -2109,6 +2119,121 @@ static Objective make_objective(const Config& c) {
     return o;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --- the level of a training sample, drawn, and its share of the loss
+// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
+// mean square of its latest losses, and what it then loses counts by its importance, so that the mean stays what it is.
+// A row (HISTORY + 1): losses of a t, oldest first, and how many.
+constexpr double EVEN_SHARE = 0.001; // of the probability, which all t have in equal parts
+
+// Remembers what a batch lost at t; returns the weight of t from now on, below 0 as long as losses are missing.
+HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
+    for (int b = 0; b < B; b++) {
+        if (levels[b].index != t) continue;
+        const int n = (int)row[HISTORY];
+        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k];
+        row[n < HISTORY ? n : HISTORY - 1] = (float)fmin(loss[b] / levels[b].importance, FLT_MAX);
+        row[HISTORY] = (float)(n < HISTORY ? n + 1 : n);
+    }
+    double sum = 0;
+    for (int k = 0; k < HISTORY; k++) sum += (double)row[k] * row[k];
+    return row[HISTORY] < HISTORY ? -1 : sqrt(sum / HISTORY);
+}
+
+// u: in [0, 1)
+HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
+    double sum = 0, least = 0, p = 0, below = 0;
+    for (int t = 0; t < o.steps; t++) sum += o.weights[t], least = fmin(least, o.weights[t]);
+    if (least < 0 || !(sum > 0)) return o.levels[(int)(u * o.steps)];
+    const double even = EVEN_SHARE / o.steps, rest = (1 - EVEN_SHARE) / sum;
+    int t = -1;
+    do below += p = o.weights[++t] * rest + even;
+    while (below <= u && t + 1 < o.steps);
+    NoiseLevel l = o.levels[t];
+    l.importance = (float)(1 / (o.steps * p));
+    l.weight *= l.importance;
+    return l;
+}
+
+// Of edm's and ect's samples, and of a flow's whose t are no uniform numbers; normal: its logarithm's.
+HD static inline double draw_sigma(const Objective& o, const Words& r, float* normal) {
+    float z[4];
+    normals(z, r);
+    *normal = z[0];
+    return exp(o.P_mean + (double)o.P_std * z[0]);
+}
+
+// The noise level of a sample from its random words.
+HD static inline NoiseLevel draw_level(const Objective& o, const Words& r) {
+    if (o.weights) return draw_weighted_level(o, r.w[0] * 0x1p-32);
+    if (o.levels) return o.levels[((uint64_t)r.w[0] * o.steps) >> 32];
+    const bool flow = o.frame == Frame::FLOW && !o.tuning.on();
+    if (flow && o.P_std == 0) {
+        const double u = (r.w[0] + 0.5) * 0x1p-32;
+        NoiseLevel l = flow_level(u / (1 - u));
+        l.quarter = (int)(4 * u);
+        return l;
+    }
+    float z;
+    const double sigma = draw_sigma(o, r, &z);
+    NoiseLevel l;
+    if (o.tuning.on()) l = student_level(o, sigma);
+    else l = flow ? flow_level(sigma) : edm_level(sigma, o.sigma_data);
+    l.quarter = z < 0 ? z >= -0.67448975f : 2 + (z >= 0.67448975f); // of a normal distribution
+    return l;
+}
+
+// That of its teacher, from the same words.
+HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& r) {
+    float z;
+    return teacher_level(o, draw_sigma(o, r, &z));
+}
+
+// The pseudo-Huber distance weight (sqrt(D + c^2) - c) of a student's image to its teacher's, D being the sum of their
+// squared differences x0_out (out - target); and by which factor of out - target it goes with the answer.
+struct TuningLoss {
+    double value, slope;
+};
+HD static inline TuningLoss tuning_loss(const NoiseLevel& l, double D, double c) {
+    if (D == 0) return TuningLoss{0, 0};
+    const double root = sqrt(D + c * c);
+    return TuningLoss{l.weight * D / (root + c), l.weight * l.x0_out * (double)l.x0_out / root};
+}
+
+// One value's term of the variational bound, in nats, and its derivatives by the error d = output - target of the
+// mean's half and by the variance's half v. The variance is exp(log_var + u), u = log_ratio + range (v + 1) / 2,
+// between the two fixed ones (Nichol & Dhariwal 2021, eq. 15). For t > 0 it is the divergence of two normals whose
+// means differ by sqrt(kl exp(log_var)) d; at t = 0 the likelihood of one of 256 values, with guided-diffusion's normal
+// distribution function.
+struct BoundTerm {
+    float value, d_mean, d_variance;
+};
+HD static inline BoundTerm bound_term(const NoiseLevel& l, float d, float v, float x0) {
+    const float slope = 0.5f * l.range, u = l.log_ratio + slope * (v + 1);
+    if (!l.first) { // in double: for high t, u is so small that only u^2 / 2 of expm1(-u) + u remains
+        const double less = expm1(-(double)u), pull = (1 + less) * l.kl * d;
+        return BoundTerm{(float)(0.5 * (less + u + pull * d)), (float)pull, (float)(0.5 * slope * (-less - pull * d))};
+    }
+    auto cdf = [](double z, double* density) {
+        const double h = 0.7978845608028654 * (z + 0.044715 * z * z * z), t = tanh(h); // sqrt(2 / pi)
+        *density = 0.5 * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * z * z);
+        return 0.5 * (1 + t);
+    };
+    // x0 lies x0_out * -d from the mean; derivatives are taken by that and by log sigma, which z goes with as -z
+    const double centered = -(double)l.x0_out * d, inverse = exp(-0.5 * ((double)l.log_var + u));
+    const double high = inverse * (centered + 1.0 / 255), low = inverse * (centered - 1.0 / 255);
+    double dense_high, dense_low;
+    const double below_high = cdf(high, &dense_high), below_low = cdf(low, &dense_low);
+    if (x0 > 0.999f) dense_high = 0; // 255: all that lies above
+    if (x0 < -0.999f) dense_low = 0; // 0: all that lies below
+    const double p = x0 < -0.999f ? below_high : x0 > 0.999f ? 1 - below_low : below_high - below_low;
+    if (p < 1e-12) return BoundTerm{27.631021f, 0, 0};
+    return BoundTerm{(float)-log(p), (float)((dense_high - dense_low) * inverse * l.x0_out / p),
+                     (float)((dense_high * high - dense_low * low) * 0.5 * slope / p)};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- samplers
 // The timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
 // "n1,n2,..." so many in each equal part of [0, T).
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
@@ -2938,6 +3063,71 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const Dataset& d, 
                               c.out_channels());
 }
 
+// The learning rate of a step (0-based), as a factor of lr.
+HD static inline double lr_factor(const AdamW& h, int64_t step) {
+    const double warm = h.warmup_steps > 0 ? fmin(1.0, (double)(step + 1) / h.warmup_steps) : 1.0;
+    const double progress =
+        fmin(fmax((step - h.warmup_steps) / fmax((double)(h.max_steps - h.warmup_steps), 1.0), 0.0), 1.0);
+    if (h.lr_schedule == 1) return warm * (1 - progress);
+    if (h.lr_schedule == 2) return warm * 0.5 * (1 + cos(M_PI * progress));
+    return warm;
+}
+
+// A value is suspicious when it is not finite or, once 100 steps are known, beyond twice the running mean plus ten
+// standard deviations: training passes that only when it breaks.
+HD static inline bool suspicious(double x, double n, double mean, double var) {
+    return !(fabs(x) <= DBL_MAX) || (n >= 100 && x > 2 * mean + 10 * sqrt(var));
+}
+
+HD static inline void running_moments(double* mean, double* var, double x, double rate) {
+    const double d = x - *mean;
+    *mean += rate * d;
+    *var = (1 - rate) * (*var + rate * d * d);
+}
+
+// Whether a step is sane; if so, the guard knows from now on what it was like.
+HD static inline bool healthy(Guard* g, double loss, double norm) {
+    if (suspicious(loss, g->n, g->mean_loss, g->var_loss) || suspicious(norm, g->n, g->mean_norm, g->var_norm))
+        return false;
+    const double rate = fmax(1 / (g->n + 1), 0.01);
+    running_moments(&g->mean_loss, &g->var_loss, loss, rate);
+    running_moments(&g->mean_norm, &g->var_norm, norm, rate);
+    g->n++;
+    return true;
+}
+
+// An average after some updates of the weights, of which p is the newest. step: 1 - its rate or, where that is above 1
+// and so the exponent of a power function (Karras et al. 2024, eq. 2), power_step.
+HD static inline float ema_step(float ema, float p, float rate, float step) {
+    return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
+}
+HD static inline float power_step(float rate, int64_t updates) { // 1 - (1 - 1 / updates)^(rate + 1)
+    return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
+}
+
+// Losses of samples, summed by quarter of the noise levels.
+struct LossSums {
+    double sum[4];
+    int count[4];
+};
+HD static inline void add_loss(LossSums* s, double loss, int quarter) {
+    for (int q = 0; q < 4; q++)
+        if (q == quarter) s->sum[q] += loss, s->count[q]++;
+}
+
+// Closes a step, whose grad_norm is in state: its loss, in all and by quarter, and whether the weights may be touched.
+HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
+    state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
+    for (int q = 0; q < 4; q++) {
+        state->loss_q[q] = losses.count[q] ? losses.sum[q] / losses.count[q] : 0;
+        state->count_q[q] = losses.count[q];
+    }
+    state->ok = healthy(&state->guard, state->loss, state->grad_norm);
+    state->lr = (float)(h.lr * lr_factor(h, state->step));
+    state->updates += state->ok, state->bad_total += !state->ok;
+    state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
+}
+
 // Everyone's parts of the first n floats of a flat array to everyone. bytes: of a piece of this array. slice: where
 // the own parts lie, one behind the other; null: in their places.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
@@ -3117,7 +3307,7 @@ static const std::map<int, const char*> STOP_SIGNALS = {
 // At the end nothing goes on meanwhile, and whoever has stopped a run may soon kill it: then it is a quarter of a minute.
 constexpr double PATIENCE = 600, PATIENCE_AT_THE_END = 15, RETRY_AFTER = 5; // seconds
 
-// index.html, section 24.
+// index.html (see The run's page).
 struct Page {
     std::string about{}; // the model, the machine, the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
@@ -3456,7 +3646,7 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// index.html: the run in a browser, section 24. state: running, done, stopped, failed; why: what ended the run.
+// index.html: the run in a browser. state: running, done, stopped, failed; why: what ended the run.
 static void write_page(Run* run, const char* state, const std::string& why = "");
 // The first page. From then on, until the end, tell_page would write why the run failed.
 static void begin_page(Run* run);
@@ -4135,7 +4325,7 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // Part II. The device
 
 // =====================================================================================================================
-// 16. What operations share: activations, learning rate, verdict on a step, noise levels, the bound
+// 16. What all devices share: activations, patches of pixels
 
 // The sigmoid of z = u / Z_FACTOR, as exact as tensors of type T need it: for bf16, u is the exponent of e^-z = 2^u.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -4161,182 +4351,6 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
     const int c = i % C, w = i / C % W, h = i / C / W % H;
     const size_t patch = (i / C / W / H * (H / p) + h / p) * (W / p) + w / p;
     return ((patch * C + c) * p + h % p) * p + w % p;
-}
-
-// The learning rate of a step (0-based), as a factor of lr.
-HD static inline double lr_factor(const AdamW& h, int64_t step) {
-    const double warm = h.warmup_steps > 0 ? fmin(1.0, (double)(step + 1) / h.warmup_steps) : 1.0;
-    const double progress =
-        fmin(fmax((step - h.warmup_steps) / fmax((double)(h.max_steps - h.warmup_steps), 1.0), 0.0), 1.0);
-    if (h.lr_schedule == 1) return warm * (1 - progress);
-    if (h.lr_schedule == 2) return warm * 0.5 * (1 + cos(M_PI * progress));
-    return warm;
-}
-
-// A value is suspicious when it is not finite or, once 100 steps are known, beyond twice the running mean plus ten
-// standard deviations: training passes that only when it breaks.
-HD static inline bool suspicious(double x, double n, double mean, double var) {
-    return !(fabs(x) <= DBL_MAX) || (n >= 100 && x > 2 * mean + 10 * sqrt(var));
-}
-
-HD static inline void running_moments(double* mean, double* var, double x, double rate) {
-    const double d = x - *mean;
-    *mean += rate * d;
-    *var = (1 - rate) * (*var + rate * d * d);
-}
-
-// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
-// mean square of its latest losses, and what it then loses counts by its importance, so that the mean stays what it is.
-// A row (HISTORY + 1): losses of a t, oldest first, and how many.
-constexpr double EVEN_SHARE = 0.001; // of the probability, which all t have in equal parts
-
-// Remembers what a batch lost at t; returns the weight of t from now on, below 0 as long as losses are missing.
-HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
-    for (int b = 0; b < B; b++) {
-        if (levels[b].index != t) continue;
-        const int n = (int)row[HISTORY];
-        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k];
-        row[n < HISTORY ? n : HISTORY - 1] = (float)fmin(loss[b] / levels[b].importance, FLT_MAX);
-        row[HISTORY] = (float)(n < HISTORY ? n + 1 : n);
-    }
-    double sum = 0;
-    for (int k = 0; k < HISTORY; k++) sum += (double)row[k] * row[k];
-    return row[HISTORY] < HISTORY ? -1 : sqrt(sum / HISTORY);
-}
-
-// u: in [0, 1)
-HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
-    double sum = 0, least = 0, p = 0, below = 0;
-    for (int t = 0; t < o.steps; t++) sum += o.weights[t], least = fmin(least, o.weights[t]);
-    if (least < 0 || !(sum > 0)) return o.levels[(int)(u * o.steps)];
-    const double even = EVEN_SHARE / o.steps, rest = (1 - EVEN_SHARE) / sum;
-    int t = -1;
-    do below += p = o.weights[++t] * rest + even;
-    while (below <= u && t + 1 < o.steps);
-    NoiseLevel l = o.levels[t];
-    l.importance = (float)(1 / (o.steps * p));
-    l.weight *= l.importance;
-    return l;
-}
-
-// Of edm's and ect's samples, and of a flow's whose t are no uniform numbers; normal: its logarithm's.
-HD static inline double draw_sigma(const Objective& o, const Words& r, float* normal) {
-    float z[4];
-    normals(z, r);
-    *normal = z[0];
-    return exp(o.P_mean + (double)o.P_std * z[0]);
-}
-
-// The noise level of a sample from its random words.
-HD static inline NoiseLevel draw_level(const Objective& o, const Words& r) {
-    if (o.weights) return draw_weighted_level(o, r.w[0] * 0x1p-32);
-    if (o.levels) return o.levels[((uint64_t)r.w[0] * o.steps) >> 32];
-    const bool flow = o.frame == Frame::FLOW && !o.tuning.on();
-    if (flow && o.P_std == 0) {
-        const double u = (r.w[0] + 0.5) * 0x1p-32;
-        NoiseLevel l = flow_level(u / (1 - u));
-        l.quarter = (int)(4 * u);
-        return l;
-    }
-    float z;
-    const double sigma = draw_sigma(o, r, &z);
-    NoiseLevel l;
-    if (o.tuning.on()) l = student_level(o, sigma);
-    else l = flow ? flow_level(sigma) : edm_level(sigma, o.sigma_data);
-    l.quarter = z < 0 ? z >= -0.67448975f : 2 + (z >= 0.67448975f); // of a normal distribution
-    return l;
-}
-
-// That of its teacher, from the same words.
-HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& r) {
-    float z;
-    return teacher_level(o, draw_sigma(o, r, &z));
-}
-
-// The pseudo-Huber distance weight (sqrt(D + c^2) - c) of a student's image to its teacher's, D being the sum of their
-// squared differences x0_out (out - target); and by which factor of out - target it goes with the answer.
-struct TuningLoss {
-    double value, slope;
-};
-HD static inline TuningLoss tuning_loss(const NoiseLevel& l, double D, double c) {
-    if (D == 0) return TuningLoss{0, 0};
-    const double root = sqrt(D + c * c);
-    return TuningLoss{l.weight * D / (root + c), l.weight * l.x0_out * (double)l.x0_out / root};
-}
-
-// One value's term of the variational bound, in nats, and its derivatives by the error d = output - target of the
-// mean's half and by the variance's half v. The variance is exp(log_var + u), u = log_ratio + range (v + 1) / 2,
-// between the two fixed ones (Nichol & Dhariwal 2021, eq. 15). For t > 0 it is the divergence of two normals whose
-// means differ by sqrt(kl exp(log_var)) d; at t = 0 the likelihood of one of 256 values, with guided-diffusion's normal
-// distribution function.
-struct BoundTerm {
-    float value, d_mean, d_variance;
-};
-HD static inline BoundTerm bound_term(const NoiseLevel& l, float d, float v, float x0) {
-    const float slope = 0.5f * l.range, u = l.log_ratio + slope * (v + 1);
-    if (!l.first) { // in double: for high t, u is so small that only u^2 / 2 of expm1(-u) + u remains
-        const double less = expm1(-(double)u), pull = (1 + less) * l.kl * d;
-        return BoundTerm{(float)(0.5 * (less + u + pull * d)), (float)pull, (float)(0.5 * slope * (-less - pull * d))};
-    }
-    auto cdf = [](double z, double* density) {
-        const double h = 0.7978845608028654 * (z + 0.044715 * z * z * z), t = tanh(h); // sqrt(2 / pi)
-        *density = 0.5 * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * z * z);
-        return 0.5 * (1 + t);
-    };
-    // x0 lies x0_out * -d from the mean; derivatives are taken by that and by log sigma, which z goes with as -z
-    const double centered = -(double)l.x0_out * d, inverse = exp(-0.5 * ((double)l.log_var + u));
-    const double high = inverse * (centered + 1.0 / 255), low = inverse * (centered - 1.0 / 255);
-    double dense_high, dense_low;
-    const double below_high = cdf(high, &dense_high), below_low = cdf(low, &dense_low);
-    if (x0 > 0.999f) dense_high = 0; // 255: all that lies above
-    if (x0 < -0.999f) dense_low = 0; // 0: all that lies below
-    const double p = x0 < -0.999f ? below_high : x0 > 0.999f ? 1 - below_low : below_high - below_low;
-    if (p < 1e-12) return BoundTerm{27.631021f, 0, 0};
-    return BoundTerm{(float)-log(p), (float)((dense_high - dense_low) * inverse * l.x0_out / p),
-                     (float)((dense_high * high - dense_low * low) * 0.5 * slope / p)};
-}
-
-// Whether a step is sane; if so, the guard knows from now on what it was like.
-HD static inline bool healthy(Guard* g, double loss, double norm) {
-    if (suspicious(loss, g->n, g->mean_loss, g->var_loss) || suspicious(norm, g->n, g->mean_norm, g->var_norm))
-        return false;
-    const double rate = fmax(1 / (g->n + 1), 0.01);
-    running_moments(&g->mean_loss, &g->var_loss, loss, rate);
-    running_moments(&g->mean_norm, &g->var_norm, norm, rate);
-    g->n++;
-    return true;
-}
-
-// An average after some updates of the weights, of which p is the newest. step: 1 - its rate or, where that is above 1
-// and so the exponent of a power function (Karras et al. 2024, eq. 2), power_step.
-HD static inline float ema_step(float ema, float p, float rate, float step) {
-    return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
-}
-HD static inline float power_step(float rate, int64_t updates) { // 1 - (1 - 1 / updates)^(rate + 1)
-    return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
-}
-
-// Losses of samples, summed by quarter of the noise levels.
-struct LossSums {
-    double sum[4];
-    int count[4];
-};
-HD static inline void add_loss(LossSums* s, double loss, int quarter) {
-    for (int q = 0; q < 4; q++)
-        if (q == quarter) s->sum[q] += loss, s->count[q]++;
-}
-
-// Closes a step, whose grad_norm is in state: its loss, in all and by quarter, and whether the weights may be touched.
-HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
-    state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
-    for (int q = 0; q < 4; q++) {
-        state->loss_q[q] = losses.count[q] ? losses.sum[q] / losses.count[q] : 0;
-        state->count_q[q] = losses.count[q];
-    }
-    state->ok = healthy(&state->guard, state->loss, state->grad_norm);
-    state->lr = (float)(h.lr * lr_factor(h, state->step));
-    state->updates += state->ok, state->bad_total += !state->ok;
-    state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
 }
 
 #ifndef __CUDACC__
@@ -4403,7 +4417,7 @@ static void release(Upload*) {}
 
 #else // the GPU
 // =====================================================================================================================
-// 18. The GPU: what a choice of kernels may ask, launches, kernels
+// 18. The GPU: what all kernels share
 
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
@@ -4764,6 +4778,21 @@ INLINE void fold_columns(float* shared, int columns, const float (&first)[V], co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// --- each_kernel: a thread for an element
+// Blocks of 256 threads, one element each.
+static int blocks_for(size_t n) { return (int)std::max<size_t>((n + 255) / 256, 1); }
+
+// f(i) for every i < n, a thread each: kernels of a few lines are such lambdas.
+template <class F> static __global__ void __launch_bounds__(256) each_kernel(size_t n, F f) {
+    await_previous_kernel();
+    if (const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n) f(i);
+}
+template <class F> static void each_on(Lane* lane, size_t n, F f) {
+    launch_on(lane, 1, each_kernel<F>, blocks_for(n), 256, 0, n, f);
+}
+template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
+
+// ---------------------------------------------------------------------------------------------------------------------
 // --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
 // PTX ISA, "Matrix Fragments for mma.m16n8k16". Two neighbouring tiles of a result, packed to bf16, are an A fragment.
 
@@ -4882,6 +4911,15 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// --- Swizzle: how rows lie in shared memory
+// Rows of CHUNKS x 16 bytes lie there without gaps, chunk c of row r at place c ^ swizzle_key(r), so that chunk c of 8
+// neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it (odd numbers of chunks do anyway).
+template <int CHUNKS> INLINE int swizzle_key(int row) {
+    constexpr int BITS = CHUNKS % 8 == 0 ? 3 : CHUNKS % 4 == 0 ? 2 : CHUNKS % 2 == 0 ? 1 : 0;
+    return (row >> (3 - BITS)) & ((1 << BITS) - 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
 
 // TMA moves boxes between global and shared memory. Coordinates begin with the innermost dimension's; of what lies
@@ -4992,6 +5030,818 @@ INLINE uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must
 }
 // The same for all lanes of a warp, and known to be: descriptors made of it stay in uniform registers, as wgmma wants.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
+
+// A dense tensor of bf16 (or fp32), innermost dimension first, that is moved in boxes. These are swizzled in the
+// pattern of their width, 128 or 64 bytes. Dimensions that are not named are 1. No tensor: no map.
+static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4], bool fp32 = false) {
+    typedef decltype(&cuTensorMapEncodeTiled) Encode;
+    static const Encode encode = [] {
+        void* f = nullptr;
+        cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result));
+#else
+        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &result));
+#endif
+        if (!f) die("this GPU's driver is too old for the program (it lacks cuTensorMapEncodeTiled); CUDA 12's has it");
+        return (Encode)f;
+    }();
+    CUtensorMap map = {};
+    if (!p) return map;
+    cuuint64_t size[4], pitch[4], bytes = fp32 ? sizeof(float) : sizeof(bf16);
+    cuuint32_t boxes[4], steps[4] = {1, 1, 1, 1};
+    for (int i = 0; i < 4; i++) {
+        size[i] = (cuuint64_t)std::max<int64_t>(1, dims[i]), boxes[i] = (cuuint32_t)std::max(1, box[i]);
+        pitch[i] = bytes *= size[i];
+    }
+    const auto type = fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const auto swizzle = box[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); // zeros outside
+    if (error != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)error);
+    return map;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- building blocks of Hopper's kernels (sm_90a)
+// Such a kernel is a few roles, each a loop over tiles: a thread loads, one to three warpgroups multiply and finish,
+// others store or sum. Between them are rings of stages in shared memory. Blocks hold integers only (addresses in
+// shared memory, counters) and are inlined: what had its address taken would end up in local memory.
+
+// Bytes of shared memory for each of so many blocks on a multiprocessor; static variables take at most 128 bytes.
+constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
+// Bytes beside a kernel's tiles: for so many mbarriers, and to begin the tiles at a whole kilobyte.
+constexpr int shared_beside(int barriers) { return barriers * 8 + 1024; }
+
+// Deals out shared memory: room for so many mbarriers in front, tiles behind them, each at a whole kilobyte (swizzle).
+struct SharedMemory {
+    uint32_t barriers_at, tiles_at; // the next
+    INLINE explicit SharedMemory(int barriers) {
+        extern __shared__ __align__(16) unsigned char dynamic[];
+        barriers_at = shared_address(dynamic), tiles_at = uniform(kilobyte_aligned(dynamic + barriers * 8));
+    }
+};
+
+// A ring of stages in shared memory. One thread has TMA fill them: acquire, tma_load. Readers wait for them and release
+// them: arrived, release. Invariant: all see the stages in the same order, and a stage is filled again when `readers`
+// have released it. 0 readers: it is filled once and stays, or (next) when something else says that nobody reads it any
+// more. With `writers` so many warps fill a stage themselves: acquire, store, warp_stored. BYTES = 0: what they tell of
+// lies elsewhere. Two rules, each of which was a bug once (dev/test/test_pipelines.py models every kernel's roles):
+// Its own full barrier. With OWNERS = 2 a stage is filled for one of two warpgroups, which waits at a barrier of its
+//   own. At one for both it would miss the phases that ended while the other one had the stage, and since a barrier
+//   tells only odd phases from even ones, it would take the other one's arrival for its own.
+// Never so far ahead. The thread that loads waits in acquire. If it feeds two pipelines, it must not wait for a stage
+//   of one that is freed only by products whose operands it has still to load into the other one.
+struct Stage {
+    uint32_t address, full; // where the tile goes, and the barrier to tell of it
+};
+INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has filled a stage, or its part of it
+    fence_async();
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbarrier_arrive(full);
+}
+template <int BYTES, int OWNERS = 1> struct Pipeline {
+    static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
+    uint32_t stages_at, full_at, empty_at; // full_at: OWNERS barriers of each stage
+    int size, readers, writers;
+    int place = 0, done = 0; // the stage that is filled, or arrives, next; that this reader releases next
+    uint32_t phase = 0;      // of a full stage's barrier; an empty one's has phase ^ 1, which passes in the first round
+    uint32_t phases = 0;     // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
+
+    INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
+        auto take = [](uint32_t& next, int n, int bytes) { return (next += n * bytes) - n * bytes; };
+        size = n, stages_at = take(shared.tiles_at, n, BYTES), full_at = take(shared.barriers_at, n, 8 * OWNERS);
+        empty_at = take(shared.barriers_at, readers ? n : 0, 8);
+    }
+    INLINE void init() const { // by one thread
+        for (int i = 0; i < size; i++) {
+            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(stage(i, owner).full, writers);
+            if (readers) mbarrier_init(empty(i), readers);
+        }
+    }
+    INLINE Stage stage(int i, int owner = 0) const {
+        return {stages_at + i * BYTES, full_at + 8 * OWNERS * i + (OWNERS == 2 ? 8 * owner : 0)};
+    }
+    INLINE uint32_t empty(int i) const { return empty_at + 8 * i; }
+
+    // The thread that loads: the next stage, once it is free.
+    INLINE Stage acquire(int owner = 0) {
+        mbarrier_wait(empty(place), phase ^ 1);
+        return next(owner);
+    }
+    INLINE Stage next(int owner = 0) { // known to be free
+        const Stage s = stage(place, owner);
+        if (++place == size) place = 0, phase ^= 1;
+        return s;
+    }
+    // A reader: the address of the next stage, once it is full.
+    INLINE uint32_t arrived(int owner = 0) {
+        const int i = place;
+        mbarrier_wait(stage(i, owner).full, OWNERS == 2 ? phases >> i & 1 : phase);
+        if (OWNERS == 2) phases ^= 1u << i;
+        return next().address;
+    }
+    // The address of a stage that stays; its arrival has to be waited for only once.
+    INLINE uint32_t kept(int i, bool wait) const {
+        if (wait) mbarrier_wait(stage(i).full, 0);
+        return stage(i).address;
+    }
+    // Stages are released in the order in which they arrived; one thread speaks for all that read this one together.
+    INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
+        const int i = hand_over();
+        if (speaks) free(i);
+    }
+    // Instead: the next stage to be released, which whoever gets it is to free.
+    INLINE int hand_over() {
+        const int i = done;
+        if (++done == size) done = 0;
+        return i;
+    }
+    INLINE void free(int i) const { mbarrier_arrive(empty(i)); }
+    INLINE void pass_over(int n) { // stages of the other warpgroup's
+        for (place += n; place >= size; place -= size) phase ^= 1;
+        done = place;
+    }
+};
+// Results on their way out. A warpgroup puts them together in stages of its pixels, which it does not release but hands
+// over: it tells (warp_stored) the stage of that number here, for which a warp waits that stores and frees the other.
+typedef Pipeline<0, 2> Results;
+
+template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) { // by one thread
+    (blocks.init(), ..., mbarriers_ready());
+}
+template <class... Blocks> INLINE void ready(const Blocks&... blocks) { // their barriers, for all threads
+    if (threadIdx.x == 0) init_barriers(blocks...);
+    __syncthreads();
+}
+
+// Every `step`-th tile from `first` on, before `end`, as (image; tile down and across). It goes on by additions:
+// divisions would be most of what the loading thread does.
+struct TileWalk : Origin {
+    Origin d; // a step
+    int tiles_h, tiles_w, left;
+    INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : tiles_h(tiles_h), tiles_w(tiles_w) {
+        (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1), d = tile_origin(step, tiles_h, tiles_w, 1, 1);
+        left = max(0, ceil_div(end - first, step));
+    }
+    INLINE explicit operator bool() const { return left > 0; }
+    INLINE void next() {
+        left--;
+        n += d.n, h += d.h, w += d.w;
+        if (w >= tiles_w) w -= tiles_w, h++;
+        if (h >= tiles_h) h -= tiles_h, n++;
+    }
+};
+
+// Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
+template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
+    return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+}
+
+// Pixels of 64 channels, in rows of PITCH with their border. A tap reads them in place: it is only another start.
+template <int PITCH> struct Halo {
+    Operand first;
+    INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
+    INLINE Operand shifted(int tap) const { // tap * 11 >> 5 is tap / 3
+        return {first.low + (PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap) * 8, first.high};
+    }
+};
+
+// A warpgroup's sums, of BLOCKS x 64 channels and N pixels. Invariant: nobody reads d between multiply and wait.
+template <int BLOCKS, int N> struct Accumulators {
+    float d[BLOCKS][N / 2];
+    INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
+        UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+            UNROLL_FOR (int k = 0; k < N / 2; k++) d[b][k] = bias[b][k >> 1 & 1];
+    }
+    // STEPS products of 16 input channels, as one group that is now on its way. Weights: 64 rows of 128 bytes a block.
+    template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
+        constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR, A_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
+        const Operand a = Operand::rows(weights, 8);
+        wgmma_fence();
+        UNROLL_FOR (int k = 0; k < STEPS; k++)
+            UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+                Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
+        wgmma_commit();
+    }
+    INLINE void add(int b, const float (&v)[2]) {
+        UNROLL_FOR (int k = 0; k < N / 2; k++) d[b][k] += v[k >> 1 & 1];
+    }
+    INLINE void wait() {
+        wgmma_wait<0>();
+        UNROLL_FOR (int b = 0; b < BLOCKS; b++) accumulators_ready(d[b]);
+    }
+};
+
+// Two warpgroups take turns with the tensor cores (named barriers 4, 5): one finishes its tile while the other one
+// multiplies. Invariant: each waits and passes once a tile; tiles are in turn, so nobody waits for one that has none.
+template <bool TAKE_TURNS> struct Turn {
+    int warpgroup;
+    INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
+        if (warpgroup == 1) pass(); // warpgroup 0 begins
+    }
+    INLINE void wait() const {
+        if (TAKE_TURNS) warps_sync(4 + warpgroup, 256);
+    }
+    INLINE void pass() const {
+        if (TAKE_TURNS) warps_arrive(4 + (warpgroup ^ 1), 256);
+    }
+};
+
+// =====================================================================================================================
+// 19. Small operations: resampling, embeddings, diffusion
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+// Used when: a tensor's statistics were not taken by what wrote it, or the resolution changes without a convolution.
+// How: a block walks down the pixels of an image with some vectors of channels, and takes the sums of what it writes.
+// Costs: memory traffic, every element once.
+
+enum Resampling { POOL, REPEAT, PICK }; // PICK: the even rows and columns
+
+// sum += four pixels: x, its neighbour, and those below them in rows of W
+template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
+    UNROLL_FOR (int k = 0; k < 4; k++) add_piece(sum, load16(x + ((size_t)(k / 2) * W + k % 2) * C));
+}
+
+// A block has `columns` vectors of channels of image blockIdx.z. With stats it sees all pixels and owns their sums
+// (fp32 down a thread's pixels, double across threads); else gridDim.x blocks share them.
+template <class T, Resampling R>
+static __global__ void __launch_bounds__(512)
+    resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
+    constexpr int V = VEC<T>, THREADS = 512;
+    __shared__ float sums[2 * V * (THREADS + 8)];
+    const int b = blockIdx.z, c = (blockIdx.y * columns + threadIdx.x % columns) * V, rows = THREADS / columns;
+    const int Ho = (H + (R == PICK)) / 2, Wo = (W + (R == PICK)) / 2, pixels = R == REPEAT ? H * W : Ho * Wo;
+    float sum[V] = {}, square[V] = {};
+    x += (size_t)b * H * W * C + c;
+    out += (size_t)b * (R == REPEAT ? 4 * H * W : Ho * Wo) * C + c;
+    await_previous_kernel();
+    UNROLL_4_FOR (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
+        const T* from = x + (R == REPEAT ? p : (size_t)(p / Wo) * 2 * W + p % Wo * 2) * C;
+        T* to = out + (R != REPEAT ? p : (size_t)(p / W) * 4 * W + p % W * 2) * C;
+        uint4 raw;
+        float v[V] = {};
+        if (R == POOL) {
+            add_square(v, from, W, C);
+            UNROLL_FOR (int i = 0; i < V; i++) v[i] *= 0.25f;
+            raw = pack(v);
+        } else raw = load16(from);
+        unpack(v, raw);
+        UNROLL_FOR (int k = 0; k < (R == REPEAT ? 4 : 1); k++)
+            *(uint4*)(to + ((size_t)(k / 2) * 2 * W + k % 2) * C) = raw;
+        UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
+    }
+    if (!stats) return;
+    fold_columns<THREADS>(sums, columns, sum, square, [&](int k, int column, double total) {
+        const int channel = (blockIdx.y * columns + column) * V + k / 2;
+        stats[((size_t)b * C + channel) * 2 + k % 2] = (R == REPEAT ? 4 : 1) * total;
+    });
+}
+
+template <class T, Resampling R>
+static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
+    if (stats) stats->parts = 1;
+    const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
+    int columns = 2; // narrow slabs of channels make many blocks
+    while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4))
+        columns *= 2;
+    const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
+    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, stats ? stats->sums : nullptr, x, H, W, C, columns);
+}
+
+// out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient
+// looks like from before a stride of 2. A thread moves 16 bytes.
+static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
+    const int pieces = C / act_vec();
+    each_on(lane, (size_t)B * H * W * pieces, [=, to = (uint4*)out, from = (const uint4*)x] __device__(size_t i) {
+        const size_t pixel = i / pieces;
+        const int w = pixel % W, h = pixel / W % H;
+        const size_t p = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
+        to[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : from[p * pieces + i % pieces];
+    });
+}
+
+static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
+    with_act([&]<class T>(T) { launch_resample<T, POOL>(out, stats, x, B, H, W, C); });
+}
+static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
+    with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
+}
+
+// dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (or 0), or the sum of four.
+template <class T, Resampling R>
+static __global__ void __launch_bounds__(256)
+    resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
+    constexpr int V = VEC<T>;
+    const int vectors = C / V, b = blockIdx.x / H, h = blockIdx.x % H, Ho = H / 2, Wo = W / 2;
+    await_previous_kernel();
+    for (int i = threadIdx.x; i < W * vectors; i += 256) {
+        const int w = i / vectors, c = (i - w * vectors) * V;
+        float v[V] = {};
+        if (R == POOL) {
+            if (h / 2 < Ho && w / 2 < Wo) unpack(v, load16(dout + (((size_t)b * Ho + h / 2) * Wo + w / 2) * C + c));
+            UNROLL_FOR (int k = 0; k < V; k++) v[k] *= 0.25f;
+        } else {
+            add_square(v, dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C + c, 2 * W, C);
+        }
+        store_gradient(dx, ((size_t)blockIdx.x * W + w) * C + c, v);
+    }
+}
+
+static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
+    with_act(
+        [&]<class T>(T) { launch(resample_backward_kernel<T, POOL>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
+}
+static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
+    with_act(
+        [&]<class T>(T) { launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
+}
+
+static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
+    each((size_t)B * H * W * C, [=] __device__(size_t i) { out[place_in_patches(i, H, W, C, p)] = x[i]; });
+}
+static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
+    each((size_t)B * H * W * C, [=] __device__(size_t i) { out[i] = x[place_in_patches(i, H, W, C, p)]; });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
+// Used when: the embedding of t and of the class goes to every residual block.
+// How: a warp has a few outputs (forward) or inputs (backward) of 32 images; sums of parts come in a fixed order.
+// Costs: latencies: each weight is read once, and there are few images.
+
+INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
+    return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
+}
+
+constexpr int LINEAR_ROWS = 32; // images at a time. Cin: a multiple of 4; x, weight, dweight: aligned to 16 bytes
+
+// A block has OUTPUTS columns of 32 rows, a lane a row, a warp every eighth piece of four inputs; weights, which all
+// lanes read together, come before the kernel in front has ended. grid (Cout / OUTPUTS, B / 32)
+template <int OUTPUTS>
+static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, const float* x, const float* weight,
+                                                                    const float* bias, int B, int Cin, int Cout) {
+    constexpr int WARPS = 8, PIECES = 64; // of a row at a time
+    __shared__ float4 weights[OUTPUTS][PIECES], rows[LINEAR_ROWS][PIECES];
+    const int row = threadIdx.x % 32, warp = threadIdx.x / 32, n0 = blockIdx.x * OUTPUTS, b0 = blockIdx.y * LINEAR_ROWS;
+    const int column = n0 + threadIdx.x % OUTPUTS; // of what this thread adds up and stores in the end
+    const float shift = column < Cout ? bias[column] : 0;
+    // Pieces i, i + 256, ... of an array's rows from `first` on, swapped against bank conflicts.
+    auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
+        UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
+            const int r = i / PIECES, k = k0 + i % PIECES * 4;
+            const bool inside = first + r < end && k < Cin;
+            copy_async_16(&to[r][(i % PIECES) ^ (r & swap)], from + (inside ? (size_t)(first + r) * Cin + k : 0),
+                          inside);
+        }
+    };
+    float acc[OUTPUTS] = {};
+    for (int k0 = 0; k0 < Cin; k0 += 4 * PIECES) {
+        load(weights, weight, n0, Cout, k0, 0);
+        if (k0 == 0) await_previous_kernel();
+        load(rows, x, b0, B, k0, 7);
+        copies_committed();
+        copies_arrived<0>();
+        __syncthreads();
+        UNROLL_FOR (int piece = warp; piece < PIECES; piece += WARPS) {
+            if (k0 + (piece - warp) * 4 >= Cin) break;
+            const float4 v = rows[row][piece ^ (row & 7)];
+            UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
+                const float4 w = weights[n][piece];
+                acc[n] += v.x * w.x, acc[n] += v.y * w.y, acc[n] += v.z * w.z, acc[n] += v.w * w.w;
+            }
+        }
+        __syncthreads();
+    }
+    float(&sums)[WARPS][OUTPUTS][LINEAR_ROWS + 1] = *(float(*)[WARPS][OUTPUTS][LINEAR_ROWS + 1]) rows;
+    UNROLL_FOR (int n = 0; n < OUTPUTS; n++) sums[warp][n][row] = acc[n];
+    __syncthreads();
+    for (int r = threadIdx.x / OUTPUTS; r < min(LINEAR_ROWS, B - b0) && column < Cout; r += 256 / OUTPUTS) {
+        float sum = shift;
+        UNROLL_FOR (int k = 0; k < WARPS; k++) sum += sums[k][column - n0][r];
+        out[(size_t)(b0 + r) * Cout + column] = sum;
+    }
+}
+
+// Backward: a warp has 64 inputs and 32 rows, a lane two of the inputs, whose values (32 x 2) and gradients (as many)
+// stay in registers while outputs come by, 8 at a time: their two weights, which are read once, and the rows' dout,
+// which all lanes read in shared memory together and multiply four times. The warps of a block have the same inputs and
+// add up their gradients at the end.
+constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
+struct LinearStage { // of a warp; before: dweight of the images before these, or zeros
+    float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
+};
+struct LinearShared {
+    LinearStage stages[LINEAR_WARPS][2];
+    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32];
+};
+struct LinearBackward {
+    float *dweight, *dbias, *parts; // parts (splits, B, Cin): of dx; null: not wanted
+    const float *dout, *x, *weight;
+    int B, Cin, Cout, tiles, splits; // tiles of inputs; parts of the outputs
+};
+
+static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    LinearShared& shared = *(LinearShared*)memory;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.x % p.tiles,
+              split = blockIdx.x / p.tiles;
+    const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS,
+              stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;
+    // A lane loads 16 bytes of every second row of weights, 4 of every fourth of dout, which is 0 beyond the last ones.
+    const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
+    const int d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
+    const bool inside = i < p.Cin;
+    await_previous_kernel();
+    for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
+        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
+        const int rows = min(LINEAR_ROWS, p.B - b0);
+        auto load = [&](int o0, int place) {
+            LinearStage& to = shared.stages[warp][place];
+            const int left = p.Cout - o0;
+            if (left <= 0) return;
+            UNROLL_FOR (int k = 0; k < LINEAR_OUTS; k += 2) {
+                const size_t at = (size_t)(o0 + min(k + w_row, left - 1)) * p.Cin + w_column;
+                copy_async_row_if(true, shared_address(&to.weight[k + w_row][lane % 16 * 4]), p.weight + at, true);
+                copy_async_row_if(true, shared_address(&to.before[k + w_row][lane % 16 * 4]), p.dweight + at, b0 > 0);
+            }
+            UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4) {
+                const size_t b = b0 + min(k + d_row, rows - 1);
+                copy_async<4>(&to.dout[d_output][k + d_row], p.dout + b * p.Cout + o0 + min(d_output, left - 1),
+                              k + d_row < rows && d_output < left);
+            }
+            copies_committed();
+        };
+        load(first, 0);
+        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
+            x[b] = inside && b < rows ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : float2{};
+            dx[b] = float2{};
+        }
+        int place = 0;
+        for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
+            copies_arrived<0>();
+            __syncwarp();
+            load(o0 + stride, place ^ 1);
+            const LinearStage& now = shared.stages[warp][place];
+            if (tile == 0) { // the bias: 8 rows to a lane
+                const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
+                const float sum = lane_sum<8, 16>(((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w)));
+                float* const bias = p.dbias + o0 + d_output;
+                if (d_row == 0 && o0 + d_output < p.Cout) *bias = b0 ? *bias + sum : sum;
+            }
+            float* to = p.dweight + (size_t)o0 * p.Cin + i;
+            const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
+            NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
+                const float2 w = *(const float2*)&now.weight[o][lane * 2];
+                float2 sum = *(const float2*)&now.before[o][lane * 2];
+                UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b += 4) {
+                    const float4 four = *(const float4*)&now.dout[o][b];
+                    const float d[4] = {four.x, four.y, four.z, four.w};
+                    UNROLL_FOR (int k = 0; k < 4; k++) {
+                        sum.x += d[k] * x[b + k].x, sum.y += d[k] * x[b + k].y;
+                        dx[b + k].x += d[k] * w.x, dx[b + k].y += d[k] * w.y;
+                    }
+                }
+                if (o < outs) *(float2*)to = sum;
+            }
+        }
+        copies_arrived<0>();
+        __syncthreads(); // the stages have been read, and so have the sums of the rows before
+        if (!p.parts) continue;
+        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) shared.sums[warp][b][lane] = dx[b];
+        __syncthreads();
+        for (int b = warp; b < rows && inside; b += LINEAR_WARPS) {
+            float2 sum = shared.sums[0][b][lane];
+            for (int k = 1; k < LINEAR_WARPS; k++)
+                sum.x += shared.sums[k][b][lane].x, sum.y += shared.sums[k][b][lane].y;
+            *(float2*)(p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i) = sum;
+        }
+    }
+}
+
+static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
+                           Lane* lane = MAIN_LANE) {
+    const int outputs = Cout <= 1024 ? 8 : 16; // more of them read x less often; fewer make more blocks
+    const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
+    auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
+    launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
+}
+
+// As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
+static int linear_splits(int Cin, int Cout) {
+    return std::max(1, std::min(2 * gpu.sms / ceil_div(Cin, 64), ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS)));
+}
+static size_t linear_backward_workspace(int B, int Cin, int Cout) {
+    return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
+}
+
+static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
+                            const float* weight, int B, int Cin, int Cout) {
+    const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
+    const size_t n = (size_t)B * Cin;
+    float* const parts = dx.dx ? (float*)device.workspace : nullptr;
+    launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
+           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits});
+    if (!dx.dx) return;
+    each(n, [=] __device__(size_t i) {
+        float sum = 0;
+        _Pragma("unroll 12") for (int k = 0; k < splits; k++) sum += parts[k * n + i];
+        dx.dx[i] = with_addends(dx, i, sum);
+    });
+}
+
+static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
+    each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
+}
+static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
+    each(n, [=] __device__(size_t i) { dx.dx[i] = with_addends(dx, i, dout[i] * Silu<float>::df(x[i])); });
+}
+
+static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
+                                       Lane* lane = MAIN_LANE) {
+    const int half = dim / 2;
+    const double log_period = std::log((double)max_period);
+    each_on(lane, (size_t)B * half, [=] __device__(size_t i) {
+        const int b = (int)i / half, k = (int)i % half; // f_k as fp32
+        double sine, cosine;
+        sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
+        out[(size_t)b * dim + k] = (float)cosine;
+        out[(size_t)b * dim + half + k] = (float)sine;
+    });
+}
+
+static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
+                                    Lane* lane = MAIN_LANE) {
+    each_on(lane, (size_t)B * C,
+            [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; });
+}
+static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
+                                     int rows, int C) {
+    each((size_t)std::max(B, rows) * C, [=] __device__(size_t i) {
+        const int row = (int)(i / C), c = (int)(i % C);
+        if (row < B) dx.dx[i] = with_addends(dx, i, dout[i]);
+        if (row >= rows) return;
+        float sum = 0;
+        for (int b = 0; b < B; b++)
+            if (labels[b] == row) sum += dout[(size_t)b * C + c];
+        dtable[i] = sum;
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+// Used when: once in a training step or in a step of a sampler.
+// How: four values a thread from one Philox block; losses are summed in double, in a fixed order.
+// Costs: memory traffic, images are small beside activations.
+
+INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
+    return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
+}
+
+static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
+    each(B, [=] __device__(size_t b) {
+        const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
+        levels[b] = l, t[b] = l.t, quarters[b] = l.quarter;
+    });
+}
+
+static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
+    each(B, [=] __device__(size_t b) {
+        const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
+        teachers[b] = l, t[b] = l.t;
+    });
+}
+
+static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
+                           const StepState* state, int T, int B) {
+    each(T, [=] __device__(size_t t) {
+        weights[t] = remember_losses(history + t * (HISTORY + 1), (int)t, levels, loss, state->ok ? B : 0);
+    });
+}
+
+// f(b, e) for elements e ... e + 3 of image b, of n to an image: what a block of Philox gives numbers to is a thread's.
+template <class F> struct Quads {
+    F f;
+    int n;
+    __device__ void operator()(size_t i) const {
+        const size_t quads = (n + 3) / 4;
+        f((int)(i / quads), (int)(i % quads) * 4);
+    }
+};
+template <class F> static void each_quad(int B, int n, F f) { each((size_t)B * ((n + 3) / 4), Quads<F>{f, n}); }
+
+static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
+    each_quad(B, per_sample, [=] __device__(int b, int e) {
+        float z[4];
+        normals(z, random_words(key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < per_sample; k++) {
+            float& v = out[(size_t)b * per_sample + e + k];
+            v = scale * z[k] + (add ? v : 0.0f);
+        }
+    });
+}
+
+static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
+                             const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
+                             int C, int H, int W, int bytes) {
+    const int n = H * W * C;
+    each_quad(B, n, [=] __device__(int b, int e) {
+        const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
+        const NoiseLevel l = levels[b];
+        float z[4], x[4];
+        normals(z, random_words(noise_key, e / 4, b));
+        int p = e / C, c = e - p * C, h = p / W, w = p - h * W;
+        UNROLL_FOR (int k = 0; k < 4; k++) {
+            const size_t in = (((size_t)b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
+            float x0 = 0;
+            if (e + k < n) x0 = bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
+            x[k] = l.signal * x0 + l.sigma * z[k];
+            z[k] = l.target_x0 * x0 + l.target_noise * z[k];
+            if (++c == C) c = 0, w++;
+            if (w == W) w = 0, h++;
+        }
+        const size_t i = (size_t)b * n + e;
+        for (int k = 0; k < 4 && teacher && e + k < n; k++) z[k] += l.target_teacher * teacher[i + k];
+        if (n % 4 == 0) {
+            *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
+            *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
+        } else
+            for (int k = 0; k < 4 && e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
+    });
+}
+
+constexpr int LOSS_PARTS = 4; // blocks to an image
+
+// To a multiprocessor of 2,048 threads, or all wait for memory at once; others have 1,536.
+constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
+
+// Sum over a block of 1024 threads, in thread 0; a fixed tree.
+INLINE double block_sum(double v) {
+    __shared__ double sums[32];
+    v = warp_sum(v);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
+    __syncthreads();
+    return warp_sum(threadIdx.x < 32 ? sums[threadIdx.x] : 0);
+}
+
+// sums (B, LOSS_PARTS): of a block's losses. BOUND: with the variational bound's term. grid (LOSS_PARTS, B)
+template <bool BOUND>
+static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
+    loss_kernel(double* sums, float* dout, const float* out, const float* target, const float* x,
+                const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
+    const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
+    const NoiseLevel l = levels[blockIdx.y];
+    const float mse = o.mse * l.weight, bound = o.bound * l.importance, slope = factor / ((float)HW * C);
+    double sum = 0;
+    NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
+        const int p = i / C, c = i - p * C;
+        const size_t at = first + (size_t)p * Cout + c;
+        const float wanted = target[first_target + i], d = out[at] - wanted;
+        BoundTerm term{};
+        if (BOUND)
+            term = bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
+        sum += (double)mse * d * d + (double)bound * term.value;
+        dout[at] = slope * (2 * mse * d + (o.mse > 0 ? 0.0f : bound * term.d_mean));
+        if (Cout > C) dout[at + C] = slope * bound * term.d_variance;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
+}
+static size_t loss_workspace(int B) { return (size_t)B * (LOSS_PARTS + 1) * sizeof(double); }
+
+static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
+                                  const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
+                                  int Cout) {
+    double* sums = (double*)device.workspace;
+    launch_behind(o.bound > 0 ? loss_kernel<true> : loss_kernel<false>, dim3(LOSS_PARTS, B), 1024, 0, sums, dout, out,
+                  target, x, levels, o, factor, HW, C, Cout);
+    each(B, [=] __device__(size_t b) {
+        double sum = 0;
+        for (int k = 0; k < LOSS_PARTS; k++) sum += sums[b * LOSS_PARTS + k];
+        loss[b] = sum / ((double)HW * C);
+    });
+}
+
+// sums (B, LOSS_PARTS): a block's part of D. grid (LOSS_PARTS, B)
+static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
+    tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
+    const size_t first = (size_t)blockIdx.y * n;
+    const float x0_out = levels[blockIdx.y].x0_out;
+    double sum = 0;
+    for (int i = blockIdx.x * 1024 + threadIdx.x; i < n; i += LOSS_PARTS * 1024) {
+        const float d = x0_out * (out[first + i] - target[first + i]);
+        sum += (double)d * d;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
+}
+
+static void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
+                                         const NoiseLevel* levels, float c, float factor, int B, int n) {
+    double *const sums = (double*)device.workspace, *const slopes = sums + (size_t)B * LOSS_PARTS;
+    launch_behind(tuning_distance_kernel, dim3(LOSS_PARTS, B), 1024, 0, sums, out, target, levels, n);
+    each(B, [=] __device__(size_t b) {
+        double distance = 0;
+        for (int k = 0; k < LOSS_PARTS; k++) distance += sums[b * LOSS_PARTS + k];
+        const TuningLoss l = tuning_loss(levels[b], distance, c);
+        loss[b] = l.value, slopes[b] = factor * l.slope;
+    });
+    each((size_t)B * n, [=] __device__(size_t i) { dout[i] = (float)slopes[i / n] * (out[i] - target[i]); });
+}
+
+static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
+    each(B, [=] __device__(size_t b) { t[b] = steps[*k].t; });
+}
+
+// What the network says about x0 at element e of image b; *at: where in out. n = elements of an image.
+INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, const float* x, const float* out, int b, int e,
+                          int B, int n, int C, int Cout, size_t* at) {
+    const int p = e / C;
+    *at = ((size_t)b * (n / C) + p) * Cout + e - p * C;
+    float v = out[*at];
+    if (d.guided) {
+        const float unconditional = out[*at + (size_t)B * (n / C) * Cout];
+        v = unconditional + d.guidance * (v - unconditional);
+    }
+    return s.x0_x * x[(size_t)b * n + e] + s.x0_out * v;
+}
+
+// The rank-th smallest |x0| of each image: four passes count by the next 8 bits, whose order is that of the numbers.
+static __global__ void __launch_bounds__(1024)
+    sampler_threshold_kernel(const float* x, const float* out, const SamplerStep* steps, Denoising d, const int64_t* k,
+                             int B, int n, int C, int Cout) {
+    __shared__ int count[256], left;
+    __shared__ uint32_t found; // the bits that are known
+    const SamplerStep s = steps[*k];
+    if (threadIdx.x == 0) found = 0, left = d.rank;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        if (threadIdx.x < 256) count[threadIdx.x] = 0;
+        __syncthreads();
+        const uint32_t known = found;
+        for (int e = threadIdx.x; e < n; e += 1024) {
+            size_t at;
+            const uint32_t bits = __float_as_uint(fabsf(predicted_x0(s, d, x, out, blockIdx.x, e, B, n, C, Cout, &at)));
+            if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int bin = 0;
+            while (left >= count[bin]) left -= count[bin++];
+            found = known << 8 | bin;
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) d.threshold[blockIdx.x] = __uint_as_float(found);
+}
+
+static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
+                         RandomKey key, int B, int HW, int C, int Cout) {
+    const int n = HW * C;
+    if (denoising.rank >= 0)
+        launch_behind(sampler_threshold_kernel, B, 1024, 0, x, out, steps, denoising, key.step, B, n, C, Cout);
+    each_quad(B, n, [=, d = denoising] __device__(int b, int e) {
+        const SamplerStep s = steps[*key.step];
+        const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[b], 1.0f);
+        float z[4] = {};
+        if (s.sigma > 0) normals(z, random_words(key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < n; k++) {
+            const size_t i = (size_t)b * n + e + k;
+            size_t at_out;
+            const float v = x[i];
+            float x0 = predicted_x0(s, d, x, out, b, e + k, B, n, C, Cout, &at_out);
+            if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
+            const bool learned = s.range > 0 && s.sigma > 0;
+            const float sigma = learned ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
+            float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
+            if (s.next_m != 0) next += s.next_m * d.m[i];
+            if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
+            x[i] = next;
+            if (d.guided) x[i + (size_t)B * n] = next;
+        }
+    });
+}
+
+static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
+                       bool guided, int B, int n) {
+    each_quad(B, n, [=] __device__(int b, int e) {
+        const SamplerStep s = steps[*key.step];
+        if (s.known_x == 0) return;
+        const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
+        float known[4], back[4];
+        normals(known, random_words(key, e / 4, b));
+        normals(back, random_words(back_key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < n; k++) {
+            const size_t i = (size_t)b * n + e + k;
+            const float now = mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k];
+            x[i] = s.back_x * now + s.back_sigma * back[k];
+            if (guided) x[i + (size_t)B * n] = x[i];
+        }
+    });
+}
+
+// =====================================================================================================================
+// 20. Group norm
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
@@ -5588,79 +6438,15 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
     });
 }
 
-// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 on an H200 (what it
-// picks takes 3 % more than the best, on average). No chunks: nothing fits, or two passes are faster.
-static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) { // us
-    constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081;
-    const int C = s.C1 + s.C2, row_bytes = w.slab / act_vec() * 16, run = 16 << w.log_columns; // a warp's, of a pixel
-    const double elements = act_vec() / 8.0; // of a vector, for which SLOT and SLOTS were fitted
-    const int fit = std::min(gpu.blocks_of(w.bytes(), 16), 2 * MAX_WHOLE_THREADS / w.threads);
-    const int blocks = s.B * (C / w.slab) * w.chunks, together = std::min(fit, ceil_div(blocks, gpu.sms));
-    const double short_rows = w.slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
-    const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
-    const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of a multiprocessor's time
-    const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
-    const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * alone;
-    const double packed = w.chunks > 4 ? 0.91 : w.chunks > 2 ? 0.94 : 1; // clusters do not fill all multiprocessors
-    const double waves = blocks / (packed * fit * gpu.sms);
-    const double block = hypot(latency, together * (alone + WARPS * w.threads / 256));
-    return START + (w.chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
-}
-static NormWhole plan_norm_whole(const NormShape& s, bool add) {
-    const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
-    const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
-    Cheapest<NormWhole> plan{{}, std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved)};
-    for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
-        for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
-            const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
-            const int threads = ceil_div(slab / V, 1 << log_columns) << (5 + log_warps);
-            const NormWhole w{threads, slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks)};
-            const bool whole = slab % Cg == 0 && C % slab == 0 && (chunks == 1 || w.chunk >= 2 * w.rows());
-            const bool fits = threads >= std::max(slab, 64) && threads <= MAX_WHOLE_THREADS;
-            if (whole && fits && w.bytes() <= gpu.shared_for(1, 256)) plan.consider(norm_whole_cost(s, w, tensors), w);
-        }
-    return plan.best;
-}
-
-static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
-                               const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
-                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
-                               NormShape s) {
-    const bool drop = dropout.p > 0, addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
-    const size_t bytes = norm_sums_bytes(s); // for each image's part of the parameters' gradients
-    if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
-    float2 *const sums = (float2*)(device.norm_sums + norm_sums_used), *const partial = (float2*)device.workspace;
-    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, s.B, s.C1 + s.C2};
-    norm_sums_used += bytes;
-    NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, mean, rstd, dscale_shift, sums};
-    const NormWhole w = plan_norm_whole(s, addends);
-    with_act([&]<class T>(T) {
-        const GradOf<T> to1 = typed<T>(dx1), to2 = typed<T>(dx2);
-        if (w.chunks) {
-            auto kernel = drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
-            const dim3 grid(w.chunks, a.C / w.slab, s.B);
-            return launch_on(MAIN_LANE, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
-        }
-        auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
-        auto second = drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
-        dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64); // all blocks of the second pass read all chunks' sums
-        const int chunks = grid.x;
-        launch(first, grid, NORM_THREADS, 0, partial, dout, a);
-        if (addends) { // the second pass has its own chunks
-            second = drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
-            grid = norm_grid(a, norm_backward_blocks(true), s.HW);
-        }
-        launch(second, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
-    });
-}
-
+// =====================================================================================================================
+// 21. Attention
 // Attention over T = H * W pixels, straight from the buffer qkv (B, T, 3C): q, k, v of C = heads * d channels each.
 //   S = q k^T / sqrt(d),  P = softmax(S),  out = P v;  rows (B, heads, T): what P is made from again
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out)
 //   dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles
-// of the others past them. Hopper's kernels for bf16 heads of 32 and 64 channels come behind all that they rest on; the
-// two versions here take the rest. In their backward pass half of the blocks own queries (and write dq) and half own
+// of the others past them. Hopper's kernels take bf16 heads of 32 and 64 channels, two portable versions
+// take the rest. In the backward pass of these half of the blocks own queries (and write dq) and half own
 // keys (and write dk, dv), so that every sum has one owner. With own rows A1, A2 and streamed rows B1, B2,
 //   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
 //   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
@@ -6037,6 +6823,7 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
     launch(attention_dots_kernel<T>, a.all_heads * ceil_div(a.T, 64), 256, 0, device.workspace, a);
     return (float*)device.workspace;
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_general and attention_backward_general: heads of any size, any GPU
 // Used when: nothing else fits: d > 256 in bf16, d > 128 in fp32.
@@ -6130,757 +6917,454 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
     return (size_t)B * heads * T * sizeof(float);
 }
 
-// Blocks of 256 threads, one element each.
-static int blocks_for(size_t n) { return (int)std::max<size_t>((n + 255) / 256, 1); }
-
-// f(i) for every i < n, a thread each: kernels of a few lines are such lambdas.
-template <class F> static __global__ void __launch_bounds__(256) each_kernel(size_t n, F f) {
-    await_previous_kernel();
-    if (const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n) f(i);
-}
-template <class F> static void each_on(Lane* lane, size_t n, F f) {
-    launch_on(lane, 1, each_kernel<F>, blocks_for(n), 256, 0, n, f);
-}
-template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
-
 // ---------------------------------------------------------------------------------------------------------------------
-// --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-// Used when: a tensor's statistics were not taken by what wrote it, or the resolution changes without a convolution.
-// How: a block walks down the pixels of an image with some vectors of channels, and takes the sums of what it writes.
-// Costs: memory traffic, every element once.
+// --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128, 256 to 1024;
+//   other heads go back by attention_backward_kernel.
+// How: a warpgroup owns 64 rows of a head; TMA brings tiles of the other side, and wgmma multiplies with what moves, P
+//   or dS, in registers as the A operand. Forward: queries own, keys and values stream past. Backward: keys own; a head
+//   lies in a cluster of blocks, each with 128 of its keys. A chunk of 64 queries visits one block after the other, and
+//   its sum of dq, in fp32, is handed on through distributed shared memory, always in the same order:
+//
+//         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
+//       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
+//       | chunk i             |->| chunk i - 2         |->| chunk i - 4         |-+  | keys: k, v of two heads   |
+//       | dk, dv += own keys  |  | dk, dv              |  | dk, dv              | |  | chunks: q, dout, rows     |
+//       +---------------------+  +---------------------+  +---------------------+ |  | ds: dS^T of all own keys  |
+//                  ^                 dq of a chunk                                |  | sums: dq that arrived     |
+//                  +--------------------------------------------------------------+  | dots: -D of two heads     |
+//                                                                                    +---------------------------+
+// Costs: backward five products instead of seven, everything read once.
+struct AttentionTma : AttentionCall {
+    CUtensorMap qkv_rows, dout_rows, keys; // boxes of 64 rows of a head; of the forward pass's KEYS
+};
 
-enum Resampling { POOL, REPEAT, PICK }; // PICK: the even rows and columns
+// CHUNKS of keys are all in shared memory at once; 0: any number of them pass through a ring.
+template <int D_, int GROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
+    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, CHUNKS = CHUNKS_, STAGES = CHUNKS ? CHUNKS : 4;
+    static constexpr int THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2; // on a multiprocessor
+    static constexpr int QUERY_BYTES = 64 * 2 * D, KEY_BYTES = KEYS * 2 * D, BARRIERS = GROUPS + 4 * STAGES;
+    static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + GROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
+};
+// GROUPS = 1: a block has a head of 64 rows alone, two of them a multiprocessor.
+template <int D_, int GROUPS_> struct AttentionBackward {
+    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
+    static constexpr bool ALONE = GROUPS == 1;
+    static constexpr int BLOCKS = ALONE ? 2 : 1, DQ_REGISTERS = ALONE ? 80 : 136, KEY_REGISTERS = ALONE ? 176 : 184;
+    static constexpr int CHUNKS = ALONE ? 3 : 4, KEPT = 2, SUMS = ALONE ? 0 : 3, BARRIERS = 32; // stages
+    static constexpr int TILE = 64 * 2 * D, ROWS = 64 * sizeof(SoftmaxRow), CHUNK_BYTES = 2 * TILE + ROWS;
+    static constexpr int KV = 2 * GROUPS * TILE, CHUNK = 2 * TILE + 1024, DS = KEYS * 128, DQ = 64 * D * 4;
+    static constexpr int DOTS = ALONE ? 1024 : 4096, TILES = 2 * KV + CHUNKS * CHUNK + KEPT * DS + SUMS * DQ + 2 * DOTS;
+    static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
+};
 
-// sum += four pixels: x, its neighbour, and those below them in rows of W
-template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
-    UNROLL_FOR (int k = 0; k < 4; k++) add_piece(sum, load16(x + ((size_t)(k / 2) * W + k % 2) * C));
+// Rows of D elements of a head, as TMA wrote them, as an operand: 16 columns on are at(2), 16 rows on at(2 D).
+template <int D> INLINE Operand head_rows(uint32_t address) {
+    return {Operand::rows(address, 8).low, D | (D == 64 ? 1u : 2u) << 30};
 }
-
-// A block has `columns` vectors of channels of image blockIdx.z. With stats it sees all pixels and owns their sums
-// (fp32 down a thread's pixels, double across threads); else gridDim.x blocks share them.
-template <class T, Resampling R>
-static __global__ void __launch_bounds__(512)
-    resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
-    constexpr int V = VEC<T>, THREADS = 512;
-    __shared__ float sums[2 * V * (THREADS + 8)];
-    const int b = blockIdx.z, c = (blockIdx.y * columns + threadIdx.x % columns) * V, rows = THREADS / columns;
-    const int Ho = (H + (R == PICK)) / 2, Wo = (W + (R == PICK)) / 2, pixels = R == REPEAT ? H * W : Ho * Wo;
-    float sum[V] = {}, square[V] = {};
-    x += (size_t)b * H * W * C + c;
-    out += (size_t)b * (R == REPEAT ? 4 * H * W : Ho * Wo) * C + c;
-    await_previous_kernel();
-    UNROLL_4_FOR (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
-        const T* from = x + (R == REPEAT ? p : (size_t)(p / Wo) * 2 * W + p % Wo * 2) * C;
-        T* to = out + (R != REPEAT ? p : (size_t)(p / W) * 4 * W + p % W * 2) * C;
-        uint4 raw;
-        float v[V] = {};
-        if (R == POOL) {
-            add_square(v, from, W, C);
-            UNROLL_FOR (int i = 0; i < V; i++) v[i] *= 0.25f;
-            raw = pack(v);
-        } else raw = load16(from);
-        unpack(v, raw);
-        UNROLL_FOR (int k = 0; k < (R == REPEAT ? 4 : 1); k++)
-            *(uint4*)(to + ((size_t)(k / 2) * 2 * W + k % 2) * C) = raw;
-        UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
+// Products, each a group under way: d += a b^T; d += a b or d = a b^T, a in registers; d += a^T b, a in rows of 64.
+template <int D, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
+    wgmma_fence();
+    UNROLL_FOR (int k = 0; k < D / 16; k++) Wgmma<2 * M>::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
+    wgmma_commit();
+}
+template <int MAJOR = MN_MAJOR, int ADD = 1, int M, int K>
+INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
+    wgmma_fence();
+    Wgmma<2 * M>::template add<MAJOR, ADD>(d, a[0], b.at(0));
+    UNROLL_FOR (int k = 1; k < K; k++)
+        Wgmma<2 * M>::template add<MAJOR>(d, a[k], b.at((MAJOR == K_MAJOR ? 2 : 4 * M) * k));
+    wgmma_commit();
+}
+template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a, const Operand& b) {
+    using Product = Wgmma<2 * M>;
+    wgmma_fence();
+    UNROLL_FOR (int k = 0; k < K; k++) Product::template add<MN_MAJOR, MN_MAJOR>(d, a.at(128 * k), b.at(4 * M * k));
+    wgmma_commit();
+}
+template <int M> INLINE void clear(float (&d)[M]) {
+    UNROLL_FOR (int i = 0; i < M; i++) d[i] = 0;
+    accumulators_ready(d);
+}
+// Columns 16 k ... of a result, rounded, as A fragments of step k.
+INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
+    UNROLL_FOR (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
+}
+// This warp's 16 rows of a result to global memory, by way of shared memory, so that stores are wide.
+template <int M>
+INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
+    __syncwarp();
+    UNROLL_FOR (int j = 0; j < M / 8; j++) {
+        uint32_t v[4];
+        UNROLL_FOR (int i = 0; i < 4; i++) // factor[1]: of the rows from 8 on
+            v[i] = pack_bf16(d[8 * j + 2 * i] * factor[i % 2], d[8 * j + 2 * i + 1] * factor[i % 2]);
+        stmatrix(rows + box_place<2 * M>(first + lane % 16, 2 * j + lane / 16), v);
     }
-    if (!stats) return;
-    fold_columns<THREADS>(sums, columns, sum, square, [&](int k, int column, double total) {
-        const int channel = (blockIdx.y * columns + column) * V + k / 2;
-        stats[((size_t)b * C + channel) * 2 + k % 2] = (R == REPEAT ? 4 : 1) * total;
-    });
-}
-
-template <class T, Resampling R>
-static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
-    if (stats) stats->parts = 1;
-    const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
-    int columns = 2; // narrow slabs of channels make many blocks
-    while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4))
-        columns *= 2;
-    const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
-    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, stats ? stats->sums : nullptr, x, H, W, C, columns);
-}
-
-// out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient
-// looks like from before a stride of 2. A thread moves 16 bytes.
-static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
-    const int pieces = C / act_vec();
-    each_on(lane, (size_t)B * H * W * pieces, [=, to = (uint4*)out, from = (const uint4*)x] __device__(size_t i) {
-        const size_t pixel = i / pieces;
-        const int w = pixel % W, h = pixel / W % H;
-        const size_t p = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
-        to[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : from[p * pieces + i % pieces];
-    });
-}
-
-static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) { launch_resample<T, POOL>(out, stats, x, B, H, W, C); });
-}
-static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {
-    with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
-}
-
-// dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (or 0), or the sum of four.
-template <class T, Resampling R>
-static __global__ void __launch_bounds__(256)
-    resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
-    constexpr int V = VEC<T>;
-    const int vectors = C / V, b = blockIdx.x / H, h = blockIdx.x % H, Ho = H / 2, Wo = W / 2;
-    await_previous_kernel();
-    for (int i = threadIdx.x; i < W * vectors; i += 256) {
-        const int w = i / vectors, c = (i - w * vectors) * V;
-        float v[V] = {};
-        if (R == POOL) {
-            if (h / 2 < Ho && w / 2 < Wo) unpack(v, load16(dout + (((size_t)b * Ho + h / 2) * Wo + w / 2) * C + c));
-            UNROLL_FOR (int k = 0; k < V; k++) v[k] *= 0.25f;
-        } else {
-            add_square(v, dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C + c, 2 * W, C);
-        }
-        store_gradient(dx, ((size_t)blockIdx.x * W + w) * C + c, v);
+    __syncwarp();
+    UNROLL_FOR (int i = 0; i < M / 8; i++) {
+        const int r = first + (i * 32 + lane) / (M / 4), c = lane % (M / 4);
+        store_whole(to + (size_t)r * pitch + 8 * c, load_shared(rows + box_place<2 * M>(r, c)));
     }
 }
+INLINE int warpgroup() { return uniform(threadIdx.x / 128); } // the same for a whole warp, as the compiler should know
 
-static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    with_act(
-        [&]<class T>(T) { launch(resample_backward_kernel<T, POOL>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
-}
-static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    with_act(
-        [&]<class T>(T) { launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
-}
-
-static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
-    each((size_t)B * H * W * C, [=] __device__(size_t i) { out[place_in_patches(i, H, W, C, p)] = x[i]; });
-}
-static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
-    each((size_t)B * H * W * C, [=] __device__(size_t i) { out[i] = x[place_in_patches(i, H, W, C, p)]; });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
-// Used when: the embedding of t and of the class goes to every residual block.
-// How: a warp has a few outputs (forward) or inputs (backward) of 32 images; sums of parts come in a fixed order.
-// Costs: latencies: each weight is read once, and there are few images.
-
-INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
-    return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
-}
-
-constexpr int LINEAR_ROWS = 32; // images at a time. Cin: a multiple of 4; x, weight, dweight: aligned to 16 bytes
-
-// A block has OUTPUTS columns of 32 rows, a lane a row, a warp every eighth piece of four inputs; weights, which all
-// lanes read together, come before the kernel in front has ended. grid (Cout / OUTPUTS, B / 32)
-template <int OUTPUTS>
-static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, const float* x, const float* weight,
-                                                                    const float* bias, int B, int Cin, int Cout) {
-    constexpr int WARPS = 8, PIECES = 64; // of a row at a time
-    __shared__ float4 weights[OUTPUTS][PIECES], rows[LINEAR_ROWS][PIECES];
-    const int row = threadIdx.x % 32, warp = threadIdx.x / 32, n0 = blockIdx.x * OUTPUTS, b0 = blockIdx.y * LINEAR_ROWS;
-    const int column = n0 + threadIdx.x % OUTPUTS; // of what this thread adds up and stores in the end
-    const float shift = column < Cout ? bias[column] : 0;
-    // Pieces i, i + 256, ... of an array's rows from `first` on, swapped against bank conflicts.
-    auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
-        UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
-            const int r = i / PIECES, k = k0 + i % PIECES * 4;
-            const bool inside = first + r < end && k < Cin;
-            copy_async_16(&to[r][(i % PIECES) ^ (r & swap)], from + (inside ? (size_t)(first + r) * Cin + k : 0),
-                          inside);
+// The softmax of a thread's two rows ([1]: 8 rows on) over chunks of N scores, relative to the highest of the first:
+// any level does, since bf16 has fp32's exponents. Where sums grow beyond 2^60 it is raised, and they are rescaled.
+template <int N> struct Softmax {
+    float scale, level[2], sum[2] = {0, 0};
+    INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(level, s); }
+    INLINE static void highest(float (&top)[2], const float (&s)[N / 2]) {
+        top[0] = s[0], top[1] = s[2];
+        UNROLL_FOR (int i = 0; i < N / 2; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+        UNROLL_FOR (int r = 0; r < 2; r++) top[r] = lane_max<1, 2>(top[r]);
+    }
+    INLINE void exponentials(uint32_t (&p)[N / 16][4], const float (&s)[N / 2]) {
+        UNROLL_FOR (int j = 0; j < N / 4; j++) {
+            const float a = exp2_fast((s[2 * j] - level[j % 2]) * scale);
+            const float b = exp2_fast((s[2 * j + 1] - level[j % 2]) * scale);
+            sum[j % 2] += a + b;
+            p[j / 4][j % 4] = pack_bf16(a, b);
         }
+    }
+    // P of a chunk. o: the sums of P v before it.
+    template <int M> INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool first) {
+        const float before[2] = {sum[0], sum[1]};
+        exponentials(p, s);
+        if (first || !__any_sync(0xFFFFFFFFu, !(fmaxf(sum[0], sum[1]) < 0x1p60f))) return;
+        float top[2], shrink[2];
+        highest(top, s);
+        UNROLL_FOR (int r = 0; r < 2; r++) {
+            top[r] = fmaxf(top[r], level[r]);
+            shrink[r] = exp2_fast((level[r] - top[r]) * scale);
+            level[r] = top[r], sum[r] = before[r] * shrink[r];
+        }
+        UNROLL_FOR (int i = 0; i < M; i++) o[i] *= shrink[i / 2 % 2];
+        exponentials(p, s);
+    }
+};
+
+// grid (B * heads * T / (64 GROUPS)). The first thread also loads, one chunk later than it might, so that no warpgroup
+// waits for the other one. (The compiler must see every wait for wgmma in the same turn of the loop, and between fence
+// and wait no other instruction may touch its registers, or it overlaps none of them: ptxas then says C7510 to C7520.)
+template <class T>
+static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
+    attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
+#if __CUDA_ARCH__ == 900
+    constexpr int D = T::D, KEYS = T::KEYS;
+    SharedMemory shared(T::BARRIERS);
+    Pipeline<T::QUERY_BYTES> queries(shared, T::GROUPS, 0);
+    const int readers = T::CHUNKS ? 0 : T::GROUPS;
+    Pipeline<T::KEY_BYTES> keys(shared, T::STAGES, readers), values(shared, T::STAGES, readers);
+    if (threadIdx.x == 0) prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.keys);
+    ready(queries, keys, values);
+    const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
+    const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
+    const HeadTile at{p, 64 * T::GROUPS};
+    await_previous_kernel();
+    auto to_keys = keys, to_values = values;
+    auto load = [&](Stage to, const CUtensorMap* map, int bytes, int which, int row) { // which: 0 q, 1 k, 2 v
+        mbarrier_expect(to.full, bytes);
+        tma_load(to.address, map, to.full, which * p.C + at.h * D, row, at.b);
     };
-    float acc[OUTPUTS] = {};
-    for (int k0 = 0; k0 < Cin; k0 += 4 * PIECES) {
-        load(weights, weight, n0, Cout, k0, 0);
-        if (k0 == 0) await_previous_kernel();
-        load(rows, x, b0, B, k0, 7);
-        copies_committed();
-        copies_arrived<0>();
-        __syncthreads();
-        UNROLL_FOR (int piece = warp; piece < PIECES; piece += WARPS) {
-            if (k0 + (piece - warp) * 4 >= Cin) break;
-            const float4 v = rows[row][piece ^ (row & 7)];
-            UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
-                const float4 w = weights[n][piece];
-                acc[n] += v.x * w.x, acc[n] += v.y * w.y, acc[n] += v.z * w.z, acc[n] += v.w * w.w;
-            }
+    auto load_chunk = [&](int i) {
+        load(T::CHUNKS ? to_keys.next() : to_keys.acquire(), &p.keys, T::KEY_BYTES, 1, i * KEYS);
+        load(T::CHUNKS ? to_values.next() : to_values.acquire(), &p.keys, T::KEY_BYTES, 2, i * KEYS);
+    };
+    if (threadIdx.x == 0)
+        NO_UNROLL_FOR (int i = 0; i < max(T::GROUPS, min(T::STAGES, chunks)); i++) {
+            if (i < T::GROUPS) load(queries.stage(i), &p.qkv_rows, T::QUERY_BYTES, 0, at.row0 + 64 * i);
+            if (i < chunks) load_chunk(i);
         }
-        __syncthreads();
+    __syncwarp();
+
+    uint32_t q[D / 16][4], probabilities[KEYS / 16][4];
+    const uint32_t own = queries.kept(group, true);
+    const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // of this warp's 16
+    UNROLL_FOR (int k = 0; k < D / 16; k++) ldmatrix(q[k], q[k] + 2, own + box_place<D>(query, 2 * k + lane / 16));
+    float s[KEYS / 2] = {}, o[D / 2] = {};
+    uint32_t next = keys.arrived();
+    accumulators_ready(s);
+    multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
+    multiplied<0>(s);
+    Softmax<KEYS> softmax(s, LOG2E * rsqrtf((float)D));
+#pragma unroll(T::CHUNKS ? T::CHUNKS : 1)
+    for (int i = 0; i < chunks; i++) {
+        softmax.add(probabilities, s, o, i == 0);
+        const Operand v = head_rows<D>(values.arrived());
+        if (i + 1 < chunks) next = keys.arrived();
+        accumulators_ready(o), accumulators_ready(s);
+        multiply_ab(o, probabilities, v);
+        if (!T::CHUNKS || i + 1 < chunks) // in a ring no branch, but some of no use at the end
+            multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
+        multiplied<0>(o, s);
+        if (T::CHUNKS) continue;
+        keys.release(), values.release();
+        if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
+        __syncwarp();
     }
-    float(&sums)[WARPS][OUTPUTS][LINEAR_ROWS + 1] = *(float(*)[WARPS][OUTPUTS][LINEAR_ROWS + 1]) rows;
-    UNROLL_FOR (int n = 0; n < OUTPUTS; n++) sums[warp][n][row] = acc[n];
-    __syncthreads();
-    for (int r = threadIdx.x / OUTPUTS; r < min(LINEAR_ROWS, B - b0) && column < Cout; r += 256 / OUTPUTS) {
-        float sum = shift;
-        UNROLL_FOR (int k = 0; k < WARPS; k++) sum += sums[k][column - n0][r];
-        out[(size_t)(b0 + r) * Cout + column] = sum;
-    }
+    const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
+    const int row = at.row0 + 64 * group;
+    bf16* const to = (bf16*)p.to + ((size_t)at.b * p.T + row) * p.C + at.h * D;
+    store_head(to, p.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
+    SoftmaxRow* const rows = p.rows + (size_t)at.index * p.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    UNROLL_FOR (int r = 0; r < 2; r++)
+        if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.level[r], log2f(total[r])};
+#endif
 }
 
-// Backward: a warp has 64 inputs and 32 rows, a lane two of the inputs, whose values (32 x 2) and gradients (as many)
-// stay in registers while outputs come by, 8 at a time: their two weights, which are read once, and the rows' dout,
-// which all lanes read in shared memory together and multiply four times. The warps of a block have the same inputs and
-// add up their gradients at the end.
-constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
-struct LinearStage { // of a warp; before: dweight of the images before these, or zeros
-    float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
-};
-struct LinearShared {
-    LinearStage stages[LINEAR_WARPS][2];
-    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32];
-};
-struct LinearBackward {
-    float *dweight, *dbias, *parts; // parts (splits, B, Cin): of dx; null: not wanted
-    const float *dout, *x, *weight;
-    int B, Cin, Cout, tiles, splits; // tiles of inputs; parts of the outputs
-};
+// A block of the backward pass. It owns KEYS keys of a head, a warpgroup 64 of them, and takes the heads of its cluster
+// one after the other. Queries stream past in chunks of 64; to each it comes GROUPS steps after the block before it.
+// Of pipelines between blocks `full` is the receiver's, `empty` the sender's. A role's second place in one is a copy.
+template <class T> struct BackwardBlock {
+    static constexpr int D = T::D, GROUPS = T::GROUPS;
+    const AttentionTma& p;
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS, rank = T::ALONE ? 0 : blockIdx.x % blocks; // of the cluster; this one
+    int first = blockIdx.x / blocks, stride = gridDim.x / blocks, n = blocks * GROUPS;    // heads; chunks
+    int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
+    float scale = rsqrtf((float)D);
+    SharedMemory shared{T::BARRIERS};
+    Pipeline<T::KV> keys{shared, 2, 4 * GROUPS + 4}, load_keys_at = keys;             // read by warps
+    Pipeline<T::CHUNK> chunks{shared, T::CHUNKS, 0};                                  // q, dout, rows
+    Pipeline<T::DS> ds{shared, T::KEPT, 4, 4 * GROUPS};                               // dS^T of all keys
+    Pipeline<T::DQ> sums{shared, T::SUMS, 4}, send_sums_at = sums;                    // dq from the block before
+    Pipeline<T::DOTS> dots{shared, 2, blocks, T::ALONE ? 4 : 1}, send_dots_at = dots; // -D of all queries
+    int load_head = first, load_step = 0;                                             // of the next chunk
 
-static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    LinearShared& shared = *(LinearShared*)memory;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.x % p.tiles,
-              split = blockIdx.x / p.tiles;
-    const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS,
-              stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;
-    // A lane loads 16 bytes of every second row of weights, 4 of every fourth of dout, which is 0 beyond the last ones.
-    const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
-    const int d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
-    const bool inside = i < p.Cin;
-    await_previous_kernel();
-    for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
-        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
-        const int rows = min(LINEAR_ROWS, p.B - b0);
-        auto load = [&](int o0, int place) {
-            LinearStage& to = shared.stages[warp][place];
-            const int left = p.Cout - o0;
-            if (left <= 0) return;
-            UNROLL_FOR (int k = 0; k < LINEAR_OUTS; k += 2) {
-                const size_t at = (size_t)(o0 + min(k + w_row, left - 1)) * p.Cin + w_column;
-                copy_async_row_if(true, shared_address(&to.weight[k + w_row][lane % 16 * 4]), p.weight + at, true);
-                copy_async_row_if(true, shared_address(&to.before[k + w_row][lane % 16 * 4]), p.dweight + at, b0 > 0);
-            }
-            UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4) {
-                const size_t b = b0 + min(k + d_row, rows - 1);
-                copy_async<4>(&to.dout[d_output][k + d_row], p.dout + b * p.Cout + o0 + min(d_output, left - 1),
-                              k + d_row < rows && d_output < left);
-            }
-            copies_committed();
-        };
-        load(first, 0);
-        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
-            x[b] = inside && b < rows ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : float2{};
-            dx[b] = float2{};
+    INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
+    INLINE void init() const { // by one thread
+        prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.dout_rows);
+        init_barriers(keys, chunks, ds, sums, dots);
+        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.stage(i).full, T::DQ);
+        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
+    }
+    INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.C)
+        return ((size_t)(head / p.heads) * p.T + row) * parts * p.C + head % p.heads * D;
+    }
+    // The first query of a step's chunk.
+    INLINE int chunk_row(int step) const { return (step - GROUPS * rank + (step < GROUPS * rank ? n : 0)) * 64; }
+
+    INLINE void load_keys(int head) {
+        if (head >= p.all_heads) return;
+        const Stage to = load_keys_at.acquire();
+        const int image = head / p.heads, c = head % p.heads * D;
+        mbarrier_expect(to.full, T::KV);
+        for (int i = 0; i < 2 * GROUPS; i++) {
+            const int row = rank * T::KEYS + i % GROUPS * 64;
+            tma_load(to.address + i * T::TILE, &p.qkv_rows, to.full, (1 + i / GROUPS) * p.C + c, row, image);
         }
-        int place = 0;
-        for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
-            copies_arrived<0>();
-            __syncwarp();
-            load(o0 + stride, place ^ 1);
-            const LinearStage& now = shared.stages[warp][place];
-            if (tile == 0) { // the bias: 8 rows to a lane
-                const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
-                const float sum = lane_sum<8, 16>(((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w)));
-                float* const bias = p.dbias + o0 + d_output;
-                if (d_row == 0 && o0 + d_output < p.Cout) *bias = b0 ? *bias + sum : sum;
-            }
-            float* to = p.dweight + (size_t)o0 * p.Cin + i;
-            const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
-            NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
-                const float2 w = *(const float2*)&now.weight[o][lane * 2];
-                float2 sum = *(const float2*)&now.before[o][lane * 2];
-                UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b += 4) {
-                    const float4 four = *(const float4*)&now.dout[o][b];
-                    const float d[4] = {four.x, four.y, four.z, four.w};
-                    UNROLL_FOR (int k = 0; k < 4; k++) {
-                        sum.x += d[k] * x[b + k].x, sum.y += d[k] * x[b + k].y;
-                        dx[b + k].x += d[k] * w.x, dx[b + k].y += d[k] * w.y;
-                    }
+    }
+    // The next in order, into the stage of the one before the step whose dS has arrived: nobody reads that any more.
+    INLINE void load_chunk() {
+        if (load_head >= p.all_heads) return;
+        const Stage to = chunks.next();
+        const int image = load_head / p.heads, c = load_head % p.heads * D, row = chunk_row(load_step);
+        mbarrier_expect(to.full, T::CHUNK_BYTES);
+        tma_load(to.address, &p.qkv_rows, to.full, c, row, image);
+        tma_load(to.address + T::TILE, &p.dout_rows, to.full, c, row, image);
+        bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.T + row, T::ROWS, to.full);
+        if (++load_step == n) load_step = 0, load_head += stride;
+    }
+    // D = dout out of a query: -D of 64 of this block's share of a head, two neighbouring threads a row, to all blocks
+    typedef uint4 Dots[2][D / 16];
+    INLINE void load_dots(Dots& d, int head, int part) const {
+        const size_t i = at(head, rank * T::KEYS + part * 64 + thread / 2, 1) + thread % 2 * (D / 2);
+        UNROLL_FOR (int k = 0; k < D / 16; k++) d[0][k] = load16((const bf16*)p.dout + i + 8 * k);
+        UNROLL_FOR (int k = 0; k < D / 16; k++) d[1][k] = load16((const bf16*)p.out + i + 8 * k);
+    }
+    INLINE void send_dots(const Dots& d, int part) { // four lanes have two rows, and take turns at the blocks
+        float sum = 0;
+        UNROLL_FOR (int k = 0; k < D / 16; k++) {
+            float x[8], y[8];
+            unpack(x, d[0][k]), unpack(y, d[1][k]);
+            UNROLL_FOR (int e = 0; e < 8; e++) sum += x[e] * y[e];
+        }
+        const float own = -lane_sum<1>(sum), other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
+        const float2 v = lane & 2 ? make_float2(other, own) : make_float2(own, other);
+        const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
+        if (part == 0) send_dots_at.acquire();
+        const auto [stage, full] = dots.stage(send_dots_at.done);
+        const uint32_t to = stage + 4 * row;
+        if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(v.x), "f"(v.y));
+        if (T::ALONE) warp_stored(full); // st.async is for clusters alone
+        for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4)
+            store_to_block(at_block(to, r), at_block(full, r), v);
+        __syncwarp();
+        if (part + 1 == GROUPS) send_dots_at.hand_over();
+    }
+    // A stage that other blocks fill: as soon as it has, the bytes of its next round are announced.
+    INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
+        const int i = pipeline.place;
+        const uint32_t address = pipeline.arrived();
+        if (speaks) mbarrier_expect(pipeline.stage(i).full, bytes);
+        __syncwarp();
+        return address;
+    }
+
+    // Role: dq, in one more warpgroup, of which a thread also loads. A chunk's sum passes all blocks in one order.
+    INLINE void query_gradients() {
+        const int before = (rank ? rank : blocks) - 1, next = rank + 1 == blocks ? 0 : rank + 1;
+        if (thread == 0)
+            NO_UNROLL_FOR (int i = 0; i < T::CHUNKS - 1; i++) load_chunk();
+        __syncwarp();
+        NO_UNROLL_FOR (int part = 0; part < GROUPS; part++) {
+            Dots dot;
+            load_dots(dot, first, part);
+            send_dots(dot, part);
+        }
+        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
+            const uint32_t own = keys.arrived();
+            NO_UNROLL_FOR (int i = 0; i < n; i++) {
+                const bool begun = !T::ALONE && i >= GROUPS, ends = T::ALONE || i >= n - GROUPS;
+                const int part = i - max(n / 2 - 1, 0); // of the next head's -D
+                const bool dots_now = part >= 0 && part < GROUPS && head + stride < p.all_heads;
+                Dots dot = {};
+                if (dots_now) load_dots(dot, head + stride, part);
+                if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
+                float dq[D / 2] = {};
+                if (begun) {
+                    const uint32_t from = received(sums, T::DQ, thread == 0) + thread * 16;
+                    UNROLL_FOR (int j = 0; j < D / 8; j++) unpack((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
                 }
-                if (o < outs) *(float2*)to = sum;
+                const uint32_t buffer = ds.arrived(); // rows of 64 queries, a row for each key
+                __syncwarp();
+                accumulators_ready(dq);
+                multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<D>(uniform(own)));
+                if (thread == 0) {
+                    load_chunk();
+                    if (i == 0) load_keys(head + stride);
+                }
+                __syncwarp();
+                multiplied<0>(dq);
+                if (begun) {
+                    const int stage = sums.hand_over();
+                    if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
+                }
+                if (ends) {
+                    warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
+                    store_head((bf16*)p.to + at(head, chunk_row(i), 3), 3 * p.C, buffer, dq, {scale, scale});
+                    __syncwarp();
+                }
+                ds.release(lane == 0);
+                if (!ends) {
+                    const Stage own = send_sums_at.acquire();
+                    const uint32_t to = at_block(own.address + thread * 16, next), full = at_block(own.full, next);
+                    UNROLL_FOR (int j = 0; j < D / 2; j += 4) store_to_block(to + j * 512, full, (float4&)dq[j]);
+                }
+                if (dots_now && !T::ALONE) send_dots(dot, part);
             }
-        }
-        copies_arrived<0>();
-        __syncthreads(); // the stages have been read, and so have the sums of the rows before
-        if (!p.parts) continue;
-        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) shared.sums[warp][b][lane] = dx[b];
-        __syncthreads();
-        for (int b = warp; b < rows && inside; b += LINEAR_WARPS) {
-            float2 sum = shared.sums[0][b][lane];
-            for (int k = 1; k < LINEAR_WARPS; k++)
-                sum.x += shared.sums[k][b][lane].x, sum.y += shared.sums[k][b][lane].y;
-            *(float2*)(p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i) = sum;
+            const int stage = dots.hand_over();
+            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty(stage), thread));
+            keys.release(lane == 0);
         }
     }
-}
 
-static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
-                           Lane* lane = MAIN_LANE) {
-    const int outputs = Cout <= 1024 ? 8 : 16; // more of them read x less often; fewer make more blocks
-    const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
-    auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
-    launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
-}
-
-// As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
-static int linear_splits(int Cin, int Cout) {
-    return std::max(1, std::min(2 * gpu.sms / ceil_div(Cin, 64), ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS)));
-}
-static size_t linear_backward_workspace(int B, int Cin, int Cout) {
-    return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
-}
-
-static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
-                            const float* weight, int B, int Cin, int Cout) {
-    const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
-    const size_t n = (size_t)B * Cin;
-    float* const parts = dx.dx ? (float*)device.workspace : nullptr;
-    launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
-           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits});
-    if (!dx.dx) return;
-    each(n, [=] __device__(size_t i) {
-        float sum = 0;
-        _Pragma("unroll 12") for (int k = 0; k < splits; k++) sum += parts[k * n + i];
-        dx.dx[i] = with_addends(dx, i, sum);
-    });
-}
-
-static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
-    each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
-}
-static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
-    each(n, [=] __device__(size_t i) { dx.dx[i] = with_addends(dx, i, dout[i] * Silu<float>::df(x[i])); });
-}
-
-static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
-                                       Lane* lane = MAIN_LANE) {
-    const int half = dim / 2;
-    const double log_period = std::log((double)max_period);
-    each_on(lane, (size_t)B * half, [=] __device__(size_t i) {
-        const int b = (int)i / half, k = (int)i % half; // f_k as fp32
-        double sine, cosine;
-        sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
-        out[(size_t)b * dim + k] = (float)cosine;
-        out[(size_t)b * dim + half + k] = (float)sine;
-    });
-}
-
-static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
-                                    Lane* lane = MAIN_LANE) {
-    each_on(lane, (size_t)B * C,
-            [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; });
-}
-static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
-                                     int rows, int C) {
-    each((size_t)std::max(B, rows) * C, [=] __device__(size_t i) {
-        const int row = (int)(i / C), c = (int)(i % C);
-        if (row < B) dx.dx[i] = with_addends(dx, i, dout[i]);
-        if (row >= rows) return;
-        float sum = 0;
-        for (int b = 0; b < B; b++)
-            if (labels[b] == row) sum += dout[(size_t)b * C + c];
-        dtable[i] = sum;
-    });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-// Used when: once in a training step or in a step of a sampler.
-// How: four values a thread from one Philox block; losses are summed in double, in a fixed order.
-// Costs: memory traffic, images are small beside activations.
-
-INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
-    return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
-}
-
-static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
-    each(B, [=] __device__(size_t b) {
-        const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
-        levels[b] = l, t[b] = l.t, quarters[b] = l.quarter;
-    });
-}
-
-static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
-    each(B, [=] __device__(size_t b) {
-        const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
-        teachers[b] = l, t[b] = l.t;
-    });
-}
-
-static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
-                           const StepState* state, int T, int B) {
-    each(T, [=] __device__(size_t t) {
-        weights[t] = remember_losses(history + t * (HISTORY + 1), (int)t, levels, loss, state->ok ? B : 0);
-    });
-}
-
-// f(b, e) for elements e ... e + 3 of image b, of n to an image: what a block of Philox gives numbers to is a thread's.
-template <class F> struct Quads {
-    F f;
-    int n;
-    __device__ void operator()(size_t i) const {
-        const size_t quads = (n + 3) / 4;
-        f((int)(i / quads), (int)(i % quads) * 4);
+    // Role: dk, dv of a warpgroup's 64 keys. With keys as rows, S^T and dP^T lie in registers as products with dout and
+    // q want them; a thread's queries are columns. dP starts at -D. Behind a chunk's last product comes the next S^T.
+    INLINE void key_gradients(int group) {
+        float s[32], dp[32], dk[D / 2], dv[D / 2];
+        uint32_t pf[4][4], df[4][4];
+        auto probability = [&](float s, const float* r) { return exp2_fast((s - r[0]) * (scale * LOG2E) - r[1]); };
+        uint32_t own = keys.arrived() + group * T::TILE, chunk = chunks.arrived();
+        clear(s);
+        multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
+        multiplied<0>(s);
+        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
+            const uint32_t own_v = own + GROUPS * T::TILE;
+            const uint32_t minus_D = received(dots, 4 * p.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
+            clear(dk), clear(dv);
+            NO_UNROLL_FOR (int i = 0; i < n; i++) {
+                const Operand q = head_rows<D>(chunk), dout = head_rows<D>(chunk + T::TILE);
+                UNROLL_FOR (int j = 0; j < 8; j++) {
+                    const auto [even, odd] = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
+                    dp[4 * j] = dp[4 * j + 2] = even, dp[4 * j + 1] = dp[4 * j + 3] = odd;
+                }
+                accumulators_ready(dp);
+                multiply_abt<D>(dp, head_rows<D>(own_v), dout);
+                UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, meanwhile
+                    float rows[4];                   // SoftmaxRow of two queries
+                    unpack(rows, load_shared(chunk + 2 * T::TILE + lane % 4 * 16 + 64 * j));
+                    UNROLL_FOR (int e = 4 * j; e < 4 * j + 4; e++) s[e] = probability(s[e], rows + e % 2 * 2);
+                }
+                UNROLL_FOR (int j = 0; j < 4; j++) pack_fragment(pf[j], s + 8 * j);
+                multiply_ab(dv, pf, dout);
+                multiplied<1>(dp);
+                const Stage kept = ds.acquire();
+                UNROLL_FOR (int j = 0; j < 4; j++) {
+                    UNROLL_FOR (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
+                    pack_fragment(df[j], dp + 8 * j);
+                    stmatrix(kept.address + box_place<64>(threadIdx.x / 32 * 16 + lane % 16, 2 * j + lane / 16), df[j]);
+                }
+                warp_stored(kept.full);
+                const bool last = i + 1 == n, none = last && head + stride >= p.all_heads;
+                if (last && !none) own = keys.arrived() + group * T::TILE;
+                if (!none) chunk = chunks.arrived();
+                clear(s);
+                // behind the last one: of no use, and no branch
+                multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
+                multiply_ab(dk, df, q);
+                multiplied<0>(dk, dv, s);
+            }
+            warps_sync(1 + group, 128); // nobody in the warpgroup reads its values any more
+            bf16* const to = (bf16*)p.to + at(head, rank * T::KEYS + group * 64, 3);
+            store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
+            store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
+            fence_async();
+            __syncwarp();
+            keys.release(lane == 0);
+        }
     }
 };
-template <class F> static void each_quad(int B, int n, F f) { each((size_t)B * ((n + 3) / 4), Quads<F>{f, n}); }
 
-static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
-    each_quad(B, per_sample, [=] __device__(int b, int e) {
-        float z[4];
-        normals(z, random_words(key, e / 4, b));
-        for (int k = 0; k < 4 && e + k < per_sample; k++) {
-            float& v = out[(size_t)b * per_sample + e + k];
-            v = scale * z[k] + (add ? v : 0.0f);
-        }
-    });
-}
-
-static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
-                             const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
-                             int C, int H, int W, int bytes) {
-    const int n = H * W * C;
-    each_quad(B, n, [=] __device__(int b, int e) {
-        const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
-        const NoiseLevel l = levels[b];
-        float z[4], x[4];
-        normals(z, random_words(noise_key, e / 4, b));
-        int p = e / C, c = e - p * C, h = p / W, w = p - h * W;
-        UNROLL_FOR (int k = 0; k < 4; k++) {
-            const size_t in = (((size_t)b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
-            float x0 = 0;
-            if (e + k < n) x0 = bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
-            x[k] = l.signal * x0 + l.sigma * z[k];
-            z[k] = l.target_x0 * x0 + l.target_noise * z[k];
-            if (++c == C) c = 0, w++;
-            if (w == W) w = 0, h++;
-        }
-        const size_t i = (size_t)b * n + e;
-        for (int k = 0; k < 4 && teacher && e + k < n; k++) z[k] += l.target_teacher * teacher[i + k];
-        if (n % 4 == 0) {
-            *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
-            *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
-        } else
-            for (int k = 0; k < 4 && e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
-    });
-}
-
-constexpr int LOSS_PARTS = 4; // blocks to an image
-
-// To a multiprocessor of 2,048 threads, or all wait for memory at once; others have 1,536.
-constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
-
-// Sum over a block of 1024 threads, in thread 0; a fixed tree.
-INLINE double block_sum(double v) {
-    __shared__ double sums[32];
-    v = warp_sum(v);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
-    __syncthreads();
-    return warp_sum(threadIdx.x < 32 ? sums[threadIdx.x] : 0);
-}
-
-// sums (B, LOSS_PARTS): of a block's losses. BOUND: with the variational bound's term. grid (LOSS_PARTS, B)
-template <bool BOUND>
-static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
-    loss_kernel(double* sums, float* dout, const float* out, const float* target, const float* x,
-                const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
-    const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
-    const NoiseLevel l = levels[blockIdx.y];
-    const float mse = o.mse * l.weight, bound = o.bound * l.importance, slope = factor / ((float)HW * C);
-    double sum = 0;
-    NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
-        const int p = i / C, c = i - p * C;
-        const size_t at = first + (size_t)p * Cout + c;
-        const float wanted = target[first_target + i], d = out[at] - wanted;
-        BoundTerm term{};
-        if (BOUND)
-            term = bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
-        sum += (double)mse * d * d + (double)bound * term.value;
-        dout[at] = slope * (2 * mse * d + (o.mse > 0 ? 0.0f : bound * term.d_mean));
-        if (Cout > C) dout[at + C] = slope * bound * term.d_variance;
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
-}
-static size_t loss_workspace(int B) { return (size_t)B * (LOSS_PARTS + 1) * sizeof(double); }
-
-static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
-                                  const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
-                                  int Cout) {
-    double* sums = (double*)device.workspace;
-    launch_behind(o.bound > 0 ? loss_kernel<true> : loss_kernel<false>, dim3(LOSS_PARTS, B), 1024, 0, sums, dout, out,
-                  target, x, levels, o, factor, HW, C, Cout);
-    each(B, [=] __device__(size_t b) {
-        double sum = 0;
-        for (int k = 0; k < LOSS_PARTS; k++) sum += sums[b * LOSS_PARTS + k];
-        loss[b] = sum / ((double)HW * C);
-    });
-}
-
-// sums (B, LOSS_PARTS): a block's part of D. grid (LOSS_PARTS, B)
-static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
-    tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
-    const size_t first = (size_t)blockIdx.y * n;
-    const float x0_out = levels[blockIdx.y].x0_out;
-    double sum = 0;
-    for (int i = blockIdx.x * 1024 + threadIdx.x; i < n; i += LOSS_PARTS * 1024) {
-        const float d = x0_out * (out[first + i] - target[first + i]);
-        sum += (double)d * d;
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
-}
-
-static void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
-                                         const NoiseLevel* levels, float c, float factor, int B, int n) {
-    double *const sums = (double*)device.workspace, *const slopes = sums + (size_t)B * LOSS_PARTS;
-    launch_behind(tuning_distance_kernel, dim3(LOSS_PARTS, B), 1024, 0, sums, out, target, levels, n);
-    each(B, [=] __device__(size_t b) {
-        double distance = 0;
-        for (int k = 0; k < LOSS_PARTS; k++) distance += sums[b * LOSS_PARTS + k];
-        const TuningLoss l = tuning_loss(levels[b], distance, c);
-        loss[b] = l.value, slopes[b] = factor * l.slope;
-    });
-    each((size_t)B * n, [=] __device__(size_t i) { dout[i] = (float)slopes[i / n] * (out[i] - target[i]); });
-}
-
-static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
-    each(B, [=] __device__(size_t b) { t[b] = steps[*k].t; });
-}
-
-// What the network says about x0 at element e of image b; *at: where in out. n = elements of an image.
-INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, const float* x, const float* out, int b, int e,
-                          int B, int n, int C, int Cout, size_t* at) {
-    const int p = e / C;
-    *at = ((size_t)b * (n / C) + p) * Cout + e - p * C;
-    float v = out[*at];
-    if (d.guided) {
-        const float unconditional = out[*at + (size_t)B * (n / C) * Cout];
-        v = unconditional + d.guidance * (v - unconditional);
-    }
-    return s.x0_x * x[(size_t)b * n + e] + s.x0_out * v;
-}
-
-// The rank-th smallest |x0| of each image: four passes count by the next 8 bits, whose order is that of the numbers.
-static __global__ void __launch_bounds__(1024)
-    sampler_threshold_kernel(const float* x, const float* out, const SamplerStep* steps, Denoising d, const int64_t* k,
-                             int B, int n, int C, int Cout) {
-    __shared__ int count[256], left;
-    __shared__ uint32_t found; // the bits that are known
-    const SamplerStep s = steps[*k];
-    if (threadIdx.x == 0) found = 0, left = d.rank;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        if (threadIdx.x < 256) count[threadIdx.x] = 0;
-        __syncthreads();
-        const uint32_t known = found;
-        for (int e = threadIdx.x; e < n; e += 1024) {
-            size_t at;
-            const uint32_t bits = __float_as_uint(fabsf(predicted_x0(s, d, x, out, blockIdx.x, e, B, n, C, Cout, &at)));
-            if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            int bin = 0;
-            while (left >= count[bin]) left -= count[bin++];
-            found = known << 8 | bin;
-        }
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) d.threshold[blockIdx.x] = __uint_as_float(found);
-}
-
-static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
-                         RandomKey key, int B, int HW, int C, int Cout) {
-    const int n = HW * C;
-    if (denoising.rank >= 0)
-        launch_behind(sampler_threshold_kernel, B, 1024, 0, x, out, steps, denoising, key.step, B, n, C, Cout);
-    each_quad(B, n, [=, d = denoising] __device__(int b, int e) {
-        const SamplerStep s = steps[*key.step];
-        const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[b], 1.0f);
-        float z[4] = {};
-        if (s.sigma > 0) normals(z, random_words(key, e / 4, b));
-        for (int k = 0; k < 4 && e + k < n; k++) {
-            const size_t i = (size_t)b * n + e + k;
-            size_t at_out;
-            const float v = x[i];
-            float x0 = predicted_x0(s, d, x, out, b, e + k, B, n, C, Cout, &at_out);
-            if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
-            const bool learned = s.range > 0 && s.sigma > 0;
-            const float sigma = learned ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
-            float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
-            if (s.next_m != 0) next += s.next_m * d.m[i];
-            if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
-            x[i] = next;
-            if (d.guided) x[i + (size_t)B * n] = next;
-        }
-    });
-}
-
-static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
-                       bool guided, int B, int n) {
-    each_quad(B, n, [=] __device__(int b, int e) {
-        const SamplerStep s = steps[*key.step];
-        if (s.known_x == 0) return;
-        const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
-        float known[4], back[4];
-        normals(known, random_words(key, e / 4, b));
-        normals(back, random_words(back_key, e / 4, b));
-        for (int k = 0; k < 4 && e + k < n; k++) {
-            const size_t i = (size_t)b * n + e + k;
-            const float now = mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k];
-            x[i] = s.back_x * now + s.back_sigma * back[k];
-            if (guided) x[i + (size_t)B * n] = x[i];
-        }
-    });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- adamw: norm of the gradient, the step's verdict, AdamW, averages
-// Used when: at the end of every training step.
-// How: sums go by pieces of a fixed size (why: see step_gradients); whether and how to update is decided on the GPU
-//   (judge_step).
-// Costs: memory traffic: five arrays in, four and the bf16 copy out.
-
-// A block sums up one piece, and its squares.
-static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
-    sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add,
-                         bool write) { // false: sum is what is read
+// grid (clusters of T / KEYS blocks)
+template <class T>
+static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionBackward
+    attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
+#if __CUDA_ARCH__ == 900
+    BackwardBlock<T> block(p);
+    if (threadIdx.x == 0) block.init();
+    cluster_sync();
+    const int group = block.first < p.all_heads ? warpgroup() : -1;
+    if (group == T::GROUPS && block.thread == 0) block.load_keys(block.first); // the forward pass made them
     await_previous_kernel();
-    constexpr int QUADS = PIECE / 4 / 1024;
-    const size_t at = grads.slice.flat(blockIdx.x * PIECE), n = grads.slice.n, first = at / 4 + threadIdx.x;
-    const int left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x; // no array may be read past n
-    float4 g[QUADS];
-    for (int r = -(int)add; r < grads.slice.ranks; r++) {
-        const float4* from = (const float4*)(r < 0 ? sum : grads.of(r)) + first;
-        UNROLL_FOR (int k = 0; k < QUADS; k++) {
-            const float4 v = k * 1024 < left ? from[k * 1024] : make_float4(0, 0, 0, 0);
-            g[k] = r == -(int)add ? v : make_float4(g[k].x + v.x, g[k].y + v.y, g[k].z + v.z, g[k].w + v.w);
-        }
+    if (group == T::GROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::DQ_REGISTERS));
+        block.query_gradients();
+    } else if (group >= 0) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::KEY_REGISTERS));
+        block.key_gradients(group);
     }
-    double total = 0;
-    UNROLL_FOR (int k = 0; k < QUADS; k++) {
-        if (write && k * 1024 < left) ((float4*)sum)[first + k * 1024] = g[k];
-        const double x = g[k].x, y = g[k].y, z = g[k].z, w = g[k].w;
-        total += (x * x + y * y) + (z * z + w * w);
-    }
-    total = block_sum(total);
-    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / PIECE] = total;
+    cluster_sync(); // until nobody sends to a block that is gone
+#endif
 }
 
-static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
-    const Slice& s = grads.slice;
-    const bool write = add || s.ranks > 1 || grads.own != sum;
-    launch(sum_gradients_kernel, s.segments * s.pieces, 1024, 0, sum, squares, grads, add, write);
+static AttentionTma attention_tma(const AttentionCall& a, int keys) {
+    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * a.C, a.T, a.B}, {a.d, n}); };
+    return {a, rows(a.qkv, 3, 64), rows(a.dout, 1, 64), rows(a.qkv, 3, keys)};
+}
+template <class Tile> static void launch_attention_forward_wgmma(const AttentionCall& a) {
+    const int grid = a.all_heads * (a.T / 64 / Tile::GROUPS);
+    launch(attention_forward_wgmma_kernel<Tile>, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
+}
+// How many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
+template <class Tile> static int attention_clusters(int T) {
+    const unsigned blocks = T / Tile::KEYS;
+    auto kernel = attention_backward_wgmma_kernel<Tile>;
+    cudaLaunchAttribute size{cudaLaunchAttributeClusterDimension, {}, {.clusterDim = {blocks, 1, 1}}};
+    const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
+    int clusters = 0;
+    CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    return clusters;
+}
+template <class Tile> static void launch_attention_backward_wgmma(const AttentionCall& a) {
+    const int cluster = a.T / Tile::KEYS, blocks = cluster * std::min(a.all_heads, attention_clusters<Tile>(a.T));
+    auto kernel = attention_backward_wgmma_kernel<Tile>;
+    launch_on(MAIN_LANE, cluster, kernel, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
 }
 
-// One block; one thread decides. The order of the sums is fixed.
-static __global__ void __launch_bounds__(256) // squares, loss: of all ranks
-    judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters,
-                      AdamW h, int B) {
-    await_previous_kernel();
-    __shared__ LossSums warps[8];
-    __shared__ double warp_squares[8];
-    LossSums mine{};
-    double square = 0;
-    UNROLL_8_FOR (size_t i = threadIdx.x; i < pieces; i += 256) square += squares[i];
-    for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], quarters[b]);
-    square = warp_sum(square);
-    for (double& sum : mine.sum) sum = warp_sum(sum);
-    for (int& count : mine.count) count = warp_sum(count);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine, warp_squares[threadIdx.x / 32] = square;
-    __syncthreads();
-    if (threadIdx.x) return;
-    for (int w = 1; w < 8; w++) {
-        square += warp_squares[w];
-        for (int q = 0; q < 4; q++) mine.sum[q] += warps[w].sum[q], mine.count[q] += warps[w].count[q];
-    }
-    state->grad_norm = sqrt(square);
-    judge_batch(state, mine, h, B);
-}
-static void judge_step(StepState* state, const double* squares, size_t pieces, //
-                       const double* loss, const int* quarters, AdamW h, int B) {
-    launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
-}
-
-static void next_step(int64_t* step) {
-    each(1, [=] __device__(size_t) { ++*step; });
-}
-
-static void record_step(StepState* records, const StepState* state, int count) {
-    each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
-}
-
-static void cast_params(act* copy, const float* params, size_t n) {
-    if (!device.bf16) return;
-    each((n + 7) / 8, [=, to = (bf16*)copy] __device__(size_t eight) {
-        const size_t i = eight * 8;
-        if (i + 8 <= n) {
-            float v[8];
-            load_floats(v, params + i);
-            *(uint4*)(to + i) = pack(v);
-        } else
-            for (size_t k = i; k < n; k++) to[k] = __float2bfloat16(params[k]);
-    });
-}
-
-// Four elements to a thread, i of the slice, k of the flat arrays.
-static __global__ void __launch_bounds__(256) // u stays where it is, for indices that the compiler doesn't know
-    adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
-    await_previous_kernel();
-    __shared__ struct { float scale, decay, step_size, root; } shared;
-    if (!state->ok) return;
-    if (threadIdx.x == 0) { // doubles, once a block; clipping as torch's clip_grad_norm_
-        const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0;
-        const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
-        const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
-        const float decay = 1 - state->lr * h.weight_decay;
-        shared = {(float)clip, decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
-    }
-    __syncthreads();
-    const auto f = shared;
-    float4 *const ema = (float4*)u.ema, *const ms = (float4*)u.m, *const vs = (float4*)u.v;
-    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += (size_t)gridDim.x * 256) {
-        const size_t k = own.flat(4 * i) / 4;
-        if (4 * k >= own.n) break;
-        const float4 sum = ((const float4*)u.sum)[k];
-        float4 p = ((float4*)u.params.at[0])[k], e = ema[i], m = ms[i], v = vs[i];
-        auto update = [&](float& p, float& e, float& m, float& v, float sum) {
-            const float g = sum * f.scale;
-            m = h.beta1 * m + (1 - h.beta1) * g;
-            v = h.beta2 * v + (1 - h.beta2) * g * g;
-            p = p * f.decay - f.step_size * m / (sqrtf(v) / f.root + h.eps);
-            e = h.ema_rate * e + (1 - h.ema_rate) * p;
-        };
-        update(p.x, e.x, m.x, v.x, sum.x);
-        update(p.y, e.y, m.y, v.y, sum.y);
-        update(p.z, e.z, m.z, v.z, sum.z);
-        update(p.w, e.w, m.w, v.w, sum.w);
-        ema[i] = e, ms[i] = m, vs[i] = v;
-        const uint2 rounded = pack_bf16(p);
-        for (int r = 0; r < u.params.ranks; r++) {
-            if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
-            if (u.copy.at[0] != u.params.at[0]) ((uint2*)u.copy.at[r])[k] = rounded;
-        }
-    }
-}
-static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) {
-    const int blocks = (int)std::min<size_t>(blocks_for(own.owned() / 4), 8 * gpu.sms);
-    launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
-}
-
-static __global__ void __launch_bounds__(256)
-    ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) { // see ema_step
-    __shared__ float step;
-    await_previous_kernel();
-    if (threadIdx.x == 0) step = power_step(rate, state->updates);
-    __syncthreads();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, k = own.flat(i);
-    if (k < own.n && state->ok) ema[i] = ema_step(ema[i], params[k], rate, step);
-}
-static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
-    launch(ema_kernel, blocks_for(own.owned()), 256, 0, ema, params, state, rate, own);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- Convolution: which kernels there are, and what they share
+// =====================================================================================================================
+// 22. Convolution
 // 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it
 // needs with cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
@@ -6894,15 +7378,6 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // Cout and Cin exchanged (ldmatrix.trans turns them on the way to the registers) and the taps in reverse. All kernels
 // end alike: fp32 results go through shared memory into rows of pixels x channels, where bias, embedding, residual or
 // addends are added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- Swizzle: how rows lie in shared memory
-// Rows of CHUNKS x 16 bytes lie there without gaps, chunk c of row r at place c ^ swizzle_key(r), so that chunk c of 8
-// neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it (odd numbers of chunks do anyway).
-template <int CHUNKS> INLINE int swizzle_key(int row) {
-    constexpr int BITS = CHUNKS % 8 == 0 ? 3 : CHUNKS % 4 == 0 ? 2 : CHUNKS % 2 == 0 ? 1 : 0;
-    return (row >> (3 - BITS)) & ((1 << BITS) - 1);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
@@ -7925,8 +8400,6 @@ static __global__ void __launch_bounds__(128, 4 - N)
     });
 }
 
-static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
-
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
 // The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels, and all nine taps read it in place. A
@@ -7965,191 +8438,32 @@ struct ConvTma {
     ConvOut out;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// --- building blocks of Hopper's kernels (sm_90a)
-// Such a kernel is a few roles, each a loop over tiles: a thread loads, one to three warpgroups multiply and finish,
-// others store or sum. Between them are rings of stages in shared memory. Blocks hold integers only (addresses in
-// shared memory, counters) and are inlined: what had its address taken would end up in local memory.
-
-// Bytes of shared memory for each of so many blocks on a multiprocessor; static variables take at most 128 bytes.
-constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
-// Bytes beside a kernel's tiles: for so many mbarriers, and to begin the tiles at a whole kilobyte.
-constexpr int shared_beside(int barriers) { return barriers * 8 + 1024; }
-
-// Deals out shared memory: room for so many mbarriers in front, tiles behind them, each at a whole kilobyte (swizzle).
-struct SharedMemory {
-    uint32_t barriers_at, tiles_at; // the next
-    INLINE explicit SharedMemory(int barriers) {
-        extern __shared__ __align__(16) unsigned char dynamic[];
-        barriers_at = shared_address(dynamic), tiles_at = uniform(kilobyte_aligned(dynamic + barriers * 8));
-    }
-};
-
-// A ring of stages in shared memory. One thread has TMA fill them: acquire, tma_load. Readers wait for them and release
-// them: arrived, release. Invariant: all see the stages in the same order, and a stage is filled again when `readers`
-// have released it. 0 readers: it is filled once and stays, or (next) when something else says that nobody reads it any
-// more. With `writers` so many warps fill a stage themselves: acquire, store, warp_stored. BYTES = 0: what they tell of
-// lies elsewhere. Two rules, each of which was a bug once (dev/test/test_pipelines.py models every kernel's roles):
-// Its own full barrier. With OWNERS = 2 a stage is filled for one of two warpgroups, which waits at a barrier of its
-//   own. At one for both it would miss the phases that ended while the other one had the stage, and since a barrier
-//   tells only odd phases from even ones, it would take the other one's arrival for its own.
-// Never so far ahead. The thread that loads waits in acquire. If it feeds two pipelines, it must not wait for a stage
-//   of one that is freed only by products whose operands it has still to load into the other one.
-struct Stage {
-    uint32_t address, full; // where the tile goes, and the barrier to tell of it
-};
-INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has filled a stage, or its part of it
-    fence_async();
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(full);
-}
-template <int BYTES, int OWNERS = 1> struct Pipeline {
-    static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
-    uint32_t stages_at, full_at, empty_at; // full_at: OWNERS barriers of each stage
-    int size, readers, writers;
-    int place = 0, done = 0; // the stage that is filled, or arrives, next; that this reader releases next
-    uint32_t phase = 0;      // of a full stage's barrier; an empty one's has phase ^ 1, which passes in the first round
-    uint32_t phases = 0;     // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
-
-    INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        auto take = [](uint32_t& next, int n, int bytes) { return (next += n * bytes) - n * bytes; };
-        size = n, stages_at = take(shared.tiles_at, n, BYTES), full_at = take(shared.barriers_at, n, 8 * OWNERS);
-        empty_at = take(shared.barriers_at, readers ? n : 0, 8);
-    }
-    INLINE void init() const { // by one thread
-        for (int i = 0; i < size; i++) {
-            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(stage(i, owner).full, writers);
-            if (readers) mbarrier_init(empty(i), readers);
-        }
-    }
-    INLINE Stage stage(int i, int owner = 0) const {
-        return {stages_at + i * BYTES, full_at + 8 * OWNERS * i + (OWNERS == 2 ? 8 * owner : 0)};
-    }
-    INLINE uint32_t empty(int i) const { return empty_at + 8 * i; }
-
-    // The thread that loads: the next stage, once it is free.
-    INLINE Stage acquire(int owner = 0) {
-        mbarrier_wait(empty(place), phase ^ 1);
-        return next(owner);
-    }
-    INLINE Stage next(int owner = 0) { // known to be free
-        const Stage s = stage(place, owner);
-        if (++place == size) place = 0, phase ^= 1;
-        return s;
-    }
-    // A reader: the address of the next stage, once it is full.
-    INLINE uint32_t arrived(int owner = 0) {
-        const int i = place;
-        mbarrier_wait(stage(i, owner).full, OWNERS == 2 ? phases >> i & 1 : phase);
-        if (OWNERS == 2) phases ^= 1u << i;
-        return next().address;
-    }
-    // The address of a stage that stays; its arrival has to be waited for only once.
-    INLINE uint32_t kept(int i, bool wait) const {
-        if (wait) mbarrier_wait(stage(i).full, 0);
-        return stage(i).address;
-    }
-    // Stages are released in the order in which they arrived; one thread speaks for all that read this one together.
-    INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
-        const int i = hand_over();
-        if (speaks) free(i);
-    }
-    // Instead: the next stage to be released, which whoever gets it is to free.
-    INLINE int hand_over() {
-        const int i = done;
-        if (++done == size) done = 0;
-        return i;
-    }
-    INLINE void free(int i) const { mbarrier_arrive(empty(i)); }
-    INLINE void pass_over(int n) { // stages of the other warpgroup's
-        for (place += n; place >= size; place -= size) phase ^= 1;
-        done = place;
-    }
-};
-// Results on their way out. A warpgroup puts them together in stages of its pixels, which it does not release but hands
-// over: it tells (warp_stored) the stage of that number here, for which a warp waits that stores and frees the other.
-typedef Pipeline<0, 2> Results;
-
-template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) { // by one thread
-    (blocks.init(), ..., mbarriers_ready());
-}
-template <class... Blocks> INLINE void ready(const Blocks&... blocks) { // their barriers, for all threads
-    if (threadIdx.x == 0) init_barriers(blocks...);
-    __syncthreads();
+// Of the images of s, in boxes of (channels, columns, rows, images).
+static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int c, int w, int h, int n) {
+    auto map = [&](const void* x, int C) { return tensor_map(x, {C, s.W, s.H, s.B}, {c, w, h, n}); };
+    const int slices = ceil_div(C1, 64) + ceil_div(C2, 64);
+    return {map(x1, C1), map(x2, C2), C1, C2 ? ceil_div(C1, 64) : INT_MAX, slices};
 }
 
-// Every `step`-th tile from `first` on, before `end`, as (image; tile down and across). It goes on by additions:
-// divisions would be most of what the loading thread does.
-struct TileWalk : Origin {
-    Origin d; // a step
-    int tiles_h, tiles_w, left;
-    INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : tiles_h(tiles_h), tiles_w(tiles_w) {
-        (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1), d = tile_origin(step, tiles_h, tiles_w, 1, 1);
-        left = max(0, ceil_div(end - first, step));
-    }
-    INLINE explicit operator bool() const { return left > 0; }
-    INLINE void next() {
-        left--;
-        n += d.n, h += d.h, w += d.w;
-        if (w >= tiles_w) w -= tiles_w, h++;
-        if (h >= tiles_h) h -= tiles_h, n++;
-    }
-};
-
-// Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
-template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
-    return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+// All of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images); box: channels of results.
+static ConvTma tma_arguments(const ConvCall& p, bool transposed, int rows, int columns, int images, int box,
+                             int weight_rows) {
+    const ConvOut& o = p.out;
+    const ConvSkip& k = o.skip;
+    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = p.s.kernel - 1;
+    ConvTma t = {};
+    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, columns + borders, rows + borders, images);
+    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, columns, rows, images);
+    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box, 8, rows, 1);
+    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box, 8, rows, 1);
+    if (transposed) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
+    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, weight_rows});
+    t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
+    t.B = p.B, t.H = p.H, t.W = p.W, t.C = p.Cout, t.out = o;
+    t.tiles_h = ceil_div(p.H, rows), t.tiles_w = ceil_div(p.W, columns);
+    t.tiles = ceil_div(p.B, images) * t.tiles_h * t.tiles_w;
+    return t;
 }
-
-// Pixels of 64 channels, in rows of PITCH with their border. A tap reads them in place: it is only another start.
-template <int PITCH> struct Halo {
-    Operand first;
-    INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
-    INLINE Operand shifted(int tap) const { // tap * 11 >> 5 is tap / 3
-        return {first.low + (PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap) * 8, first.high};
-    }
-};
-
-// A warpgroup's sums, of BLOCKS x 64 channels and N pixels. Invariant: nobody reads d between multiply and wait.
-template <int BLOCKS, int N> struct Accumulators {
-    float d[BLOCKS][N / 2];
-    INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
-        UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-            UNROLL_FOR (int k = 0; k < N / 2; k++) d[b][k] = bias[b][k >> 1 & 1];
-    }
-    // STEPS products of 16 input channels, as one group that is now on its way. Weights: 64 rows of 128 bytes a block.
-    template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
-        constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR, A_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
-        const Operand a = Operand::rows(weights, 8);
-        wgmma_fence();
-        UNROLL_FOR (int k = 0; k < STEPS; k++)
-            UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-                Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
-        wgmma_commit();
-    }
-    INLINE void add(int b, const float (&v)[2]) {
-        UNROLL_FOR (int k = 0; k < N / 2; k++) d[b][k] += v[k >> 1 & 1];
-    }
-    INLINE void wait() {
-        wgmma_wait<0>();
-        UNROLL_FOR (int b = 0; b < BLOCKS; b++) accumulators_ready(d[b]);
-    }
-};
-
-// Two warpgroups take turns with the tensor cores (named barriers 4, 5): one finishes its tile while the other one
-// multiplies. Invariant: each waits and passes once a tile; tiles are in turn, so nobody waits for one that has none.
-template <bool TAKE_TURNS> struct Turn {
-    int warpgroup;
-    INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
-        if (warpgroup == 1) pass(); // warpgroup 0 begins
-    }
-    INLINE void wait() const {
-        if (TAKE_TURNS) warps_sync(4 + warpgroup, 256);
-    }
-    INLINE void pass() const {
-        if (TAKE_TURNS) warps_arrive(4 + (warpgroup ^ 1), 256);
-    }
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
@@ -8435,6 +8749,16 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 #endif
 }
 
+template <class T> static void conv_tiles(const ConvCall& p) {
+    ConvTma t = tma_arguments(p, T::TRANSPOSED, T::ROWS, 8, 1, 64, 64);
+    t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
+    t.ring = T::stages(t.weight_slots);
+    const dim3 grid(std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT)), ceil_div(p.Cout, 64 * T::BLOCKS));
+    t.whole = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
+    if (p.out.parts) *p.out.parts = p.B * ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS) * t.tiles_w / p.s.B;
+    launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 // They have too few tiles for persistent blocks. D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights.
@@ -8694,6 +9018,15 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
 #endif
 }
 
+template <class T> static void conv_small_launch(const ConvCall& p) {
+    const ConvTma t = tma_arguments(p, T::TRANSPOSED, 8, T::TILE_W, T::IMAGES, T::BOX, T::N);
+    const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
+    if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
+    constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
+    auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
+    launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_weight_tma: weight gradients (sm_90a)
 // Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
@@ -8904,83 +9237,297 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 #endif
 }
 
+// =====================================================================================================================
+// 23. The optimiser
+
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Hopper's convolutions: which kernel, and its tensor maps
+// --- adamw: norm of the gradient, the step's verdict, AdamW, averages
+// Used when: at the end of every training step.
+// How: sums go by pieces of a fixed size (why: see step_gradients); whether and how to update is decided on the GPU
+//   (judge_step).
+// Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
-// A dense tensor of bf16 (or fp32), innermost dimension first, that is moved in boxes. These are swizzled in the
-// pattern of their width, 128 or 64 bytes. Dimensions that are not named are 1. No tensor: no map.
-static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4], bool fp32 = false) {
-    typedef decltype(&cuTensorMapEncodeTiled) Encode;
-    static const Encode encode = [] {
-        void* f = nullptr;
-        cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result));
-#else
-        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &result));
-#endif
-        if (!f) die("this GPU's driver is too old for the program (it lacks cuTensorMapEncodeTiled); CUDA 12's has it");
-        return (Encode)f;
-    }();
-    CUtensorMap map = {};
-    if (!p) return map;
-    cuuint64_t size[4], pitch[4], bytes = fp32 ? sizeof(float) : sizeof(bf16);
-    cuuint32_t boxes[4], steps[4] = {1, 1, 1, 1};
-    for (int i = 0; i < 4; i++) {
-        size[i] = (cuuint64_t)std::max<int64_t>(1, dims[i]), boxes[i] = (cuuint32_t)std::max(1, box[i]);
-        pitch[i] = bytes *= size[i];
+// A block sums up one piece, and its squares.
+static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
+    sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add,
+                         bool write) { // false: sum is what is read
+    await_previous_kernel();
+    constexpr int QUADS = PIECE / 4 / 1024;
+    const size_t at = grads.slice.flat(blockIdx.x * PIECE), n = grads.slice.n, first = at / 4 + threadIdx.x;
+    const int left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x; // no array may be read past n
+    float4 g[QUADS];
+    for (int r = -(int)add; r < grads.slice.ranks; r++) {
+        const float4* from = (const float4*)(r < 0 ? sum : grads.of(r)) + first;
+        UNROLL_FOR (int k = 0; k < QUADS; k++) {
+            const float4 v = k * 1024 < left ? from[k * 1024] : make_float4(0, 0, 0, 0);
+            g[k] = r == -(int)add ? v : make_float4(g[k].x + v.x, g[k].y + v.y, g[k].z + v.z, g[k].w + v.w);
+        }
     }
-    const auto type = fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const auto swizzle = box[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); // zeros outside
-    if (error != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)error);
-    return map;
-}
-// Of the images of s, in boxes of (channels, columns, rows, images).
-static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int c, int w, int h, int n) {
-    auto map = [&](const void* x, int C) { return tensor_map(x, {C, s.W, s.H, s.B}, {c, w, h, n}); };
-    const int slices = ceil_div(C1, 64) + ceil_div(C2, 64);
-    return {map(x1, C1), map(x2, C2), C1, C2 ? ceil_div(C1, 64) : INT_MAX, slices};
+    double total = 0;
+    UNROLL_FOR (int k = 0; k < QUADS; k++) {
+        if (write && k * 1024 < left) ((float4*)sum)[first + k * 1024] = g[k];
+        const double x = g[k].x, y = g[k].y, z = g[k].z, w = g[k].w;
+        total += (x * x + y * y) + (z * z + w * w);
+    }
+    total = block_sum(total);
+    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / PIECE] = total;
 }
 
-// All of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images); box: channels of results.
-static ConvTma tma_arguments(const ConvCall& p, bool transposed, int rows, int columns, int images, int box,
-                             int weight_rows) {
-    const ConvOut& o = p.out;
-    const ConvSkip& k = o.skip;
-    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = p.s.kernel - 1;
-    ConvTma t = {};
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, columns + borders, rows + borders, images);
-    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, columns, rows, images);
-    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box, 8, rows, 1);
-    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box, 8, rows, 1);
-    if (transposed) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
-    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, weight_rows});
-    t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
-    t.B = p.B, t.H = p.H, t.W = p.W, t.C = p.Cout, t.out = o;
-    t.tiles_h = ceil_div(p.H, rows), t.tiles_w = ceil_div(p.W, columns);
-    t.tiles = ceil_div(p.B, images) * t.tiles_h * t.tiles_w;
-    return t;
+static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
+    const Slice& s = grads.slice;
+    const bool write = add || s.ranks > 1 || grads.own != sum;
+    launch(sum_gradients_kernel, s.segments * s.pieces, 1024, 0, sum, squares, grads, add, write);
 }
 
-template <class T> static void conv_tiles(const ConvCall& p) {
-    ConvTma t = tma_arguments(p, T::TRANSPOSED, T::ROWS, 8, 1, 64, 64);
-    t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
-    t.ring = T::stages(t.weight_slots);
-    const dim3 grid(std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT)), ceil_div(p.Cout, 64 * T::BLOCKS));
-    t.whole = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
-    if (p.out.parts) *p.out.parts = p.B * ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS) * t.tiles_w / p.s.B;
-    launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
+// One block; one thread decides. The order of the sums is fixed.
+static __global__ void __launch_bounds__(256) // squares, loss: of all ranks
+    judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters,
+                      AdamW h, int B) {
+    await_previous_kernel();
+    __shared__ LossSums warps[8];
+    __shared__ double warp_squares[8];
+    LossSums mine{};
+    double square = 0;
+    UNROLL_8_FOR (size_t i = threadIdx.x; i < pieces; i += 256) square += squares[i];
+    for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], quarters[b]);
+    square = warp_sum(square);
+    for (double& sum : mine.sum) sum = warp_sum(sum);
+    for (int& count : mine.count) count = warp_sum(count);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine, warp_squares[threadIdx.x / 32] = square;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int w = 1; w < 8; w++) {
+        square += warp_squares[w];
+        for (int q = 0; q < 4; q++) mine.sum[q] += warps[w].sum[q], mine.count[q] += warps[w].count[q];
+    }
+    state->grad_norm = sqrt(square);
+    judge_batch(state, mine, h, B);
+}
+static void judge_step(StepState* state, const double* squares, size_t pieces, //
+                       const double* loss, const int* quarters, AdamW h, int B) {
+    launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
 }
 
-template <class T> static void conv_small_launch(const ConvCall& p) {
-    const ConvTma t = tma_arguments(p, T::TRANSPOSED, 8, T::TILE_W, T::IMAGES, T::BOX, T::N);
-    const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
-    if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
-    auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
-    launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
+static void next_step(int64_t* step) {
+    each(1, [=] __device__(size_t) { ++*step; });
+}
+
+static void record_step(StepState* records, const StepState* state, int count) {
+    each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
+}
+
+static void cast_params(act* copy, const float* params, size_t n) {
+    if (!device.bf16) return;
+    each((n + 7) / 8, [=, to = (bf16*)copy] __device__(size_t eight) {
+        const size_t i = eight * 8;
+        if (i + 8 <= n) {
+            float v[8];
+            load_floats(v, params + i);
+            *(uint4*)(to + i) = pack(v);
+        } else
+            for (size_t k = i; k < n; k++) to[k] = __float2bfloat16(params[k]);
+    });
+}
+
+// Four elements to a thread, i of the slice, k of the flat arrays.
+static __global__ void __launch_bounds__(256) // u stays where it is, for indices that the compiler doesn't know
+    adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
+    await_previous_kernel();
+    __shared__ struct { float scale, decay, step_size, root; } shared;
+    if (!state->ok) return;
+    if (threadIdx.x == 0) { // doubles, once a block; clipping as torch's clip_grad_norm_
+        const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0;
+        const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
+        const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
+        const float decay = 1 - state->lr * h.weight_decay;
+        shared = {(float)clip, decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
+    }
+    __syncthreads();
+    const auto f = shared;
+    float4 *const ema = (float4*)u.ema, *const ms = (float4*)u.m, *const vs = (float4*)u.v;
+    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += (size_t)gridDim.x * 256) {
+        const size_t k = own.flat(4 * i) / 4;
+        if (4 * k >= own.n) break;
+        const float4 sum = ((const float4*)u.sum)[k];
+        float4 p = ((float4*)u.params.at[0])[k], e = ema[i], m = ms[i], v = vs[i];
+        auto update = [&](float& p, float& e, float& m, float& v, float sum) {
+            const float g = sum * f.scale;
+            m = h.beta1 * m + (1 - h.beta1) * g;
+            v = h.beta2 * v + (1 - h.beta2) * g * g;
+            p = p * f.decay - f.step_size * m / (sqrtf(v) / f.root + h.eps);
+            e = h.ema_rate * e + (1 - h.ema_rate) * p;
+        };
+        update(p.x, e.x, m.x, v.x, sum.x);
+        update(p.y, e.y, m.y, v.y, sum.y);
+        update(p.z, e.z, m.z, v.z, sum.z);
+        update(p.w, e.w, m.w, v.w, sum.w);
+        ema[i] = e, ms[i] = m, vs[i] = v;
+        const uint2 rounded = pack_bf16(p);
+        for (int r = 0; r < u.params.ranks; r++) {
+            if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
+            if (u.copy.at[0] != u.params.at[0]) ((uint2*)u.copy.at[r])[k] = rounded;
+        }
+    }
+}
+static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) {
+    const int blocks = (int)std::min<size_t>(blocks_for(own.owned() / 4), 8 * gpu.sms);
+    launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
+}
+
+static __global__ void __launch_bounds__(256)
+    ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) { // see ema_step
+    __shared__ float step;
+    await_previous_kernel();
+    if (threadIdx.x == 0) step = power_step(rate, state->updates);
+    __syncthreads();
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, k = own.flat(i);
+    if (k < own.n && state->ok) ema[i] = ema_step(ema[i], params[k], rate, step);
+}
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
+    launch(ema_kernel, blocks_for(own.owned()), 256, 0, ema, params, state, rate, own);
+}
+
+// =====================================================================================================================
+// 24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- groupnorm_backward
+// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 on an H200 (what it
+// picks takes 3 % more than the best, on average). No chunks: nothing fits, or two passes are faster.
+static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) { // us
+    constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081;
+    const int C = s.C1 + s.C2, row_bytes = w.slab / act_vec() * 16, run = 16 << w.log_columns; // a warp's, of a pixel
+    const double elements = act_vec() / 8.0; // of a vector, for which SLOT and SLOTS were fitted
+    const int fit = std::min(gpu.blocks_of(w.bytes(), 16), 2 * MAX_WHOLE_THREADS / w.threads);
+    const int blocks = s.B * (C / w.slab) * w.chunks, together = std::min(fit, ceil_div(blocks, gpu.sms));
+    const double short_rows = w.slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
+    const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
+    const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of a multiprocessor's time
+    const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
+    const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * alone;
+    const double packed = w.chunks > 4 ? 0.91 : w.chunks > 2 ? 0.94 : 1; // clusters do not fill all multiprocessors
+    const double waves = blocks / (packed * fit * gpu.sms);
+    const double block = hypot(latency, together * (alone + WARPS * w.threads / 256));
+    return START + (w.chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
+}
+static NormWhole plan_norm_whole(const NormShape& s, bool add) {
+    const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
+    const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
+    Cheapest<NormWhole> plan{{}, std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved)};
+    for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
+        for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
+            const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
+            const int threads = ceil_div(slab / V, 1 << log_columns) << (5 + log_warps);
+            const NormWhole w{threads, slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks)};
+            const bool whole = slab % Cg == 0 && C % slab == 0 && (chunks == 1 || w.chunk >= 2 * w.rows());
+            const bool fits = threads >= std::max(slab, 64) && threads <= MAX_WHOLE_THREADS;
+            if (whole && fits && w.bytes() <= gpu.shared_for(1, 256)) plan.consider(norm_whole_cost(s, w, tensors), w);
+        }
+    return plan.best;
+}
+
+static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
+                               const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
+                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
+                               NormShape s) {
+    const bool drop = dropout.p > 0, addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
+    const size_t bytes = norm_sums_bytes(s); // for each image's part of the parameters' gradients
+    if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
+    float2 *const sums = (float2*)(device.norm_sums + norm_sums_used), *const partial = (float2*)device.workspace;
+    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, s.B, s.C1 + s.C2};
+    norm_sums_used += bytes;
+    NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, mean, rstd, dscale_shift, sums};
+    const NormWhole w = plan_norm_whole(s, addends);
+    with_act([&]<class T>(T) {
+        const GradOf<T> to1 = typed<T>(dx1), to2 = typed<T>(dx2);
+        if (w.chunks) {
+            auto kernel = drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
+            const dim3 grid(w.chunks, a.C / w.slab, s.B);
+            return launch_on(MAIN_LANE, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
+        }
+        auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
+        auto second = drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
+        dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64); // all blocks of the second pass read all chunks' sums
+        const int chunks = grid.x;
+        launch(first, grid, NORM_THREADS, 0, partial, dout, a);
+        if (addends) { // the second pass has its own chunks
+            second = drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
+            grid = norm_grid(a, norm_backward_blocks(true), s.HW);
+        }
+        launch(second, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- attention: forward and, where a has dout, backward
+template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
+    using Alone = AttentionBackward<D, 1>;
+    using Ring = AttentionBackward<D, 2>;
+    const bool back = a.dout, ring = a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
+    const Way<AttentionCall> ways[] = {
+        {back && a.T == 64 && attention_clusters<Alone>(a.T), launch_attention_backward_wgmma<Alone>},
+        {back && ring && attention_clusters<Ring>(a.T), launch_attention_backward_wgmma<Ring>},
+        {back, launch_attention<bf16, D>},
+        {a.T == 64, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 1>>},
+        {a.T == 256, launch_attention_forward_wgmma<AttentionForward<D, 2, D, 256 / D>>},
+        {a.T % 128 == 0, launch_attention_forward_wgmma<AttentionForward<D, 2, 64, 0>>},
+        {true, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 0>>},
+    };
+    decide(a, ways);
+}
+
+template <class T> static void attention(const AttentionCall& a) {
+    const bool wgmma = sizeof(T) == 2 && gpu.wgmma && a.T % 64 == 0;
+    const Way<AttentionCall> ways[] = {
+        {wgmma && a.d == 32, launch_attention_wgmma<32>},
+        {wgmma && a.d == 64, launch_attention_wgmma<64>},
+        {a.d <= 32, launch_attention<T, 32>},
+        {a.d <= 64, launch_attention<T, 64>},
+        {a.d <= 128, launch_attention<T, 128>},
+        {a.d <= 32 * VEC<T>, launch_attention<T, 32 * VEC<T>>}, // rows of 512 bytes
+        {true, launch_attention_general<T>},
+    };
+    decide(a, ways);
+}
+
+static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
+    with_act([&]<class A>(A) { attention<A>({out, rows, qkv, nullptr, nullptr, B, T, C, heads}); });
+}
+static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, // of (B, T, C or 3C)
+                               const SoftmaxRow* rows, int B, int T, int C, int heads) {
+    with_act([&]<class A>(A) { attention<A>({dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, T, C, heads}); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- convolution: forward and input gradient
+static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
+
+// The convolutions that Hopper's kernels know, and whose weight gradients are all conv_weight_tma's.
+static bool conv_is_wgmma(const ConvShape& s) {
+    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
+}
+
+// For strides and upsampling the input is upsampled, or the output's gradient spread out, in the workspace, and the
+// convolution becomes one of stride 1: more traffic, and yet two to four times as fast with wgmma. With mma.sync the
+// gradient of an upsampled input alone goes this way, a fifth to a half faster.
+static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
+    s.H <<= s.upsample, s.W <<= s.upsample, s.upsample = 0, s.stride = 1;
+    return s;
+}
+static bool conv_takes_detour(const ConvShape& s) {
+    return s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && conv_is_wgmma(conv_without_detour(s));
+}
+static size_t conv_detour_bytes(const ConvShape& s) {
+    if (conv_is_few(s)) return few_bytes(s);
+    if (!s.upsample && !conv_takes_detour(s)) return 0;
+    const ConvShape one = conv_without_detour(s);
+    return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * act_bytes() + 255) / 256 * 256;
+}
+
+// Weight gradients that go through something else first, alone, and then are those of another convolution.
+static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
+static ConvShape conv_weight_shape(const ConvShape& s) {
+    return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
 // The kernel and tile that end soonest, in ns on an H200: rounds of blocks x (a block + its taps of slices).
@@ -9056,128 +9603,6 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     if (p.C1 + p.C2 == 32) conv_tiles<ConvTiles<1, 16, 1, true, TRANSPOSED, 2>>(p);
     else way.best(p);
 }
-
-// The convolutions that Hopper's kernels know, and whose weight gradients are all conv_weight_tma's.
-static bool conv_is_wgmma(const ConvShape& s) {
-    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
-}
-
-// For strides and upsampling the input is upsampled, or the output's gradient spread out, in the workspace, and the
-// convolution becomes one of stride 1: more traffic, and yet two to four times as fast with wgmma. With mma.sync the
-// gradient of an upsampled input alone goes this way, a fifth to a half faster.
-static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
-    s.H <<= s.upsample, s.W <<= s.upsample, s.upsample = 0, s.stride = 1;
-    return s;
-}
-static bool conv_takes_detour(const ConvShape& s) {
-    return s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && conv_is_wgmma(conv_without_detour(s));
-}
-static size_t conv_detour_bytes(const ConvShape& s) {
-    if (conv_is_few(s)) return few_bytes(s);
-    if (!s.upsample && !conv_takes_detour(s)) return 0;
-    const ConvShape one = conv_without_detour(s);
-    return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * act_bytes() + 255) / 256 * 256;
-}
-
-// Weight gradients that go through something else first, alone, and then are those of another convolution.
-static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
-static ConvShape conv_weight_shape(const ConvShape& s) {
-    return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
-}
-
-// What weight gradients cost, in cycles as measured on an H200 when all blocks are at work.
-struct WeightCosts {
-    int slots, tile, filter;    // blocks that the GPU holds at once; a pixel tile of one of them; blocks for all taps
-    int beside, beside_dweight; // what a block takes beside its tiles, to write partials or dweight itself
-    int sums, most_partials = MAX_WEIGHT_PARTIALS; // the second kernel, beside 10 a partial
-};
-static WeightCosts weight_costs(const ConvWeight& p) {
-    const ConvShape& s = p.shape;
-    if (conv_is_wgmma(s)) { // while other blocks read other filter rows or channels of the same pixels
-        const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8, wide = p.warpgroups == 3;
-        int tile = wide ? 2400 : 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
-        if (s.kernel == 1) tile = wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
-        else if (s.out_W() <= 8) tile = wide ? 1450 : 600;
-        return {gpu.sms, tile, ceil_div(s.kernel, p.warpgroups), wide ? 9000 : 5000, wide ? 12000 : 5000, 4000};
-    }
-    const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
-    if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
-    if (p.block_co == 2) return {2 * gpu.sms, 2600, p.taps, 8000, 8000, 0, most};
-    return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
-}
-static void set_warpgroups(ConvWeight* p, int warpgroups) {
-    auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
-    p->warpgroups = warpgroups;
-    p->co_tiles = p->tiles / p->channel_tiles;
-    p->block_co = p->shape.kernel == 1 ? share(p->co_tiles, warpgroups) : 1;
-    p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
-    p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
-}
-static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of pixels
-    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
-}
-
-// What ends soonest, for layers of one kind: ranges of pixels, and the warpgroups of conv_weight_tma's blocks.
-static void plan_weights(std::span<ConvWeight> works) {
-    Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
-    for (int warpgroups : {1, 3}) {
-        int most = 1, tile = 0;
-        for (ConvWeight& p : works) {
-            if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
-            most = std::max(most, p.pixel_tiles), tile = std::max(tile, weight_costs(p).tile);
-        }
-        const WeightCosts cost = weight_costs(works[0]);
-        for (int run = most; run >= 1; run--) {
-            int64_t blocks = 0, partials = 0; // of 16 KB
-            for (const ConvWeight& p : works) {
-                const int splits = ceil_div(p.pixel_tiles, run);
-                blocks += range_blocks(p) * splits;
-                if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
-            }
-            if (partials > cost.most_partials) break;
-            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots, tiles = (int64_t)run * tile;
-            if (partials) cut.consider(rounds * (tiles + cost.beside) + cost.sums + 10 * partials, {warpgroups, run});
-            else cut.consider(rounds * (tiles + cost.beside_dweight), {warpgroups, run});
-        }
-    }
-    for (ConvWeight& p : works) {
-        if (conv_is_wgmma(p.shape)) set_warpgroups(&p, cut.best.first);
-        p.splits = ceil_div(p.pixel_tiles, cut.best.second);
-    }
-}
-
-static ConvWeight plan_weight(const ConvShape& s) {
-    const int Ho = s.out_H(), Wo = s.out_W();
-    const bool halo = conv_is_halo(s), tma = conv_is_wgmma(s);
-    ConvWeight p = {};
-    p.shape = s, p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
-    p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64), p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
-    set_warpgroups(&p, 1);
-    p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
-    p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : ceil_div(halo ? Wo : Ho * Wo, halo ? 8 : 64);
-    p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-    const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
-    const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
-    if (!tma) p.block_co = p.block_ci = wide && !halo ? 2 : 1;
-    plan_weights({&p, 1});
-    return p;
-}
-
-// Where the partials lie; their bytes.
-static size_t put_partials(ConvWeight* p, char* memory) {
-    const size_t bytes = p->splits > 1 ? (size_t)p->splits * p->tiles * p->taps * 1024 * sizeof(float4) : 0;
-    p->partial = (float4*)memory, p->bias_partial = (float*)(memory + bytes);
-    return bytes + ((size_t)(p->splits + p->shape.B) * p->shape.Cout * sizeof(float) + 255) / 256 * 256;
-}
-// Bytes of the side lane's workspace that conv_backward_weights needs; conv_detour_bytes are what the two others do.
-static size_t conv_workspace(ConvShape s) {
-    if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
-    ConvWeight p = plan_weight(s);
-    return put_partials(&p, nullptr);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- Convolution: forward, input gradient, weight gradients
 
 // Rounds of blocks, as many at once as fit, times a block's channels: a last round takes its time even if nearly empty.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
@@ -9291,6 +9716,99 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
     }
     const ConvOut o{.part1 = dx1, .part2 = dx2, .C1 = s.C1, .C2 = s.C2, .B = s.B};
     conv_product<true>({s, s.B, s.H, s.W, s.Cout, 0, s.C1 + s.C2, dout, nullptr, weight, o});
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- convolution: weight gradients
+// What weight gradients cost, in cycles as measured on an H200 when all blocks are at work.
+struct WeightCosts {
+    int slots, tile, filter;    // blocks that the GPU holds at once; a pixel tile of one of them; blocks for all taps
+    int beside, beside_dweight; // what a block takes beside its tiles, to write partials or dweight itself
+    int sums, most_partials = MAX_WEIGHT_PARTIALS; // the second kernel, beside 10 a partial
+};
+static WeightCosts weight_costs(const ConvWeight& p) {
+    const ConvShape& s = p.shape;
+    if (conv_is_wgmma(s)) { // while other blocks read other filter rows or channels of the same pixels
+        const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8, wide = p.warpgroups == 3;
+        int tile = wide ? 2400 : 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
+        if (s.kernel == 1) tile = wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
+        else if (s.out_W() <= 8) tile = wide ? 1450 : 600;
+        return {gpu.sms, tile, ceil_div(s.kernel, p.warpgroups), wide ? 9000 : 5000, wide ? 12000 : 5000, 4000};
+    }
+    const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
+    if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
+    if (p.block_co == 2) return {2 * gpu.sms, 2600, p.taps, 8000, 8000, 0, most};
+    return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
+}
+static void set_warpgroups(ConvWeight* p, int warpgroups) {
+    auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
+    p->warpgroups = warpgroups;
+    p->co_tiles = p->tiles / p->channel_tiles;
+    p->block_co = p->shape.kernel == 1 ? share(p->co_tiles, warpgroups) : 1;
+    p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
+    p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
+}
+static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of pixels
+    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
+}
+
+// What ends soonest, for layers of one kind: ranges of pixels, and the warpgroups of conv_weight_tma's blocks.
+static void plan_weights(std::span<ConvWeight> works) {
+    Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
+    for (int warpgroups : {1, 3}) {
+        int most = 1, tile = 0;
+        for (ConvWeight& p : works) {
+            if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
+            most = std::max(most, p.pixel_tiles), tile = std::max(tile, weight_costs(p).tile);
+        }
+        const WeightCosts cost = weight_costs(works[0]);
+        for (int run = most; run >= 1; run--) {
+            int64_t blocks = 0, partials = 0; // of 16 KB
+            for (const ConvWeight& p : works) {
+                const int splits = ceil_div(p.pixel_tiles, run);
+                blocks += range_blocks(p) * splits;
+                if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
+            }
+            if (partials > cost.most_partials) break;
+            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots, tiles = (int64_t)run * tile;
+            if (partials) cut.consider(rounds * (tiles + cost.beside) + cost.sums + 10 * partials, {warpgroups, run});
+            else cut.consider(rounds * (tiles + cost.beside_dweight), {warpgroups, run});
+        }
+    }
+    for (ConvWeight& p : works) {
+        if (conv_is_wgmma(p.shape)) set_warpgroups(&p, cut.best.first);
+        p.splits = ceil_div(p.pixel_tiles, cut.best.second);
+    }
+}
+
+static ConvWeight plan_weight(const ConvShape& s) {
+    const int Ho = s.out_H(), Wo = s.out_W();
+    const bool halo = conv_is_halo(s), tma = conv_is_wgmma(s);
+    ConvWeight p = {};
+    p.shape = s, p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
+    p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64), p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
+    set_warpgroups(&p, 1);
+    p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
+    p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : ceil_div(halo ? Wo : Ho * Wo, halo ? 8 : 64);
+    p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
+    const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
+    const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
+    if (!tma) p.block_co = p.block_ci = wide && !halo ? 2 : 1;
+    plan_weights({&p, 1});
+    return p;
+}
+
+// Where the partials lie; their bytes.
+static size_t put_partials(ConvWeight* p, char* memory) {
+    const size_t bytes = p->splits > 1 ? (size_t)p->splits * p->tiles * p->taps * 1024 * sizeof(float4) : 0;
+    p->partial = (float4*)memory, p->bias_partial = (float*)(memory + bytes);
+    return bytes + ((size_t)(p->splits + p->shape.B) * p->shape.Cout * sizeof(float) + 255) / 256 * 256;
+}
+// Bytes of the side lane's workspace that conv_backward_weights needs; conv_detour_bytes are what the two others do.
+static size_t conv_workspace(ConvShape s) {
+    if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
+    ConvWeight p = plan_weight(s);
+    return put_partials(&p, nullptr);
 }
 
 typedef std::vector<ConvWeight> WeightPlans;
@@ -9412,494 +9930,8 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
         if (conv_weight_alone(w.shape)) conv_weight_one(w, lane);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128, 256 to 1024;
-//   other heads go back by attention_backward_kernel.
-// How: a warpgroup owns 64 rows of a head; TMA brings tiles of the other side, and wgmma multiplies with what moves, P
-//   or dS, in registers as the A operand. Forward: queries own, keys and values stream past. Backward: keys own; a head
-//   lies in a cluster of blocks, each with 128 of its keys. A chunk of 64 queries visits one block after the other, and
-//   its sum of dq, in fp32, is handed on through distributed shared memory, always in the same order:
-//
-//         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
-//       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
-//       | chunk i             |->| chunk i - 2         |->| chunk i - 4         |-+  | keys: k, v of two heads   |
-//       | dk, dv += own keys  |  | dk, dv              |  | dk, dv              | |  | chunks: q, dout, rows     |
-//       +---------------------+  +---------------------+  +---------------------+ |  | ds: dS^T of all own keys  |
-//                  ^                 dq of a chunk                                |  | sums: dq that arrived     |
-//                  +--------------------------------------------------------------+  | dots: -D of two heads     |
-//                                                                                    +---------------------------+
-// Costs: backward five products instead of seven, everything read once.
-struct AttentionTma : AttentionCall {
-    CUtensorMap qkv_rows, dout_rows, keys; // boxes of 64 rows of a head; of the forward pass's KEYS
-};
-
-// CHUNKS of keys are all in shared memory at once; 0: any number of them pass through a ring.
-template <int D_, int GROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
-    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, CHUNKS = CHUNKS_, STAGES = CHUNKS ? CHUNKS : 4;
-    static constexpr int THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2; // on a multiprocessor
-    static constexpr int QUERY_BYTES = 64 * 2 * D, KEY_BYTES = KEYS * 2 * D, BARRIERS = GROUPS + 4 * STAGES;
-    static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + GROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
-};
-// GROUPS = 1: a block has a head of 64 rows alone, two of them a multiprocessor.
-template <int D_, int GROUPS_> struct AttentionBackward {
-    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
-    static constexpr bool ALONE = GROUPS == 1;
-    static constexpr int BLOCKS = ALONE ? 2 : 1, DQ_REGISTERS = ALONE ? 80 : 136, KEY_REGISTERS = ALONE ? 176 : 184;
-    static constexpr int CHUNKS = ALONE ? 3 : 4, KEPT = 2, SUMS = ALONE ? 0 : 3, BARRIERS = 32; // stages
-    static constexpr int TILE = 64 * 2 * D, ROWS = 64 * sizeof(SoftmaxRow), CHUNK_BYTES = 2 * TILE + ROWS;
-    static constexpr int KV = 2 * GROUPS * TILE, CHUNK = 2 * TILE + 1024, DS = KEYS * 128, DQ = 64 * D * 4;
-    static constexpr int DOTS = ALONE ? 1024 : 4096, TILES = 2 * KV + CHUNKS * CHUNK + KEPT * DS + SUMS * DQ + 2 * DOTS;
-    static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
-};
-
-// Rows of D elements of a head, as TMA wrote them, as an operand: 16 columns on are at(2), 16 rows on at(2 D).
-template <int D> INLINE Operand head_rows(uint32_t address) {
-    return {Operand::rows(address, 8).low, D | (D == 64 ? 1u : 2u) << 30};
-}
-// Products, each a group under way: d += a b^T; d += a b or d = a b^T, a in registers; d += a^T b, a in rows of 64.
-template <int D, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
-    wgmma_fence();
-    UNROLL_FOR (int k = 0; k < D / 16; k++) Wgmma<2 * M>::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
-    wgmma_commit();
-}
-template <int MAJOR = MN_MAJOR, int ADD = 1, int M, int K>
-INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
-    wgmma_fence();
-    Wgmma<2 * M>::template add<MAJOR, ADD>(d, a[0], b.at(0));
-    UNROLL_FOR (int k = 1; k < K; k++)
-        Wgmma<2 * M>::template add<MAJOR>(d, a[k], b.at((MAJOR == K_MAJOR ? 2 : 4 * M) * k));
-    wgmma_commit();
-}
-template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a, const Operand& b) {
-    using Product = Wgmma<2 * M>;
-    wgmma_fence();
-    UNROLL_FOR (int k = 0; k < K; k++) Product::template add<MN_MAJOR, MN_MAJOR>(d, a.at(128 * k), b.at(4 * M * k));
-    wgmma_commit();
-}
-template <int M> INLINE void clear(float (&d)[M]) {
-    UNROLL_FOR (int i = 0; i < M; i++) d[i] = 0;
-    accumulators_ready(d);
-}
-// Columns 16 k ... of a result, rounded, as A fragments of step k.
-INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
-    UNROLL_FOR (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
-}
-// This warp's 16 rows of a result to global memory, by way of shared memory, so that stores are wide.
-template <int M>
-INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
-    __syncwarp();
-    UNROLL_FOR (int j = 0; j < M / 8; j++) {
-        uint32_t v[4];
-        UNROLL_FOR (int i = 0; i < 4; i++) // factor[1]: of the rows from 8 on
-            v[i] = pack_bf16(d[8 * j + 2 * i] * factor[i % 2], d[8 * j + 2 * i + 1] * factor[i % 2]);
-        stmatrix(rows + box_place<2 * M>(first + lane % 16, 2 * j + lane / 16), v);
-    }
-    __syncwarp();
-    UNROLL_FOR (int i = 0; i < M / 8; i++) {
-        const int r = first + (i * 32 + lane) / (M / 4), c = lane % (M / 4);
-        store_whole(to + (size_t)r * pitch + 8 * c, load_shared(rows + box_place<2 * M>(r, c)));
-    }
-}
-INLINE int warpgroup() { return uniform(threadIdx.x / 128); } // the same for a whole warp, as the compiler should know
-
-// The softmax of a thread's two rows ([1]: 8 rows on) over chunks of N scores, relative to the highest of the first:
-// any level does, since bf16 has fp32's exponents. Where sums grow beyond 2^60 it is raised, and they are rescaled.
-template <int N> struct Softmax {
-    float scale, level[2], sum[2] = {0, 0};
-    INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(level, s); }
-    INLINE static void highest(float (&top)[2], const float (&s)[N / 2]) {
-        top[0] = s[0], top[1] = s[2];
-        UNROLL_FOR (int i = 0; i < N / 2; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-        UNROLL_FOR (int r = 0; r < 2; r++) top[r] = lane_max<1, 2>(top[r]);
-    }
-    INLINE void exponentials(uint32_t (&p)[N / 16][4], const float (&s)[N / 2]) {
-        UNROLL_FOR (int j = 0; j < N / 4; j++) {
-            const float a = exp2_fast((s[2 * j] - level[j % 2]) * scale);
-            const float b = exp2_fast((s[2 * j + 1] - level[j % 2]) * scale);
-            sum[j % 2] += a + b;
-            p[j / 4][j % 4] = pack_bf16(a, b);
-        }
-    }
-    // P of a chunk. o: the sums of P v before it.
-    template <int M> INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool first) {
-        const float before[2] = {sum[0], sum[1]};
-        exponentials(p, s);
-        if (first || !__any_sync(0xFFFFFFFFu, !(fmaxf(sum[0], sum[1]) < 0x1p60f))) return;
-        float top[2], shrink[2];
-        highest(top, s);
-        UNROLL_FOR (int r = 0; r < 2; r++) {
-            top[r] = fmaxf(top[r], level[r]);
-            shrink[r] = exp2_fast((level[r] - top[r]) * scale);
-            level[r] = top[r], sum[r] = before[r] * shrink[r];
-        }
-        UNROLL_FOR (int i = 0; i < M; i++) o[i] *= shrink[i / 2 % 2];
-        exponentials(p, s);
-    }
-};
-
-// grid (B * heads * T / (64 GROUPS)). The first thread also loads, one chunk later than it might, so that no warpgroup
-// waits for the other one. (The compiler must see every wait for wgmma in the same turn of the loop, and between fence
-// and wait no other instruction may touch its registers, or it overlaps none of them: ptxas then says C7510 to C7520.)
-template <class T>
-static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
-    attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
-#if __CUDA_ARCH__ == 900
-    constexpr int D = T::D, KEYS = T::KEYS;
-    SharedMemory shared(T::BARRIERS);
-    Pipeline<T::QUERY_BYTES> queries(shared, T::GROUPS, 0);
-    const int readers = T::CHUNKS ? 0 : T::GROUPS;
-    Pipeline<T::KEY_BYTES> keys(shared, T::STAGES, readers), values(shared, T::STAGES, readers);
-    if (threadIdx.x == 0) prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.keys);
-    ready(queries, keys, values);
-    const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
-    const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
-    const HeadTile at{p, 64 * T::GROUPS};
-    await_previous_kernel();
-    auto to_keys = keys, to_values = values;
-    auto load = [&](Stage to, const CUtensorMap* map, int bytes, int which, int row) { // which: 0 q, 1 k, 2 v
-        mbarrier_expect(to.full, bytes);
-        tma_load(to.address, map, to.full, which * p.C + at.h * D, row, at.b);
-    };
-    auto load_chunk = [&](int i) {
-        load(T::CHUNKS ? to_keys.next() : to_keys.acquire(), &p.keys, T::KEY_BYTES, 1, i * KEYS);
-        load(T::CHUNKS ? to_values.next() : to_values.acquire(), &p.keys, T::KEY_BYTES, 2, i * KEYS);
-    };
-    if (threadIdx.x == 0)
-        NO_UNROLL_FOR (int i = 0; i < max(T::GROUPS, min(T::STAGES, chunks)); i++) {
-            if (i < T::GROUPS) load(queries.stage(i), &p.qkv_rows, T::QUERY_BYTES, 0, at.row0 + 64 * i);
-            if (i < chunks) load_chunk(i);
-        }
-    __syncwarp();
-
-    uint32_t q[D / 16][4], probabilities[KEYS / 16][4];
-    const uint32_t own = queries.kept(group, true);
-    const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // of this warp's 16
-    UNROLL_FOR (int k = 0; k < D / 16; k++) ldmatrix(q[k], q[k] + 2, own + box_place<D>(query, 2 * k + lane / 16));
-    float s[KEYS / 2] = {}, o[D / 2] = {};
-    uint32_t next = keys.arrived();
-    accumulators_ready(s);
-    multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
-    multiplied<0>(s);
-    Softmax<KEYS> softmax(s, LOG2E * rsqrtf((float)D));
-#pragma unroll(T::CHUNKS ? T::CHUNKS : 1)
-    for (int i = 0; i < chunks; i++) {
-        softmax.add(probabilities, s, o, i == 0);
-        const Operand v = head_rows<D>(values.arrived());
-        if (i + 1 < chunks) next = keys.arrived();
-        accumulators_ready(o), accumulators_ready(s);
-        multiply_ab(o, probabilities, v);
-        if (!T::CHUNKS || i + 1 < chunks) // in a ring no branch, but some of no use at the end
-            multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
-        multiplied<0>(o, s);
-        if (T::CHUNKS) continue;
-        keys.release(), values.release();
-        if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
-        __syncwarp();
-    }
-    const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
-    const int row = at.row0 + 64 * group;
-    bf16* const to = (bf16*)p.to + ((size_t)at.b * p.T + row) * p.C + at.h * D;
-    store_head(to, p.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
-    SoftmaxRow* const rows = p.rows + (size_t)at.index * p.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    UNROLL_FOR (int r = 0; r < 2; r++)
-        if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.level[r], log2f(total[r])};
-#endif
-}
-
-// A block of the backward pass. It owns KEYS keys of a head, a warpgroup 64 of them, and takes the heads of its cluster
-// one after the other. Queries stream past in chunks of 64; to each it comes GROUPS steps after the block before it.
-// Of pipelines between blocks `full` is the receiver's, `empty` the sender's. A role's second place in one is a copy.
-template <class T> struct BackwardBlock {
-    static constexpr int D = T::D, GROUPS = T::GROUPS;
-    const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.T / T::KEYS, rank = T::ALONE ? 0 : blockIdx.x % blocks; // of the cluster; this one
-    int first = blockIdx.x / blocks, stride = gridDim.x / blocks, n = blocks * GROUPS;    // heads; chunks
-    int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    float scale = rsqrtf((float)D);
-    SharedMemory shared{T::BARRIERS};
-    Pipeline<T::KV> keys{shared, 2, 4 * GROUPS + 4}, load_keys_at = keys;             // read by warps
-    Pipeline<T::CHUNK> chunks{shared, T::CHUNKS, 0};                                  // q, dout, rows
-    Pipeline<T::DS> ds{shared, T::KEPT, 4, 4 * GROUPS};                               // dS^T of all keys
-    Pipeline<T::DQ> sums{shared, T::SUMS, 4}, send_sums_at = sums;                    // dq from the block before
-    Pipeline<T::DOTS> dots{shared, 2, blocks, T::ALONE ? 4 : 1}, send_dots_at = dots; // -D of all queries
-    int load_head = first, load_step = 0;                                             // of the next chunk
-
-    INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
-    INLINE void init() const { // by one thread
-        prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.dout_rows);
-        init_barriers(keys, chunks, ds, sums, dots);
-        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.stage(i).full, T::DQ);
-        for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
-    }
-    INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.C)
-        return ((size_t)(head / p.heads) * p.T + row) * parts * p.C + head % p.heads * D;
-    }
-    // The first query of a step's chunk.
-    INLINE int chunk_row(int step) const { return (step - GROUPS * rank + (step < GROUPS * rank ? n : 0)) * 64; }
-
-    INLINE void load_keys(int head) {
-        if (head >= p.all_heads) return;
-        const Stage to = load_keys_at.acquire();
-        const int image = head / p.heads, c = head % p.heads * D;
-        mbarrier_expect(to.full, T::KV);
-        for (int i = 0; i < 2 * GROUPS; i++) {
-            const int row = rank * T::KEYS + i % GROUPS * 64;
-            tma_load(to.address + i * T::TILE, &p.qkv_rows, to.full, (1 + i / GROUPS) * p.C + c, row, image);
-        }
-    }
-    // The next in order, into the stage of the one before the step whose dS has arrived: nobody reads that any more.
-    INLINE void load_chunk() {
-        if (load_head >= p.all_heads) return;
-        const Stage to = chunks.next();
-        const int image = load_head / p.heads, c = load_head % p.heads * D, row = chunk_row(load_step);
-        mbarrier_expect(to.full, T::CHUNK_BYTES);
-        tma_load(to.address, &p.qkv_rows, to.full, c, row, image);
-        tma_load(to.address + T::TILE, &p.dout_rows, to.full, c, row, image);
-        bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.T + row, T::ROWS, to.full);
-        if (++load_step == n) load_step = 0, load_head += stride;
-    }
-    // D = dout out of a query: -D of 64 of this block's share of a head, two neighbouring threads a row, to all blocks
-    typedef uint4 Dots[2][D / 16];
-    INLINE void load_dots(Dots& d, int head, int part) const {
-        const size_t i = at(head, rank * T::KEYS + part * 64 + thread / 2, 1) + thread % 2 * (D / 2);
-        UNROLL_FOR (int k = 0; k < D / 16; k++) d[0][k] = load16((const bf16*)p.dout + i + 8 * k);
-        UNROLL_FOR (int k = 0; k < D / 16; k++) d[1][k] = load16((const bf16*)p.out + i + 8 * k);
-    }
-    INLINE void send_dots(const Dots& d, int part) { // four lanes have two rows, and take turns at the blocks
-        float sum = 0;
-        UNROLL_FOR (int k = 0; k < D / 16; k++) {
-            float x[8], y[8];
-            unpack(x, d[0][k]), unpack(y, d[1][k]);
-            UNROLL_FOR (int e = 0; e < 8; e++) sum += x[e] * y[e];
-        }
-        const float own = -lane_sum<1>(sum), other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
-        const float2 v = lane & 2 ? make_float2(other, own) : make_float2(own, other);
-        const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
-        if (part == 0) send_dots_at.acquire();
-        const auto [stage, full] = dots.stage(send_dots_at.done);
-        const uint32_t to = stage + 4 * row;
-        if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(v.x), "f"(v.y));
-        if (T::ALONE) warp_stored(full); // st.async is for clusters alone
-        for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4)
-            store_to_block(at_block(to, r), at_block(full, r), v);
-        __syncwarp();
-        if (part + 1 == GROUPS) send_dots_at.hand_over();
-    }
-    // A stage that other blocks fill: as soon as it has, the bytes of its next round are announced.
-    INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
-        const int i = pipeline.place;
-        const uint32_t address = pipeline.arrived();
-        if (speaks) mbarrier_expect(pipeline.stage(i).full, bytes);
-        __syncwarp();
-        return address;
-    }
-
-    // Role: dq, in one more warpgroup, of which a thread also loads. A chunk's sum passes all blocks in one order.
-    INLINE void query_gradients() {
-        const int before = (rank ? rank : blocks) - 1, next = rank + 1 == blocks ? 0 : rank + 1;
-        if (thread == 0)
-            NO_UNROLL_FOR (int i = 0; i < T::CHUNKS - 1; i++) load_chunk();
-        __syncwarp();
-        NO_UNROLL_FOR (int part = 0; part < GROUPS; part++) {
-            Dots dot;
-            load_dots(dot, first, part);
-            send_dots(dot, part);
-        }
-        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
-            const uint32_t own = keys.arrived();
-            NO_UNROLL_FOR (int i = 0; i < n; i++) {
-                const bool begun = !T::ALONE && i >= GROUPS, ends = T::ALONE || i >= n - GROUPS;
-                const int part = i - max(n / 2 - 1, 0); // of the next head's -D
-                const bool dots_now = part >= 0 && part < GROUPS && head + stride < p.all_heads;
-                Dots dot = {};
-                if (dots_now) load_dots(dot, head + stride, part);
-                if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
-                float dq[D / 2] = {};
-                if (begun) {
-                    const uint32_t from = received(sums, T::DQ, thread == 0) + thread * 16;
-                    UNROLL_FOR (int j = 0; j < D / 8; j++) unpack((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
-                }
-                const uint32_t buffer = ds.arrived(); // rows of 64 queries, a row for each key
-                __syncwarp();
-                accumulators_ready(dq);
-                multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<D>(uniform(own)));
-                if (thread == 0) {
-                    load_chunk();
-                    if (i == 0) load_keys(head + stride);
-                }
-                __syncwarp();
-                multiplied<0>(dq);
-                if (begun) {
-                    const int stage = sums.hand_over();
-                    if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
-                }
-                if (ends) {
-                    warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
-                    store_head((bf16*)p.to + at(head, chunk_row(i), 3), 3 * p.C, buffer, dq, {scale, scale});
-                    __syncwarp();
-                }
-                ds.release(lane == 0);
-                if (!ends) {
-                    const Stage own = send_sums_at.acquire();
-                    const uint32_t to = at_block(own.address + thread * 16, next), full = at_block(own.full, next);
-                    UNROLL_FOR (int j = 0; j < D / 2; j += 4) store_to_block(to + j * 512, full, (float4&)dq[j]);
-                }
-                if (dots_now && !T::ALONE) send_dots(dot, part);
-            }
-            const int stage = dots.hand_over();
-            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty(stage), thread));
-            keys.release(lane == 0);
-        }
-    }
-
-    // Role: dk, dv of a warpgroup's 64 keys. With keys as rows, S^T and dP^T lie in registers as products with dout and
-    // q want them; a thread's queries are columns. dP starts at -D. Behind a chunk's last product comes the next S^T.
-    INLINE void key_gradients(int group) {
-        float s[32], dp[32], dk[D / 2], dv[D / 2];
-        uint32_t pf[4][4], df[4][4];
-        auto probability = [&](float s, const float* r) { return exp2_fast((s - r[0]) * (scale * LOG2E) - r[1]); };
-        uint32_t own = keys.arrived() + group * T::TILE, chunk = chunks.arrived();
-        clear(s);
-        multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
-        multiplied<0>(s);
-        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
-            const uint32_t own_v = own + GROUPS * T::TILE;
-            const uint32_t minus_D = received(dots, 4 * p.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
-            clear(dk), clear(dv);
-            NO_UNROLL_FOR (int i = 0; i < n; i++) {
-                const Operand q = head_rows<D>(chunk), dout = head_rows<D>(chunk + T::TILE);
-                UNROLL_FOR (int j = 0; j < 8; j++) {
-                    const auto [even, odd] = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
-                    dp[4 * j] = dp[4 * j + 2] = even, dp[4 * j + 1] = dp[4 * j + 3] = odd;
-                }
-                accumulators_ready(dp);
-                multiply_abt<D>(dp, head_rows<D>(own_v), dout);
-                UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, meanwhile
-                    float rows[4];                   // SoftmaxRow of two queries
-                    unpack(rows, load_shared(chunk + 2 * T::TILE + lane % 4 * 16 + 64 * j));
-                    UNROLL_FOR (int e = 4 * j; e < 4 * j + 4; e++) s[e] = probability(s[e], rows + e % 2 * 2);
-                }
-                UNROLL_FOR (int j = 0; j < 4; j++) pack_fragment(pf[j], s + 8 * j);
-                multiply_ab(dv, pf, dout);
-                multiplied<1>(dp);
-                const Stage kept = ds.acquire();
-                UNROLL_FOR (int j = 0; j < 4; j++) {
-                    UNROLL_FOR (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
-                    pack_fragment(df[j], dp + 8 * j);
-                    stmatrix(kept.address + box_place<64>(threadIdx.x / 32 * 16 + lane % 16, 2 * j + lane / 16), df[j]);
-                }
-                warp_stored(kept.full);
-                const bool last = i + 1 == n, none = last && head + stride >= p.all_heads;
-                if (last && !none) own = keys.arrived() + group * T::TILE;
-                if (!none) chunk = chunks.arrived();
-                clear(s);
-                // behind the last one: of no use, and no branch
-                multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
-                multiply_ab(dk, df, q);
-                multiplied<0>(dk, dv, s);
-            }
-            warps_sync(1 + group, 128); // nobody in the warpgroup reads its values any more
-            bf16* const to = (bf16*)p.to + at(head, rank * T::KEYS + group * 64, 3);
-            store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
-            store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
-            fence_async();
-            __syncwarp();
-            keys.release(lane == 0);
-        }
-    }
-};
-
-// grid (clusters of T / KEYS blocks)
-template <class T>
-static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionBackward
-    attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
-#if __CUDA_ARCH__ == 900
-    BackwardBlock<T> block(p);
-    if (threadIdx.x == 0) block.init();
-    cluster_sync();
-    const int group = block.first < p.all_heads ? warpgroup() : -1;
-    if (group == T::GROUPS && block.thread == 0) block.load_keys(block.first); // the forward pass made them
-    await_previous_kernel();
-    if (group == T::GROUPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::DQ_REGISTERS));
-        block.query_gradients();
-    } else if (group >= 0) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::KEY_REGISTERS));
-        block.key_gradients(group);
-    }
-    cluster_sync(); // until nobody sends to a block that is gone
-#endif
-}
-
-static AttentionTma attention_tma(const AttentionCall& a, int keys) {
-    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * a.C, a.T, a.B}, {a.d, n}); };
-    return {a, rows(a.qkv, 3, 64), rows(a.dout, 1, 64), rows(a.qkv, 3, keys)};
-}
-template <class Tile> static void launch_attention_forward_wgmma(const AttentionCall& a) {
-    const int grid = a.all_heads * (a.T / 64 / Tile::GROUPS);
-    launch(attention_forward_wgmma_kernel<Tile>, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
-}
-// How many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
-template <class Tile> static int attention_clusters(int T) {
-    const unsigned blocks = T / Tile::KEYS;
-    auto kernel = attention_backward_wgmma_kernel<Tile>;
-    cudaLaunchAttribute size{cudaLaunchAttributeClusterDimension, {}, {.clusterDim = {blocks, 1, 1}}};
-    const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
-    int clusters = 0;
-    CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-    return clusters;
-}
-template <class Tile> static void launch_attention_backward_wgmma(const AttentionCall& a) {
-    const int cluster = a.T / Tile::KEYS, blocks = cluster * std::min(a.all_heads, attention_clusters<Tile>(a.T));
-    auto kernel = attention_backward_wgmma_kernel<Tile>;
-    launch_on(MAIN_LANE, cluster, kernel, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- Attention: which kernel, forward and, where a has dout, backward
-template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
-    using Alone = AttentionBackward<D, 1>;
-    using Ring = AttentionBackward<D, 2>;
-    const bool back = a.dout, ring = a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
-    const Way<AttentionCall> ways[] = {
-        {back && a.T == 64 && attention_clusters<Alone>(a.T), launch_attention_backward_wgmma<Alone>},
-        {back && ring && attention_clusters<Ring>(a.T), launch_attention_backward_wgmma<Ring>},
-        {back, launch_attention<bf16, D>},
-        {a.T == 64, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 1>>},
-        {a.T == 256, launch_attention_forward_wgmma<AttentionForward<D, 2, D, 256 / D>>},
-        {a.T % 128 == 0, launch_attention_forward_wgmma<AttentionForward<D, 2, 64, 0>>},
-        {true, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 0>>},
-    };
-    decide(a, ways);
-}
-
-template <class T> static void attention(const AttentionCall& a) {
-    const bool wgmma = sizeof(T) == 2 && gpu.wgmma && a.T % 64 == 0;
-    const Way<AttentionCall> ways[] = {
-        {wgmma && a.d == 32, launch_attention_wgmma<32>},
-        {wgmma && a.d == 64, launch_attention_wgmma<64>},
-        {a.d <= 32, launch_attention<T, 32>},
-        {a.d <= 64, launch_attention<T, 64>},
-        {a.d <= 128, launch_attention<T, 128>},
-        {a.d <= 32 * VEC<T>, launch_attention<T, 32 * VEC<T>>}, // rows of 512 bytes
-        {true, launch_attention_general<T>},
-    };
-    decide(a, ways);
-}
-
-static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
-    with_act([&]<class A>(A) { attention<A>({out, rows, qkv, nullptr, nullptr, B, T, C, heads}); });
-}
-static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, // of (B, T, C or 3C)
-                               const SoftmaxRow* rows, int B, int T, int C, int heads) {
-    with_act([&]<class A>(A) { attention<A>({dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, T, C, heads}); });
-}
-
 // =====================================================================================================================
-// 19. The GPU: memory, copies, repeated work
+// 25. The GPU: memory, copies, repeated work
 
 // The most parts in which a tensor's Stats come: no tile of a convolution is smaller than 64 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
@@ -9950,7 +9982,7 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_sm = (int)properties.sharedMemPerMultiprocessor,
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .clusters = code.ptxVersion >= 90,
-           .wgmma = code.ptxVersion == 90}; // start of section 18: there is no code for sm_90 but sm_90a's
+           .wgmma = code.ptxVersion == 90}; // beside typedef bf16: there is no code for sm_90 but sm_90a's
     device.bf16 = precision != "fp32";
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
@@ -10066,10 +10098,10 @@ static void reserve(const Workspace& most, bool training) {
 #endif // the GPU
 
 // =====================================================================================================================
-// 20. Ranks: who they are, what their hosts tell each other
+// 26. Ranks: who they are, what their hosts tell each other
 // A run on several GPUs is several processes, its ranks. Here they learn who they are (find_ranks), meet (join_ranks),
 // and see to it that all are still there and do the same (keep_watch). Gradients and weights are not sent here: they go
-// from device to device, in section 21.
+// from device to device (see Between ranks).
 //
 // Each rank has a TCP connection to rank 0, its line. Over it they send notes: small decisions, errors, signs of life.
 // In every process one thread, the watch, reads all notes, whatever the main thread does meanwhile. That is needed
@@ -10092,7 +10124,7 @@ const char* const RANKS_NEED =
 #else
     "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
 #endif
-// Of section 21.
+// See Between ranks.
 static std::string device_trouble(); // what went wrong between devices; empty: nothing
 static void leave_devices();         // at the end of the program
 
@@ -10690,7 +10722,7 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
 }
 
 // =====================================================================================================================
-// 21. Between ranks: from device to device
+// 27. Between ranks: from device to device
 
 #ifdef USE_NCCL
 static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
@@ -10873,7 +10905,7 @@ static void all_gather(void*, const void*, size_t, Lane*) {}
 // Part III. Tools: errors, files, pictures, the run's page
 
 // =====================================================================================================================
-// 22. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+// 28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
 
 static void refuse(const std::string& why) {
     fflush(stdout);
@@ -11244,7 +11276,7 @@ static void show_status(const std::string& line) {
 }
 
 // =====================================================================================================================
-// 23. Pictures: PNG files, grids of images
+// 29. Pictures: PNG files, grids of images
 
 // A zlib stream (RFC 1950): one block, fixed codes (RFC 1951, section 3.2.6); repetitions are found by four bytes.
 static std::string deflate(const std::string& raw) {
@@ -11327,7 +11359,7 @@ static std::string grid_png(const std::vector<float>& images, int n, int H, int 
 }
 
 // =====================================================================================================================
-// 24. The run's page: index.html
+// 30. The run's page: index.html
 
 void LogSummary::add(const std::string& row) {
     std::istringstream fields(row);
