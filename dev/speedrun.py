@@ -2,15 +2,18 @@
 
     make speedrun                                          what ./train_unet alone does, and what it did before, on both sets of data/
     python dev/speedrun.py --data_file data/emoji64.bin --recipes "" "--objective edm --sampler heun" --seeds 0,1,2
+    python dev/speedrun.py --rivals lucidrains,diffusers,guided            and beside it what others' programs do in the same seconds
+    python dev/speedrun.py --recipes --rivals guided --rival_seconds 60 --judge F.pt --earlier first.json      one table of two calls
 
-Every fifth image of the data is held out; everyone trains on the others. At --moments moments of a run, samples are drawn (as many as there are
-training images, at most 5,000) and compared with the training images and, beside that, with the held-out ones: a model that copies its training
-images is close to the former and no closer than they are to the latter.
+Every fifth image of the data is held out; everyone trains on the others. At --moments moments of a run, samples are drawn (--samples, or as many as
+there are training images, at most 5,000) and compared with the training images and, beside that, with the held-out ones: a model that copies its
+training images is close to the former and no closer than they are to the latter.
 
 - Distance: the Frechet distance of dev/quality.py's features. They come from a small classifier that this program trains on the training images
   with fixed seeds, by their labels, or without labels with each image as a class of its own. Everyone in a table is judged by the same features.
 - Seconds: of training alone, by the program's own clock. Start-up, compilation, checkpoints and sampling are left out.
   A recipe is flags of ./train_unet, but for those of files, seeds and intervals, which this program gives.
+- Rivals: dev/speedrun_rivals.py says what they are. They train for --rival_seconds, by default as long as our longest run.
 - Plain: the share of samples that are a form of one colour; grain: of those that are noisy everywhere. See plain_form and has_grain.
 """
 
@@ -36,8 +39,11 @@ import shlex
 import statistics
 import subprocess
 import tempfile
+import zlib
+from typing import Any
 
 import quality
+import speedrun_rivals
 
 import model_files
 import prepare_data
@@ -110,7 +116,7 @@ def has_grain(images: torch.Tensor) -> torch.Tensor:
 class Contest:
     """A data set, split, and the features that judge everyone's samples of it."""
 
-    def __init__(self, data_file: str, folder: pathlib.Path, device: torch.device, judge_file: str = ""):
+    def __init__(self, data_file: str, folder: pathlib.Path, device: torch.device, judge_file: str = "", samples: int = 0):
         data = model_files.open_data(data_file)
         if data.images.dtype != np.uint8 or len(data.images) < 2 * FIFTH * quality.FEATURES:
             raise UserError(f"--data_file {data_file}: must hold at least {2 * FIFTH * quality.FEATURES} uint8 images")
@@ -135,7 +141,13 @@ class Contest:
         self.scale[self.scale == 0] = torch.inf  # a unit that no training image wakes says nothing
         self.training = features / self.scale
         self.held_out = quality.features(self.classifier, quality.to_floats(images[held])) / self.scale
-        self.samples = min(len(training), MOST_SAMPLES)
+        self.samples = samples or min(len(training), MOST_SAMPLES)
+        self.device = device
+
+    def rules(self) -> dict[str, Any]:
+        """What two runs must have in common if their distances shall be compared."""
+        weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in self.classifier.state_dict().values())
+        return {"images": zlib.crc32(self.train_images.tobytes()), "judge": zlib.crc32(weights), "samples": self.samples}
 
     def judge(self, images: torch.Tensor, step: int, seconds: float) -> Moment:
         """Of samples (N, C, H, W), floats in [-1, 1], which are rounded to 256 levels as pictures hold them."""
@@ -209,6 +221,47 @@ def run_ours(program: str, recipe: str, seed: int, moments: int, contest: Contes
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# theirs
+
+
+def run_rival(name: str, seed: int, seconds: float, moments: int, contest: Contest) -> list[Moment]:
+    found = []
+    for step, took, rival in speedrun_rivals.race(name, contest.train_file, seed, seconds, moments, contest.device):
+        sets = [contest.judge(images, step, took) for images in rival.draw(contest.samples)]
+        found.append(min(sets, key=lambda moment: moment.distance))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files of runs
+
+Runs = dict[str, list[list[Moment]]]  # of each contestant, for each seed
+
+
+def write_runs(path: str, data_file: str, contest: Contest, runs: Runs) -> None:
+    kept = {name: [[dataclasses.asdict(m) for m in run] for run in found] for name, found in runs.items()}
+    model_files.atomic_write(path, [json.dumps({"data": data_file, "rules": contest.rules(), "runs": kept}, indent=1).encode()])
+
+
+def read_runs(paths: list[str], contest: Contest) -> Runs:
+    """Of earlier calls, by the same rules."""
+    runs: Runs = {}
+    for path in paths:
+        try:
+            kept = json.loads(pathlib.Path(path).read_text())
+            theirs = {name: [[Moment(**m) for m in run] for run in found] for name, found in kept["runs"].items()}
+            rules = kept["rules"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"--earlier {path}: was not written by --output of this program") from None
+        if rules != contest.rules():
+            wanted = "training images, --judge and --samples"
+            raise UserError(f"--earlier {path}: was judged otherwise; its {wanted} must be those of this call")
+        for name, found in theirs.items():
+            runs.setdefault(name, []).extend(found)
+    return runs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # tables and pictures
 
 
@@ -231,22 +284,27 @@ def spread(values: list[float], digits: int) -> str:
     return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def print_table(runs: dict[str, list[list[Moment]]]) -> None:
+def shown(name: str) -> str:
+    """A contestant's name: of ours, the command."""
+    return f"./train_unet {name}".strip() if not name or name.startswith("--") else name
+
+
+def print_table(runs: Runs) -> None:
     """A line for each contestant at its end, and when it had come to where each of the others ended."""
     ends = {name: statistics.median(run[-1].distance for run in found) for name, found in runs.items()}
-    print(f"{'':40s} {'seconds':>10s} {'distance':>26s} {'to held out':>12s} {'plain':>7s} {'grain':>7s}")
+    print(f"{'':50s} {'seconds':>10s} {'distance':>26s} {'to held out':>12s} {'plain':>7s} {'grain':>7s}")
     for name, found in runs.items():
         last = [run[-1] for run in found]
         middle = {field: statistics.median(getattr(m, field) for m in last) for field in ("seconds", "held_out", "plain", "grain")}
         distances = spread([m.distance for m in last], 2)
         figures = f"{middle['seconds']:10.1f} {distances:>26s} {middle['held_out']:12.2f} {middle['plain']:7.2f} {middle['grain']:7.2f}"
-        print(f"{name[:40]:40s} {figures}")
+        print(f"{shown(name)[:50]:50s} {figures}")
     for goal, distance in ends.items():
-        times = {name: spread([seconds_to(run, distance) for run in found], 1) for name, found in runs.items()}
-        print(f"seconds to {distance:.2f}, where {goal} ended: " + "; ".join(f"{name} {time}" for name, time in times.items()))
+        times = {shown(name): spread([seconds_to(run, distance) for run in found], 1) for name, found in runs.items()}
+        print(f"seconds to {distance:.2f}, where {shown(goal)} ended: " + "; ".join(f"{name} {time}" for name, time in times.items()))
 
 
-def plot(runs: dict[str, list[list[Moment]]], title: str, path: str) -> None:
+def plot(runs: Runs, title: str, path: str) -> None:
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(7, 4.2), layout="constrained")).subplots()
@@ -255,7 +313,7 @@ def plot(runs: dict[str, list[list[Moment]]], title: str, path: str) -> None:
         columns = [[run[i] for run in found] for i in range(count)]
         seconds = [statistics.median(m.seconds for m in column) for column in columns]
         distances = [[m.distance for m in column] for column in columns]
-        (line,) = axes.plot(seconds, [statistics.median(d) for d in distances], marker="o", markersize=3, label=name or "./train_unet")
+        (line,) = axes.plot(seconds, [statistics.median(d) for d in distances], marker="o", markersize=3, label=shown(name))
         axes.fill_between(seconds, [min(d) for d in distances], [max(d) for d in distances], alpha=0.2, color=line.get_color())
     axes.set(title=title, xlabel="seconds of training", ylabel="Fréchet distance to the training images", xscale="log", yscale="log")
     axes.grid(which="both", alpha=0.3)
@@ -267,42 +325,78 @@ def plot(runs: dict[str, list[list[Moment]]], title: str, path: str) -> None:
 # command line
 
 
-def run(argv: list[str]) -> None:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = prepare_data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--data_file", default=str(ROOT / "data/emoji64.bin"), help="uint8 images (default: data/emoji64.bin)")
-    parser.add_argument("--recipes", nargs="+", default=[""], metavar="FLAGS", help='of ./train_unet, such as "--objective edm" (default: none)')
+    told = 'of ./train_unet, such as "--objective edm" (default: one recipe without flags; --recipes alone: none of ours)'
+    parser.add_argument("--recipes", nargs="*", default=[""], metavar="FLAGS", help=told)
     parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
     parser.add_argument("--moments", type=int, default=12, help="how often in a run quality is measured (default: 12)")
+    parser.add_argument("--samples", type=int, default=0, help=f"at each moment (default: as many as training images, at most {MOST_SAMPLES})")
     parser.add_argument("--program", default=str(ROOT / "train_unet"), help="what trains and samples (default: ./train_unet)")
+    parser.add_argument("--rivals", default="", help=f"with commas, of {', '.join(speedrun_rivals.RIVALS)} (default: none)")
+    parser.add_argument("--rival_seconds", type=float, default=0, help="how long each trains (default: as long as our longest run)")
+    parser.add_argument("--rival_moments", type=int, default=0, help="how often its quality is measured (default: --moments)")
     parser.add_argument("--judge", metavar="F.pt", default="", help="the features: read from here, or written if there is no such file")
     parser.add_argument("--output", metavar="F.json", default="", help="every moment of every run")
+    parser.add_argument("--earlier", nargs="+", metavar="F.json", default=[], help="--output of other calls with the same --judge, for the table")
     parser.add_argument("--plot", metavar="F.png", default="", help="distance against seconds")
     try:
         args = parser.parse_args(argv)
     except prepare_data.DataError as e:
         raise UserError(str(e)) from None
-    need_packages()
+    args.rivals = [name for name in args.rivals.split(",") if name]
+    args.rival_moments = args.rival_moments or args.moments
+    return args
+
+
+def check_arguments(args: argparse.Namespace) -> None:
     for flag, path in (("--output", args.output), ("--plot", args.plot), ("--judge", args.judge)):
         if path:
-            model_files.check_output(flag, path, [args.data_file, args.program])
+            model_files.check_output(flag, path, [args.data_file, args.program, *args.earlier])
     if not args.seeds.replace(",", "").isdigit():
         raise UserError(f"--seeds {args.seeds}: must be numbers with commas, such as 0,1,2")
-    if args.moments < 1:
-        raise UserError(f"--moments {args.moments}: must be at least 1")
+    for flag, value in (("--moments", args.moments), ("--rival_moments", args.rival_moments)):
+        if value < 1:
+            raise UserError(f"{flag} {value}: must be at least 1")
+    if args.samples and args.samples < 2 * quality.FEATURES:
+        raise UserError(f"--samples {args.samples}: must be at least {2 * quality.FEATURES}, twice the number of features")
+    if args.rival_seconds < 0:
+        raise UserError(f"--rival_seconds {args.rival_seconds:g}: must be above 0")
+    if args.rivals and not args.recipes and not args.rival_seconds:
+        raise UserError("--rivals: without --recipes it needs --rival_seconds, how long each trains")
+    if not args.rivals and not args.recipes and not args.earlier:
+        raise UserError("--recipes: names none, so name --rivals or --earlier")
+    speedrun_rivals.check(args.rivals)
+
+
+def run(argv: list[str]) -> None:
+    args = parse_arguments(argv)
+    need_packages()
+    check_arguments(args)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        contest = Contest(args.data_file, folder, pick_device("auto"), args.judge)
+        contest = Contest(args.data_file, folder, pick_device("auto"), args.judge, args.samples)
         print(f"data: {len(contest.train_images)} images to train on; the held-out ones' distance from them is {contest.floor():.2f}", flush=True)
-        runs: dict[str, list[list[Moment]]] = {}
-        for seed in map(int, args.seeds.split(",")):
+        runs = read_runs(args.earlier, contest)
+
+        def keep(name: str, seed: int, found: list[Moment]) -> None:
+            runs.setdefault(name, []).append(found)
+            for moment in found:
+                print(f"{shown(name)}, seed {seed}: {moment}", flush=True)
+            if args.output:
+                write_runs(args.output, args.data_file, contest, runs)
+
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+        for seed in seeds:
             for recipe in args.recipes:
-                found = run_ours(args.program, recipe, seed, args.moments, contest, folder)
-                runs.setdefault(recipe, []).append(found)
-                for moment in found:
-                    print(f"{recipe or 'default'}, seed {seed}: {moment}", flush=True)
-    if args.output:
-        kept = {name: [[dataclasses.asdict(m) for m in run] for run in found] for name, found in runs.items()}
-        model_files.atomic_write(args.output, [json.dumps({"data": args.data_file, "runs": kept}, indent=1).encode()])
+                keep(recipe, seed, run_ours(args.program, recipe, seed, args.moments, contest, folder))
+        seconds = args.rival_seconds or max((run[-1].seconds for recipe in args.recipes for run in runs[recipe]), default=0)
+        for seed in seeds:
+            for rival in args.rivals:
+                keep(speedrun_rivals.RIVALS[rival].name, seed, run_rival(rival, seed, seconds, args.rival_moments, contest))
+        if args.output:
+            write_runs(args.output, args.data_file, contest, runs)
     print_table(runs)
     if args.plot:
         plot(runs, pathlib.Path(args.data_file).stem, args.plot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 import torch
 from conftest import ROOT, TINY_MODEL, TINY_RUN, binary_path, environment, make_images
 
+from config import UserError
+
 sys.path.insert(0, str(ROOT / "dev"))
 import quality
 import speedrun
+import speedrun_rivals
 
 
 def picture(*parts: tuple[slice, slice, float]) -> torch.Tensor:
@@ -89,6 +93,129 @@ def test_a_run(tmp_path: Path, make_data: object) -> None:
 
 def test_what_it_refuses(tmp_path: Path, make_data: object) -> None:
     few = make_data("few.bin", make_images(20, 1, 8, 8))
-    for words, told in ((["--data_file", few], "at least 640"), (["--seeds", "a"], "--seeds a: "), (["--moments", "0"], "--moments 0: ")):
+    for words, told in (
+        (["--data_file", few], "at least 640"),
+        (["--seeds", "a"], "--seeds a: "),
+        (["--moments", "0"], "--moments 0: "),
+        (["--samples", "9"], "--samples 9: "),
+        (["--rivals", "guided,abacus"], "--rivals abacus: "),
+        (["--rivals", "guided", "--rival_seconds", "-1"], "--rival_seconds -1: "),
+        (["--rivals", "guided", "--recipes"], "it needs --rival_seconds"),
+        (["--recipes"], "--recipes: names none"),
+    ):
         done = subprocess.run([sys.executable, str(ROOT / "dev/speedrun.py"), *map(str, words)], capture_output=True, text=True, timeout=120)
         assert done.returncode == 1 and told in done.stderr and done.stderr.count("\n") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# rivals
+
+TINY_RIVALS: dict[str, dict[str, object]] = {
+    "lucidrains": {"model": {"dim": 8, "dim_mults": (1, 2)}, "sampling_steps": 3},
+    "diffusers": {
+        "model": {
+            "layers_per_block": 1,
+            "block_out_channels": (8, 8),
+            "norm_num_groups": 4,
+            "down_block_types": ("DownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "UpBlock2D"),
+        },
+        "sampling_steps": 3,
+        "batch_size": 4,
+    },
+    "guided": {"flags": " ".join([speedrun_rivals.Guided.flags.replace("ddim25", "3").replace("128", "4"), *TINY_MODEL, "--num_heads 1"])},
+}
+
+
+@pytest.fixture
+def tiny_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, attributes in TINY_RIVALS.items():
+        for attribute, value in attributes.items():
+            monkeypatch.setattr(speedrun_rivals.RIVALS[name], attribute, value)
+    monkeypatch.setattr(speedrun_rivals, "PACE_STEPS", 2)
+    monkeypatch.setattr(speedrun_rivals, "WARM_UP_STEPS", 1)
+
+
+def need_rival(name: str) -> None:
+    for package in speedrun_rivals.RIVALS[name].packages:
+        pytest.importorskip(package)
+
+
+@pytest.mark.parametrize("name", TINY_RIVALS)
+def test_a_rival_learns_and_draws(name: str, tmp_path: Path, make_data: Callable, tiny_rivals: None) -> None:
+    """Images that are all of one dark grey: after some steps its weights have changed, and samples are images of the set's size. Seeds matter."""
+    need_rival(name)
+    file = make_data("d.bin", np.full((64, 1, 8, 8), 30, np.uint8))
+    device = torch.device("cpu")
+    drawn = []
+    for seed in (0, 0, 1):
+        rival = speedrun_rivals.RIVALS[name](speedrun_rivals.Pictures(str(file), device), seed)
+        rival.train(3)
+        drawn.append(rival.draw(5))
+        assert all(images.shape == (5, 1, 8, 8) and images.abs().max() <= 1 for images in drawn[-1])
+    assert all(torch.equal(a, b) for a, b in zip(drawn[0], drawn[1]))
+    assert not torch.equal(drawn[0][0], drawn[2][0])
+
+
+@pytest.mark.parametrize("name", TINY_RIVALS)
+def test_a_race(name: str, tmp_path: Path, make_data: Callable, tiny_rivals: None) -> None:
+    """It stops at as many moments as it should, the last of them at about the seconds that it has, by the pace of two steps."""
+    need_rival(name)
+    file = make_data("d.bin", make_images(64, 1, 8, 8))
+    found = [(step, took) for step, took, _ in speedrun_rivals.race(name, str(file), 0, 0.5, 3, torch.device("cpu"))]
+    steps, seconds = zip(*found)
+    assert len(found) == 3 and list(steps) == sorted(set(steps)) and list(seconds) == sorted(seconds)
+    assert steps[0] - 3 == pytest.approx((steps[2] - 3) / 3, abs=1)  # the moments are as far from each other
+    assert 0.05 < seconds[-1] < 5
+
+
+def test_the_pictures_come_mirrored_and_all_of_them(make_data: Callable) -> None:
+    images = np.arange(24, dtype=np.uint8)[:, None, None, None] + np.array([0, 100], np.uint8)
+    pictures = speedrun_rivals.Pictures(str(make_data("d.bin", images)), torch.device("cpu"))
+    batches = pictures.batches(8)
+    epochs = [torch.cat([next(batches) for _ in range(3)]) for _ in range(20)]
+    for epoch in epochs:
+        assert sorted(((epoch.amin((1, 2, 3)) + 1) * 127.5).round().tolist()) == list(range(24))
+    mirrored = torch.stack([epoch[:, 0, 0, 0] > epoch[:, 0, 0, 1] for epoch in epochs]).double().mean()
+    assert 0.4 < mirrored < 0.6
+
+
+def test_the_schedule_of_diffusers(make_data: Callable, tiny_rivals: None) -> None:
+    """get_cosine_schedule_with_warmup's factors, for a total that is known later."""
+    optimization = pytest.importorskip("diffusers.optimization")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+    theirs = optimization.get_scheduler("cosine", optimizer, num_warmup_steps=500, num_training_steps=2000)
+    ours = speedrun_rivals.Diffusers(speedrun_rivals.Pictures(str(make_data("d.bin", make_images(8, 1, 8, 8))), torch.device("cpu")), 0)
+    ours.total = 2000
+    for step in range(2000):
+        assert ours.rate_at(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9)
+        optimizer.step()
+        theirs.step()
+
+
+def test_a_table_with_a_rival(tmp_path: Path, make_data: Callable, tiny_rivals: None, capsys: pytest.CaptureFixture) -> None:
+    """Two calls, one table: a rival trains for as long as ours, or for the seconds that it is given; who was judged otherwise is refused."""
+    file = make_data("d.bin", make_images(700, 1, 8, 8), np.arange(700) % 7, 7)
+    recipe = " ".join(map(str, [*TINY_MODEL, *TINY_RUN, "--timestep_respacing", 4, "--max_steps", 4]))
+    common = ["--data_file", str(file), "--judge", str(tmp_path / "judge.pt"), "--program", str(binary_path("cpu")), "--samples", "130"]
+    first, second = str(tmp_path / "first.json"), str(tmp_path / "second.json")
+    speedrun.run([*common, "--recipes", recipe, "--moments", "2", "--rivals", "guided", "--rival_moments", "1", "--output", first])
+    runs = json.loads(Path(first).read_text())["runs"]
+    assert list(runs) == [recipe, "guided-diffusion"] and len(runs["guided-diffusion"][0]) == 1
+    speedrun.run([*common, "--recipes", "--rivals", "guided", "--rival_seconds", "0.1", "--moments", "2", "--earlier", first, "--output", second])
+    runs = json.loads(Path(second).read_text())["runs"]
+    assert [len(run) for run in runs["guided-diffusion"]] == [1, 2] and len(runs[recipe]) == 1
+    table = capsys.readouterr().out
+    assert "where guided-diffusion ended: ./train_unet --" in table
+    other = [*common[:-1], "140", "--recipes", "--earlier", first]
+    for words, told in ((other, "was judged otherwise"), ([*common, "--recipes", "--earlier", str(file)], "was not written by --output")):
+        with pytest.raises(UserError, match=told):
+            speedrun.run(words)
+
+
+def test_a_rival_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedrun_rivals.Lucidrains, "packages", ("no_such_package",))
+    with pytest.raises(
+        UserError, match="--rivals lucidrains: Python's package no_such_package is missing; .*pip install denoising-diffusion-pytorch`"
+    ):
+        speedrun_rivals.check(["lucidrains"])

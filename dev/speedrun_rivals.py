@@ -1,0 +1,286 @@
+"""What dev/speedrun.py compares ./train_unet with: three well-known ways to train a diffusion model, as their authors publish them.
+
+Each rival keeps its own model, objective, optimizer, schedule, average of the weights and sampler. What would only cost it time is left out: all images
+wait in the GPU's memory, networks are compiled, cuDNN chooses by trying, and samples come from a compiled network in half precision. Where the
+authors leave a choice, it is the one that is faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import math
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import model_files
+import prepare_data
+from config import FLAGS, F, UserError, make_config, nn, np, parse_flags, torch
+from train_unet import Trainer, sample, training_batch
+
+WARM_UP_STEPS = 20  # they compile, and their seconds aren't counted
+PACE_STEPS = 30  # how long a step takes is measured with these
+MOST_AT_ONCE = 512  # images of one batch of a sampler
+
+
+class Pictures:
+    """The training images on the device, and random batches of them."""
+
+    def __init__(self, data_file: str, device: torch.device):
+        self.path, self.device = data_file, device
+        self.images = torch.from_numpy(model_files.open_data(data_file).images.astype(np.float32) / 127.5 - 1).to(device)
+
+    def batches(self, size: int) -> Iterator[torch.Tensor]:
+        """Endless (size, C, H, W) in [-1, 1]: every epoch in a new order, half of the images mirrored."""
+        while True:
+            for index in torch.randperm(len(self.images), device=self.device).split(size):
+                if len(index) < size:
+                    continue  # other sizes would be compiled anew
+                mirrored = torch.rand(size, 1, 1, 1, device=self.device) < 0.5
+                yield torch.where(mirrored, self.images[index].flip(3), self.images[index])
+
+
+def compile_on_gpu(network: nn.Module, device: torch.device) -> None:
+    if device.type == "cuda":
+        network.compile(dynamic=False)
+
+
+class Rival:
+    """A model in training. total: how many steps the whole run has, as far as that is known."""
+
+    name = ""
+    packages: tuple[str, ...] = ()  # that must be installed, by the names of their modules
+    install = ""  # what pip calls them
+
+    def __init__(self, pictures: Pictures, seed: int):
+        self.pictures, self.device, self.seed, self.total = pictures, pictures.device, seed, 100_000
+        self.half = torch.autocast(self.device.type, torch.float16, enabled=self.device.type == "cuda")
+        torch.manual_seed(seed)
+        self.build()
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def train(self, steps: int) -> None:
+        """So many steps more."""
+        raise NotImplementedError
+
+    def draw(self, count: int) -> list[torch.Tensor]:
+        """Samples (count, C, H, W) in [-1, 1]; several sets if there are several weights that a user may take. The best of them counts."""
+        raise NotImplementedError
+
+
+def in_batches(count: int, draw: Any) -> torch.Tensor:
+    """draw(size) until there are count images, all batches of one size, so that nothing is compiled twice."""
+    batches = math.ceil(count / MOST_AT_ONCE)
+    size = math.ceil(count / batches)
+    return torch.cat([draw(size).float().cpu() for _ in range(batches)])[:count]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Lucidrains(Rival):
+    """https://github.com/lucidrains/denoising-diffusion-pytorch: its Trainer with its defaults (batches of 16, Adam, learning rate 1e-4, EMA 0.995,
+    mirrored images), the README's model, its mixed precision, and the README's sampler: 250 steps of ddim."""
+
+    name = "lucidrains"
+    packages = ("denoising_diffusion_pytorch", "ema_pytorch", "accelerate", "einops", "torchvision", "scipy")
+    install = "denoising-diffusion-pytorch"
+    model: dict[str, Any] = {"dim": 64, "dim_mults": (1, 2, 4, 8), "flash_attn": True}
+    sampling_steps = 250
+
+    def build(self) -> None:
+        from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet
+
+        images = self.pictures.images
+        model = Unet(**self.model, channels=images.shape[1])
+        diffusion = GaussianDiffusion(model, image_size=tuple(images.shape[2:]), timesteps=1000, sampling_timesteps=self.sampling_steps)
+        with tempfile.TemporaryDirectory() as folder:
+            for i in range(100):  # it wants a folder of so many pictures, but gets them from the GPU's memory
+                pathlib.Path(folder, f"{i}.png").touch()
+            settings = {"amp": self.device.type == "cuda", "calculate_fid": False, "save_and_sample_every": 10**9, "results_folder": folder}
+            self.trainer = Trainer(diffusion, folder, **settings)
+        self.trainer.dl = ((batch + 1) / 2 for batch in self.pictures.batches(self.trainer.batch_size))
+        compile_on_gpu(self.trainer.model.model, self.device)
+        compile_on_gpu(self.trainer.ema.ema_model.model, self.device)
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
+
+    def train(self, steps: int) -> None:
+        self.trainer.train_num_steps = self.trainer.step + steps
+        with self.quiet():
+            self.trainer.train()
+
+    def draw(self, count: int) -> list[torch.Tensor]:
+        average = self.trainer.ema.ema_model.eval()
+        with self.quiet(), self.half:
+            return [2 * in_batches(count, average.sample) - 1]
+
+
+class Diffusers(Rival):
+    """https://github.com/huggingface/diffusers, examples/unconditional_image_generation: its model, noise, optimizer, schedule (a cosine over the
+    whole run) and average, with the README's flags and --mixed_precision fp16. Its own sampler takes 1,000 steps, for which there is no time: this is
+    DDIMPipeline's, with its 50."""
+
+    name = "diffusers"
+    packages = ("diffusers",)
+    install = "diffusers"
+    model: dict[str, Any] = {
+        "layers_per_block": 2,
+        "block_out_channels": (128, 128, 256, 256, 512, 512),
+        "down_block_types": ("DownBlock2D", "DownBlock2D", "DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D", "UpBlock2D", "UpBlock2D"),
+    }
+    batch_size, lr, warm_up, sampling_steps = 16, 1e-4, 500, 50
+
+    def build(self) -> None:
+        from diffusers import DDIMScheduler, DDPMScheduler, UNet2DModel
+        from diffusers.training_utils import EMAModel
+
+        _, channels, height, width = self.pictures.images.shape
+        network = UNet2DModel(sample_size=(height, width), in_channels=channels, out_channels=channels, **self.model)
+        self.network, self.drawn_from = network.to(self.device), copy.deepcopy(network).to(self.device).eval()
+        self.scheduler = DDPMScheduler(num_train_timesteps=1000, beta_schedule="linear")
+        self.sampler = DDIMScheduler.from_config(self.scheduler.config)
+        # foreach: the same numbers by fewer kernels
+        self.average = EMAModel(self.network.parameters(), decay=0.9999, use_ema_warmup=True, inv_gamma=1.0, power=3 / 4, foreach=True)
+        self.average.to(self.device)
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=self.lr, betas=(0.95, 0.999), weight_decay=1e-6, eps=1e-8)
+        self.rate = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate_at)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.device.type == "cuda")
+        self.data = self.pictures.batches(self.batch_size)
+        compile_on_gpu(self.network, self.device)
+        compile_on_gpu(self.drawn_from, self.device)
+
+    def rate_at(self, step: int) -> float:
+        """Its get_cosine_schedule_with_warmup, whose total may change."""
+        if step < self.warm_up:
+            return step / self.warm_up
+        progress = (step - self.warm_up) / max(1, self.total - self.warm_up)
+        return 0.5 * (1 + math.cos(math.pi * min(progress, 1)))
+
+    def train(self, steps: int) -> None:
+        dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        for _ in range(steps):
+            clean = next(self.data).to(dtype)
+            noise = torch.randn_like(clean)
+            t = torch.randint(0, 1000, (len(clean),), device=self.device)
+            noisy = self.scheduler.add_noise(clean, noise, t)
+            with self.half:
+                answer = self.network(noisy, t).sample
+            self.scaler.scale(F.mse_loss(answer.float(), noise.float())).backward()
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.rate.step()
+            self.optimizer.zero_grad()
+            self.average.step(self.network.parameters())
+
+    @torch.no_grad()
+    def draw_batch(self, size: int) -> torch.Tensor:
+        x = torch.randn(size, *self.pictures.images.shape[1:], device=self.device)
+        self.sampler.set_timesteps(self.sampling_steps)
+        for t in self.sampler.timesteps:
+            with self.half:
+                answer = self.drawn_from(x, t.to(self.device).expand(size)).sample
+            x = self.sampler.step(answer.float(), t, x).prev_sample
+        return x.clamp(-1, 1)
+
+    def draw(self, count: int) -> list[torch.Tensor]:
+        self.average.copy_to(self.drawn_from.parameters())
+        return [in_batches(count, self.draw_batch)]
+
+
+class Guided(Rival):
+    """https://github.com/openai/guided-diffusion: the model and loss that its scripts have without flags, but for --learn_sigma True and
+    --noise_schedule cosine, which all of its published 64x64 models have; batches of 128 and learning rate 1e-4, to which it refers for training; its
+    25 steps of ddim. train_unet.py computes it, whose mathematics is the same. Its average of 0.9999 remembers 10,000 steps and begins with the initial
+    weights; samples come from that and from the weights themselves."""
+
+    name = "guided-diffusion"
+    flags = (
+        "--preset adm --learn_sigma True --noise_schedule cosine --batch_size 128 --ema_rate 0.9999 --random_flip True"
+        " --sampler ddim --eta 0 --timestep_respacing ddim25"
+    )
+
+    def build(self) -> None:
+        self.data = model_files.open_data(self.pictures.path)
+        height = self.data.images.shape[2]
+        words = self.flags.split()
+        if height < 64 and "--channel_mult" not in words:
+            words += ["--channel_mult", "1,2,2,2"]  # improved-diffusion's of 32x32
+        self.config = make_config(parse_flags([*words, "--seed", str(self.seed), "--data_file", self.pictures.path], FLAGS), self.data)
+        self.trainer = Trainer(self.config, self.device)
+        self.drawn_from = copy.deepcopy(self.trainer.averaged)
+        compile_on_gpu(self.drawn_from, self.device)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.trainer.train_step(*training_batch(self.config, self.data, self.trainer.state.step, self.device))
+
+    @torch.no_grad()
+    def draw(self, count: int) -> list[torch.Tensor]:
+        found, config = [], copy.copy(self.config)
+        for source in self.trainer.averaged, self.trainer.model:
+            for mine, its in zip(self.drawn_from.parameters(), source.parameters()):
+                mine.copy_(its)
+            found.append(in_batches(count, lambda size: self.draw_batch(config, size)))
+        return found
+
+    def draw_batch(self, config: Any, size: int) -> torch.Tensor:
+        config.batch_size, config.seed = size, config.seed + 1  # other noise for every batch
+        return sample(self.drawn_from, config, size)
+
+
+RIVALS: dict[str, type[Rival]] = {"lucidrains": Lucidrains, "diffusers": Diffusers, "guided": Guided}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def check(names: list[str]) -> None:
+    """UserError for a rival that isn't known, or whose packages are missing."""
+    for name in names:
+        if name not in RIVALS:
+            raise UserError(f"--rivals {name}: must be some of {', '.join(RIVALS)}, with commas")
+        for package in RIVALS[name].packages:
+            if importlib.util.find_spec(package) is None:
+                raise UserError(f"--rivals {name}: {prepare_data.how_to_install(package, RIVALS[name].install)}")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(rival: Rival, steps: int) -> float:
+    synchronize(rival.device)
+    start = time.perf_counter()
+    rival.train(steps)
+    synchronize(rival.device)
+    return time.perf_counter() - start
+
+
+def race(name: str, data_file: str, seed: int, seconds: float, moments: int, device: torch.device) -> Iterator[tuple[int, float, Rival]]:
+    """Trains a rival for so many seconds, and stops at so many moments: the step, the seconds until then, and the rival to draw from."""
+    torch.backends.cudnn.benchmark = True
+    rival = RIVALS[name](Pictures(data_file, device), seed)
+    rival.train(WARM_UP_STEPS)
+    took = seconds_of(rival, PACE_STEPS)
+    done = WARM_UP_STEPS + PACE_STEPS
+    rival.total = WARM_UP_STEPS + max(PACE_STEPS + moments, round(seconds / (took / PACE_STEPS)))
+    for moment in range(1, moments + 1):
+        until = done + (rival.total - done) // (moments - moment + 1)
+        took += seconds_of(rival, until - done)
+        done = until
+        yield done, took, rival
