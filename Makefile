@@ -115,7 +115,7 @@ fuzz:
 	@for target in model data log flags; do \
 		echo "fuzz: $$target, $$(($(FUZZ_SECONDS) / 4)) s"; \
 		ASAN_OPTIONS=detect_leaks=0 FUZZ_TARGET=$$target .fuzz/fuzz -max_total_time=$$(($(FUZZ_SECONDS) / 4)) -close_fd_mask=3 -rss_limit_mb=4096 \
-			-max_len=2000 -timeout=60 -verbosity=0 -print_final_stats=1 -artifact_prefix=.fuzz/$$target- .fuzz/$$target 2>.fuzz/$$target.txt \
+			-max_len=2000 -timeout=300 -report_slow_units=300 -verbosity=0 -print_final_stats=1 -artifact_prefix=.fuzz/$$target- .fuzz/$$target 2>.fuzz/$$target.txt \
 			|| { grep -a "ERROR\|runtime error\|Test unit\|^    #" .fuzz/$$target.txt | head -n 20; failed=1; }; \
 		grep -a "number_of_executed" .fuzz/$$target.txt; \
 	done; exit $${failed:-0}
