@@ -26,7 +26,7 @@ from __future__ import annotations
 if __name__ == "__main__":  # before what takes seconds
     import signal
 
-    import interrupted
+    from common import interrupted
 
     interrupted.take(interrupted.leave, signal.SIGINT)
 
@@ -47,15 +47,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import model_files
+from common import model_files
 import prepare_data
 import train_unet
-from config import (
+from common.config import (
     FLAGS, SAMPLING_FLAGS, Config, UserError, ect_defaults, flag, format_value, make_config, need_packages, nn, np, parse_flags, pick_device, pick_precision, resolve,
     run_program, torch, validate,
 )  # fmt: skip
-from diffusers_files import Autoencoder
-from model_files import ModelFile
+from common.diffusers_files import Autoencoder
+from common.model_files import ModelFile
 
 INTRO = __doc__.partition("\n\nContents")[0]
 ROOT = Path(__file__).resolve().parent

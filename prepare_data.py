@@ -21,7 +21,7 @@ from __future__ import annotations
 if __name__ == "__main__":  # before what takes seconds
     import signal
 
-    import interrupted
+    from common import interrupted
 
     interrupted.take(interrupted.leave, signal.SIGINT, signal.SIGTERM)
 
@@ -46,7 +46,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, NoReturn, TextIO
 
-import interrupted
+from common import interrupted
 
 MISSING = ""  # the package without which there is only --help
 try:
@@ -59,7 +59,7 @@ except ModuleNotFoundError as e:
 MAGIC = 20261120
 READ_AT_START = 4 << 30  # bytes: no longer file is read, and so checked, as a whole before training begins
 UNET_CU_MAGIC = 20240620
-MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678  # of model files: model_files.py
+MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678  # of model files: common/model_files.py
 HEADER_BYTES = 256 * 4
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MOST_BYTES = 2 << 30  # of a known data set's file, unpacked: more is not what it seems to be
@@ -747,12 +747,12 @@ def open_emoji(font_file: str, image_size: tuple[int, int], channels: int) -> So
 
 def encoded(images: Iterable[np.ndarray], vae_dir: str, batch_size: int = 8) -> Iterator[np.ndarray]:
     """The latents of images, float32, whose standard deviation (some 1, or the autoencoder's scaling factor does not suit these images) is told."""
-    from config import UserError  # which imports this file
+    from common.config import UserError  # which imports this file
 
     try:
         import torch
 
-        from diffusers_files import Autoencoder
+        from common.diffusers_files import Autoencoder
 
         vae, images = Autoencoder(vae_dir), iter(images)
         count, total, squares = 0, 0.0, 0.0

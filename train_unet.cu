@@ -11385,7 +11385,7 @@ void LogSummary::add(const std::string& row) {
 
 // What index.html shows, before the run's numbers are in it.
 static const char PAGE[] =
-#include "page.html"
+#include "common/page.html"
     ;
 
 // Which state of the sources this program was made of, if it was made in a git checkout.

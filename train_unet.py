@@ -12,7 +12,7 @@ program can be compared with the other's line by line, and continued by it.
   python train_unet.py --help                            every flag
 
 Contents, in the order in which data meets them: randomness, data, model, diffusion, samplers, training, a run. Flags are in
-config.py, the files in model_files.py.
+common/config.py, the files in common/model_files.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 if __name__ == "__main__":  # before what takes seconds
     import signal
 
-    import interrupted
+    from common import interrupted
 
     interrupted.take(interrupted.leave, signal.SIGINT)
 
@@ -35,11 +35,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from config import (
+from common.config import (
     FLAGS, POWER_EMAS, Config, F, Screen, UserError, checkpoint, format_value, need_packages, nn, np, parse_flags, pick_device, pick_precision,
     preset_flags, run_program, space_timesteps, stop_on_signal, torch,
 )  # fmt: skip
-from model_files import (
+from common.model_files import (
     HISTORY_LENGTH, Data, DataFileError, ModelFile, StepResult, TrainingState, check_conversion, check_model_output, convert, grid_pixels, open_data,
     parameter_count, plot_loss, png_bytes, post_hoc_average, prepare_run, progress_line, read_images, read_model, run_folder, save_samples, to_state_dict,
     write_model,
@@ -1003,5 +1003,5 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.modules["train_unet"] = sys.modules["__main__"]  # model_files.py asks for its UNetModel
+    sys.modules["train_unet"] = sys.modules["__main__"]  # common/model_files.py asks for its UNetModel
     sys.exit(run_program("train_unet", run))

@@ -19,7 +19,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import FLAGS, Config, F, UserError, flag, make_config, need_packages, np, parse_flags, pick_device, pick_precision, run_program, torch
+from common.config import (
+    FLAGS,
+    Config,
+    F,
+    UserError,
+    flag,
+    make_config,
+    need_packages,
+    np,
+    parse_flags,
+    pick_device,
+    pick_precision,
+    run_program,
+    torch,
+)
 from train_unet import Diffusion, UNetModel
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))

@@ -19,7 +19,7 @@ from harness import Arrays, Case, Pair, Tensors, build, nchw, nhwc, run
 from unet import PAIR as UNET
 from unet import config_of, shapes_of
 
-from config import PRESETS
+from common.config import PRESETS
 from train_unet import UNetModel
 
 LIMIT = 4  # times PyTorch's own error in fp32

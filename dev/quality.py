@@ -38,7 +38,7 @@ sys.path.insert(0, f"{sys.path[0]}/..")
 if __name__ == "__main__":  # before what takes seconds
     import signal
 
-    import interrupted
+    from common import interrupted
 
     interrupted.take(interrupted.leave, signal.SIGINT)
 
@@ -52,9 +52,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import generate
-import model_files
 import prepare_data
-from config import UserError, make_config, need_packages, nn, np, run_program, torch
+from common import model_files
+from common.config import UserError, make_config, need_packages, nn, np, run_program, torch
 
 FEATURES = 64
 HELD_OUT = 2000

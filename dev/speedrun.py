@@ -26,7 +26,7 @@ sys.path.insert(0, f"{sys.path[0]}/..")
 if __name__ == "__main__":  # before what takes seconds
     import signal
 
-    import interrupted
+    from common import interrupted
 
     interrupted.take(interrupted.leave, signal.SIGINT)
 
@@ -45,9 +45,9 @@ from typing import Any
 import quality
 import speedrun_rivals
 
-import model_files
 import prepare_data
-from config import (
+from common import model_files
+from common.config import (
     FLAGS,
     SAMPLING_FLAGS,
     Config,

@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import model_files
 import prepare_data
-from config import FLAGS, F, UserError, make_config, nn, np, parse_flags, torch
+from common import model_files
+from common.config import FLAGS, F, UserError, make_config, nn, np, parse_flags, torch
 from train_unet import Trainer, sample, training_batch
 
 WARM_UP_STEPS = 20  # they compile, and their seconds aren't counted

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from harness import Arrays, Case, Pair, Tensors, Timed, autocast, bench_tensor, main, nchw, nhwc, normal, precisions, rounding, rounding_bf16
 
-from config import FLAGS, PRESETS, Config, parse_flags
-from model_files import parameter_shapes
+from common.config import FLAGS, PRESETS, Config, parse_flags
+from common.model_files import parameter_shapes
 from train_unet import UNetModel
 
 STEP, SAMPLE0 = 3, 2

@@ -256,7 +256,7 @@ def read_checkpoint(path: Path) -> Model:
 
 def random_weights(config: object, seed: int = 0) -> np.ndarray:
     """Every parameter random, those that start as zero too: with a zero projection most of a model is not seen in its output."""
-    import model_files
+    from common import model_files
 
     random, parts = np.random.default_rng(seed), []
     for name, shape in model_files.parameter_shapes(config).items():

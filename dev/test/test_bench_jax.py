@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, flags
 
 import train_unet
-from config import Config
+from common.config import Config
 
 sys.path.insert(0, str(ROOT / "dev"))
 HAS_JAX = importlib.util.find_spec("jax") is not None

@@ -15,7 +15,7 @@ from test_training import QUIET, Double, command_line, write_parity_files
 
 import generate
 import train_unet as twin
-from config import make_config
+from common.config import make_config
 
 torch.set_num_threads(1)
 PLAIN = dict(channel_mult=(1, 2), attention_resolutions=(4,), num_head_channels=32)

@@ -16,11 +16,11 @@ from conftest import random_weights, read_log
 from PIL import Image
 
 import generate
-import model_files
 import prepare_data
 import train_unet as twin
-from config import UserError, make_config
-from diffusers_files import Autoencoder
+from common import model_files
+from common.config import UserError, make_config
+from common.diffusers_files import Autoencoder
 
 diffusers = pytest.importorskip("diffusers")
 

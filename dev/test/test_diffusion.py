@@ -29,9 +29,9 @@ from conftest import (
 )
 from test_training import QUIET, Double, check_sampling, check_training, command_line, write_parity_files
 
-import model_files
 import train_unet as twin
-from config import make_config
+from common import model_files
+from common.config import make_config
 
 sys.path.insert(0, str(ROOT / "dev"))
 torch.set_num_threads(1)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY, flags
 
-import model_files
 import prepare_data
 import train_unet
+from common import model_files
 
 SOURCES = [
     "train_unet.cu",
@@ -23,14 +23,21 @@ SOURCES = [
     "dev/harness.h",
     "dev/harness.py",
     "train_unet.py",
-    "config.py",
-    "model_files.py",
-    "diffusers_files.py",
+    "common/config.py",
+    "common/model_files.py",
+    "common/diffusers_files.py",
     "prepare_data.py",
 ]
 DOCS = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 PAGES = ["README.md", "dev/README.md", "data/README.md", *(page for page in DOCS if page != "docs/LEARNT.md")]  # a lab book names what was
-SCRIPTS = [*ROOT.glob("*.py"), *(ROOT / "dev").glob("*.py"), ROOT / "train_unet.cu", ROOT / "dev/harness.h", *(ROOT / "dev").glob("*.cu")]
+SCRIPTS = [
+    *ROOT.glob("*.py"),
+    *(ROOT / "common").glob("*.py"),
+    *(ROOT / "dev").glob("*.py"),
+    ROOT / "train_unet.cu",
+    ROOT / "dev/harness.h",
+    *(ROOT / "dev").glob("*.cu"),
+]
 OTHERS = set("unet.cu diffusion.cu image_sample.py image_train.py NAME.cu NAME.py dev/NAME.cu".split())  # other people's, and patterns
 
 
@@ -120,7 +127,7 @@ def test_files(page: str) -> None:
         if heading:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             assert heading in [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in headings], f"{page} leads to {target}"
-    for name in re.findall(r"(?<![\w/.<-])((?:dev|docs|data|assets)/[\w./]+\w|\w+\.(?:cu|py))(?![\w.*])", code_of(page)):
+    for name in re.findall(r"(?<![\w/.<-])((?:common|dev|docs|data|assets)/[\w./]+\w|\w+\.(?:cu|py))(?![\w.*])", code_of(page)):
         near = [ROOT / name, folder / name, ROOT / "dev" / name, ROOT / "dev/test" / name]
         built = re.fullmatch(r"dev/\w+|data/\w+\.bin", name) and (list(ROOT.glob(f"{name.removesuffix('_cuda').removesuffix('_cpu')}.*")))
         known = name in OTHERS or any(path.exists() for path in near) or built
@@ -161,3 +168,12 @@ def test_map() -> None:
     """train_unet.cu's map tells where things are: make map renews it."""
     done = subprocess.run([sys.executable, "dev/map.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert not done.returncode, done.stderr
+
+
+def test_what_lies_at_the_root() -> None:
+    """Programs, what builds them, what tells of them: whoever opens the repository for the first time finds nothing else there but folders."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no clone: git can't say what belongs to it")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = {name for name in tracked if "/" not in name and not name.startswith(".")}
+    assert files == set("train_unet.cu train_unet.py generate.py prepare_data.py Makefile README.md LICENSE requirements.txt".split())

@@ -16,9 +16,9 @@ from test_generate import cells
 from test_training import Double, write_parity_files
 
 import generate
-import model_files
 import train_unet as twin
-from config import make_config, validate
+from common import model_files
+from common.config import make_config, validate
 
 torch.set_num_threads(1)
 SHAPE = (3, 8, 12)

@@ -47,9 +47,9 @@ from conftest import (
 )  # fmt: skip
 from PIL import Image
 
-import model_files
 import train_unet as twin
-from config import make_config, run_program
+from common import model_files
+from common.config import make_config, run_program
 
 torch.set_num_threads(1)
 SAMPLE = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()

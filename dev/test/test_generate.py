@@ -21,10 +21,10 @@ from PIL import Image
 from test_files import unet_cu_model
 
 import generate
-import model_files
 import prepare_data
 import train_unet as twin
-from config import FOREIGN_PRESET, SAMPLING_FLAGS, make_config, run_program
+from common import model_files
+from common.config import FOREIGN_PRESET, SAMPLING_FLAGS, make_config, run_program
 
 SMALL = dict(image_size=(8, 8), num_channels=32, channel_mult=(1, 2), attention_resolutions=(4,), preset="fashion32")
 # every kind of layer, both orders of attention's rows, images that are not square

@@ -190,9 +190,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
     """A file of each model, and its flags. It is all zeros, which take no room on the disk."""
     import numpy as np
 
-    import model_files
     import train_unet as twin
-    from config import make_config
+    from common import model_files
+    from common.config import make_config
 
     folder, files = tmp_path_factory.mktemp("weights"), {}
     for words in models():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import TINY, flags, model_name, read_checkpoint, with_slot
 
-import model_files
 import train_unet as twin
-from config import POWER_EMAS, make_config
+from common import model_files
+from common.config import POWER_EMAS, make_config
 
 
 def power_average(weights: np.ndarray, power: float) -> np.ndarray:

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from conftest import BUILD, TINY, binary_path, data_bytes, environment, make_images, model_name
 
-import model_files
 import prepare_data
+from common import model_files
 from prepare_data import DataError, load_folder, read_data, write_data
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ import torch
 from conftest import ROOT, binary_path, data_bytes, make_images
 
 import generate
-import model_files
 import train_unet as twin
-from config import make_config
+from common import model_files
+from common.config import make_config
 
 sys.path.insert(0, str(ROOT / "dev"))
 import quality

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY_MODEL, TINY_RUN, binary_path, environment, make_images
 
-from config import UserError
+from common.config import UserError
 
 sys.path.insert(0, str(ROOT / "dev"))
 import quality

@@ -36,9 +36,9 @@ from conftest import (
 )  # fmt: skip
 from PIL import Image
 
-import model_files
 import train_unet as twin
-from config import make_config, validate
+from common import model_files
+from common.config import make_config, validate
 
 torch.set_num_threads(1)  # as the program here; and threads that spin take the time from each other on a busy machine
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import prepare_data
-from config import (
+from common.config import (
     FLAGS, FOREIGN_PRESET, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, WORDS, Config, UserError, default_preset, format_value, make_config, np, preset_flags,
     torch, validate,
 )  # fmt: skip
@@ -400,7 +400,7 @@ def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:
     say its own shape. ModelFileError with one sentence if the file can't be used."""
     try:
         if os.path.isdir(path):
-            import diffusers_files  # which imports this file
+            from common import diffusers_files  # which imports this file
 
             file = diffusers_files.read_folder(path.rstrip("/"), flags or {})
         else:
@@ -421,7 +421,7 @@ def convert(file: ModelFile, target: str, flags: dict[str, Any]) -> str:
     """Writes a model in another format, a folder of diffusers' if target ends in /; returns what there is to tell."""
     file.inherit({name: value for name, value in flags.items() if name in SAVED_FLAGS}, resume=False)  # refuses what says otherwise
     if target.endswith("/"):
-        import diffusers_files  # which imports this file
+        from common import diffusers_files  # which imports this file
 
         return diffusers_files.write_folder(target, file, flags)
     write_model(target, file)

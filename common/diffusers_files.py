@@ -18,15 +18,15 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-import model_files
 import prepare_data
-from config import FLAGS, SAMPLING_FLAGS, Config, UserError, format_value, pick_device, torch
-from model_files import ModelFileError
+from common import model_files
+from common.config import FLAGS, SAMPLING_FLAGS, Config, UserError, format_value, pick_device, torch
+from common.model_files import ModelFileError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from model_files import ModelFile
+    from common.model_files import ModelFile
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 UNET, SCHEDULER, INDEX = "unet/config.json", "scheduler/scheduler_config.json", "model_index.json"

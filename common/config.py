@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import interrupted
 import prepare_data
+from common import interrupted
 
 
 class Absent(type):
