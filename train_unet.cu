@@ -7,66 +7,66 @@
 //    163  Part I. The program
 //    166     1. Types at the interface: what operations are called with
 //    381     2. The interface: all that the program asks of a device
-//    589     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    649     4. Errors, files and pictures: what Part III does for the program
-//    756     5. Configuration: flags, presets, help, what can work and what cannot
-//   1305     6. The network: a list of layers, made of guided-diffusion's flags
-//   1739     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1898     8. Forward and backward: two walks over the list
-//   1982     9. Diffusion: noise schedules, objectives, samplers
-//   2123         the level of a training sample, drawn, and its share of the loss
-//   2236         samplers
-//   2543    10. Data: .bin files that may be larger than memory, the order of their images
-//   2738    11. Model files: weights and checkpoints, initial weights
-//   2926    12. The log, put together for the run's page
-//   2955    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3297    14. A run: log, guard, checkpoints, resume, samples
-//   4054    15. main: the command line, then a run or samples
-//   4325  Part II. The device
-//   4328    16. What all devices share: activations, patches of pixels
-//   4358    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4420    18. The GPU: what all kernels share
-//   4600         Activations: pieces of 16 bytes
-//   4781         each_kernel: a thread for an element
-//   4796         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4914         Swizzle: how rows lie in shared memory
-//   4923         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5066         building blocks of Hopper's kernels (sm_90a)
-//   5252    19. Small operations: resampling, embeddings, diffusion
-//   5255         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5369         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5593         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5844    20. Group norm
-//   5847         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6181         groupnorm_backward_whole: an image's slab in shared memory
-//   6442    21. Attention
-//   6502         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6828         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6921         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7367    22. Convolution
-//   7383         ConvOut: results, 4 channels of a pixel at a time
-//   7546         conv_halo: 3x3, stride 1, any GPU
-//   7788         conv_gather: any kernel size and stride, any GPU
-//   7939         conv_few: the first and the last layer
-//   8049         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8404         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8469         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8763         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9031         conv_weight_tma: weight gradients (sm_90a)
-//   9241    23. The optimiser
-//   9244         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9391    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9394         groupnorm_backward
-//   9462         attention: forward and, where a has dout, backward
-//   9502         convolution: forward and input gradient
-//   9722         convolution: weight gradients
-//   9934    25. The GPU: memory, copies, repeated work
-//  10101    26. Ranks: who they are, what their hosts tell each other
-//  10725    27. Between ranks: from device to device
-//  10905  Part III. Tools: errors, files, pictures, the run's page
-//  10908    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11279    29. Pictures: PNG files, grids of images
-//  11362    30. The run's page: index.html
+//    592     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    652     4. Errors, files and pictures: what Part III does for the program
+//    759     5. Configuration: flags, presets, help, what can work and what cannot
+//   1308     6. The network: a list of layers, made of guided-diffusion's flags
+//   1742     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1901     8. Forward and backward: two walks over the list
+//   1985     9. Diffusion: noise schedules, objectives, samplers
+//   2126         the level of a training sample, drawn, and its share of the loss
+//   2239         samplers
+//   2546    10. Data: .bin files that may be larger than memory, the order of their images
+//   2741    11. Model files: weights and checkpoints, initial weights
+//   2929    12. The log, put together for the run's page
+//   2958    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3300    14. A run: log, guard, checkpoints, resume, samples
+//   4057    15. main: the command line, then a run or samples
+//   4328  Part II. The device
+//   4331    16. What all devices share: activations, patches of pixels
+//   4361    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4423    18. The GPU: what all kernels share
+//   4605         Activations: pieces of 16 bytes
+//   4786         each_kernel: a thread for an element
+//   4801         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4919         Swizzle: how rows lie in shared memory
+//   4928         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5071         building blocks of Hopper's kernels (sm_90a)
+//   5257    19. Small operations: resampling, embeddings, diffusion
+//   5260         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5374         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5598         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5849    20. Group norm
+//   5852         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6186         groupnorm_backward_whole: an image's slab in shared memory
+//   6447    21. Attention
+//   6507         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6833         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   6926         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7372    22. Convolution
+//   7388         ConvOut: results, 4 channels of a pixel at a time
+//   7551         conv_halo: 3x3, stride 1, any GPU
+//   7793         conv_gather: any kernel size and stride, any GPU
+//   7944         conv_few: the first and the last layer
+//   8054         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8409         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8474         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8768         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9036         conv_weight_tma: weight gradients (sm_90a)
+//   9246    23. The optimiser
+//   9249         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9396    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9399         groupnorm_backward
+//   9467         attention: forward and, where a has dout, backward
+//   9507         convolution: forward and input gradient
+//   9728         convolution: weight gradients
+//   9940    25. The GPU: memory, copies, repeated work
+//  10109    26. Ranks: who they are, what their hosts tell each other
+//  10733    27. Between ranks: from device to device
+//  10913  Part III. Tools: errors, files, pictures, the run's page
+//  10916    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11287    29. Pictures: PNG files, grids of images
+//  11370    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -558,13 +558,16 @@ static void free_graph(Graph* g);
 // Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-// What makes the program fast. dev/bench turns it off, for its profile and for tests: the bits stay, but for batches, which
-// decide in how many parts a gradient is summed.
+// What makes the program fast. dev/bench turns it off, for its profile and for tests. The bits stay, but for what decides
+// in which order something is summed: batches, clusters and hopper.
 static struct Allowed {
     bool early = true;   // a launch begins before the one before it has ended
     bool beside = true;  // run_beside's lane is one of its own
     bool batches = true; // weight gradients of several layers in one launch
     bool graphs = true;  // repeated work as one launch
+    // When the device starts:
+    bool clusters = true; // blocks that reach each other's shared memory
+    bool hopper = true;   // kernels that only Hopper has the instructions for, in place of those for any GPU
 } allowed;
 
 // A buffer that the host fills for the device, while the device still works on another one.
@@ -4433,8 +4436,9 @@ typedef __nv_bfloat16 bf16;
 struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory; the most that a block can have
-    bool clusters; // this binary's code for it is sm_90 or later's: clusters, overlapping launches
-    bool wgmma;    // it is sm_90a's: wgmma and TMA
+    bool overlap;                        // this binary's code for it is sm_90 or later's: launches may overlap
+    bool clusters;                       // the same, and clusters of blocks are allowed
+    bool wgmma;                          // the code is sm_90a's, and its wgmma and TMA are allowed
 
     // Bytes of dynamic shared memory for each of so many blocks on a multiprocessor, and how many blocks of so many
     // fit. Each takes 1 KB of the system's, and `statics` that its kernel declares.
@@ -4444,7 +4448,8 @@ struct Gpu {
     constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
 // Those that kernels are cut for: what is not wgmma's fits the one with the least shared memory.
-constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false}, H200{132, 228 * 1024, 227 * 1024, true, true};
+constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false},
+    H200{132, 228 * 1024, 227 * 1024, true, true, true};
 static Gpu gpu; // the one of this process; tests describe others
 
 // Kernels that run one after the other; each operation may use the workspace until the next one.
@@ -4481,7 +4486,7 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
                       size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
-    if (gpu.clusters && allowed.early && !lane->joined)
+    if (gpu.overlap && allowed.early && !lane->joined)
         attributes[config.numAttrs++] = {
             cudaLaunchAttributeProgrammaticStreamSerialization, {}, {.programmaticStreamSerializationAllowed = 1}};
     if (cluster > 1)
@@ -9463,7 +9468,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<D, 1>;
     using Ring = AttentionBackward<D, 2>;
-    const bool back = a.dout, ring = a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
+    const bool back = a.dout, ring = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const Way<AttentionCall> ways[] = {
         {back && a.T == 64 && attention_clusters<Alone>(a.T), launch_attention_backward_wgmma<Alone>},
         {back && ring && attention_clusters<Ring>(a.T), launch_attention_backward_wgmma<Ring>},
@@ -9537,6 +9542,7 @@ template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
     // A block; a tap if it has a multiprocessor for itself, and if not.
     auto consider = [&](auto tile, int block, int alone, int full) {
         using T = decltype(tile);
+        if (T::SPLIT > 1 && !gpu.clusters) return;
         const int tiles = ceil_div(p.B, T::IMAGES) * ceil_div(p.H, 8) * ceil_div(p.W, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT, rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
         const int tap = (blocks <= gpu.sms ? alone : full) / (p.C1 == 32 && T::N <= 64 ? 2 : 1);
@@ -9981,8 +9987,10 @@ static void start_device(const std::string& precision, int number) {
     gpu = {.sms = properties.multiProcessorCount,
            .shared_per_sm = (int)properties.sharedMemPerMultiprocessor,
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
-           .clusters = code.ptxVersion >= 90,
-           .wgmma = code.ptxVersion == 90}; // beside typedef bf16: there is no code for sm_90 but sm_90a's
+           .overlap = code.ptxVersion >= 90,
+           .clusters = code.ptxVersion >= 90 && allowed.clusters,
+           // beside typedef bf16: there is no code for sm_90 but sm_90a's
+           .wgmma = code.ptxVersion == 90 && allowed.hopper};
     device.bf16 = precision != "fp32";
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));

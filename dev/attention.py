@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import EPS_BF16, Arrays, Case, Pair, Tensors, Timed, bench_tensor, forward_backward, main, normal, rounding
+from harness import EPS_BF16, Arrays, Case, Pair, Tensors, Timed, bench_tensor, forward_backward, main, normal, precisions, rounding, whole
 
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     B, T, C = case["B"], case["T"], case["C"]
+    if case.get("exact"):
+        return {"heads": case["heads"]} | exact_inputs(B, T, C, case["heads"], rng)
     qkv = normal(rng, B, T, 3 * C, scale=case.get("scale", 1))
     if "equal" in case:  # q and k have powers of two, so that every order of summation gives the same score
         d = C // case["heads"]
@@ -21,6 +23,25 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         qkv[:, :, : 2 * C] = size * rng.choice([-1.0, 1.0], 1)
         qkv[:, 1::2, C : 2 * C] *= case.get("others", 1)
     return {"heads": case["heads"], "qkv": qkv, "dout": normal(rng, B, T, C)}
+
+
+def exact_inputs(B: int, T: int, C: int, heads: int, rng: np.random.Generator) -> Arrays:
+    """Every query is like the half of the keys that have its kind, which changes every 32 pixels, and most unlike the others: a score is 0 or -2048, P is 2 / T
+    (a power of two) or 0. The values of a kind lie symmetrically around a whole number, which is what comes out, so that dS is a whole number times P,
+    and all products and sums are exact. Of q and k each has channels of its own, so that they have gradients but no scores."""
+    d, half = C // heads, T // 2
+    kind = np.arange(T) // 32 % 2
+    order = np.argsort(kind, kind="stable")
+    q, k, v = np.zeros((3, B, heads, T, d), np.float32)
+    for sort in range(2):
+        q[:, :, kind == sort, sort] = -1
+        k[:, :, kind != sort, sort] = 2**11 * 2 ** round(np.log2(d) / 2)
+        some = whole(rng, B, heads, half // 2, d)
+        v[:, :, order[sort * half : (sort + 1) * half]] = whole(rng, B, heads, 1, d) + np.concatenate([some, -some], 2)
+    q[..., 2 : d // 2] = whole(rng, B, heads, T, d // 2 - 2)
+    k[..., d // 2 :] = whole(rng, B, heads, T, d - d // 2)
+    qkv = np.stack([q, k, v]).transpose(1, 3, 0, 2, 4).reshape(B, T, 3 * C)
+    return {"qkv": qkv, "dout": whole(rng, B, T, C, most=1)}
 
 
 def heads_of(qkv: torch.Tensor, heads: int) -> torch.Tensor:
@@ -85,8 +106,8 @@ CASES = [
     dict(B=2, T=1, C=32, heads=1),
     dict(B=1, T=300, C=64, heads=2),
     dict(B=1, T=272, C=128, heads=2),
-    dict(B=1, T=70, C=128, heads=1),
-    dict(B=1, T=40, C=192, heads=1),
+    dict(B=1, T=70, C=128, heads=1, on="A100 bf16, A100 fp32"),
+    dict(B=1, T=40, C=192, heads=1, on="A100 bf16, A100 fp32"),
     dict(B=1, T=24, C=288, heads=1),
     *(dict(B=3, T=T, C=96, heads=3) for T in (64, 128, 192, 256, 320)),
     *(dict(B=3, T=T, C=128, heads=2) for T in (64, 128, 192, 256, 512)),
@@ -106,6 +127,15 @@ CASES = [
         for size, others in ((1e4, 1), (1e6, 0.5), (1e10, 1), (1e10, -1))
     ),
 ]
+# Each of Hopper's kernels, and what takes their places
+RINGS = [
+    *(dict(B=1, T=T, C=64, heads=2, exact="hopper", on="H200 bf16") for T in (64, 128)),
+    *(dict(B=1, T=T, C=64, heads=2, exact="clusters,hopper", on="H200 bf16") for T in (256, 512)),
+    *(dict(B=1, T=T, C=64, heads=1, exact="hopper", on="H200 bf16") for T in (64, 128)),
+    *(dict(B=1, T=T, C=64, heads=1, exact="clusters,hopper", on="H200 bf16") for T in (256, 512)),
+    *(dict(B=1, T=192, C=64, heads=heads, on="H200 bf16") for heads in (1, 2)),
+]
+CASES[-1:-1] = RINGS if "bf16" in precisions() else []
 PAIR = Pair("attention", CASES, inputs, reference, tolerance, ("qkv",), ("qkv", "dout"), inside=inside, bench=bench)
 
 if __name__ == "__main__":

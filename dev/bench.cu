@@ -336,20 +336,6 @@ static int take_count(std::vector<char*>* words, const char* flag) {
     return n;
 }
 
-// BENCH_WITHOUT=early,graphs: what Allowed calls so is not done. Tests see that the bits stay the same.
-static void leave_out() {
-    const std::map<std::string, bool*> names = {{"early", &allowed.early},
-                                                {"beside", &allowed.beside},
-                                                {"batches", &allowed.batches},
-                                                {"graphs", &allowed.graphs}};
-    const char* const list = getenv("BENCH_WITHOUT");
-    std::istringstream words(list ? list : "");
-    for (std::string word; std::getline(words, word, ',');) {
-        if (!names.count(word)) die("BENCH_WITHOUT: there is no %s", word.c_str());
-        *names.at(word) = false;
-    }
-}
-
 int main(int argc, char** argv) {
     leave_out();
     std::vector<char*> words(argv, argv + argc);

@@ -7,22 +7,45 @@ from harness import main, precisions
 LARGE = [
     dict(B=256, H=32, W=32, C1=64, Cout=128, emb=True, sms=132, takes="3 warpgroups, partials"),
     dict(B=32, H=8, W=8, C1=576, Cout=768, emb=True, sms=132, takes="3 warpgroups, one range"),
-    dict(B=2, H=12, W=12, C1=96, Cout=160, emb=True, residual=True, sms=1, takes="3 warpgroups, one range"),
-    dict(B=7, H=9, W=17, C1=64, Cout=64, emb=True, sms=2, takes="3 warpgroups, partials"),
-    dict(B=3, H=8, W=8, C1=192, Cout=128, emb=True, sms=1, takes="3 warpgroups, one range"),
-    dict(B=17, H=7, W=8, C1=64, Cout=64, sms=2, takes="3 warpgroups, partials"),
+    dict(B=2, H=12, W=12, C1=96, Cout=160, emb=True, residual=True, sms=1, takes="3 warpgroups, one range", on="H200 bf16"),
+    dict(B=7, H=9, W=17, C1=64, Cout=64, emb=True, sms=2, takes="3 warpgroups, partials", on="H200 bf16"),
+    dict(B=3, H=8, W=8, C1=192, Cout=128, emb=True, sms=1, takes="3 warpgroups, one range", on="H200 bf16"),
+    dict(B=20, H=7, W=8, C1=64, Cout=64, sms=2, takes="3 warpgroups, partials", on="H200 bf16"),
     # blocks of the forward convolutions that do several tiles
-    dict(B=2, H=40, W=34, C1=64, Cout=64, emb=True, residual=True, addends=1, sms=1),
-    dict(B=1, H=64, W=9, C1=64, Cout=96, residual=True, sms=1),
-    dict(B=1, H=32, W=34, C1=160, Cout=64, emb=True, addends=1, sms=1),
-    dict(B=2, H=35, W=36, C1=32, Cout=32, residual=True, sms=1),
+    dict(B=1, H=40, W=18, C1=64, Cout=64, emb=True, residual=True, addends=1, sms=1),
+    dict(B=1, H=64, W=9, C1=64, Cout=96, residual=True, sms=1, on="H200 bf16"),
+    dict(B=1, H=32, W=34, C1=160, Cout=64, emb=True, addends=1, sms=1, on="H200 bf16"),
+    dict(B=1, H=35, W=20, C1=32, Cout=32, residual=True, sms=1, on="H200 bf16"),
     # the portable kernels' tiles of 48 channels, where 64 leave a round of blocks nearly empty
-    dict(B=1, H=14, W=16, C1=64, Cout=576, emb=True, residual=True, addends=1, sms=4),
+    dict(B=1, H=14, W=16, C1=64, Cout=576, emb=True, residual=True, addends=1, sms=4, on="A100 bf16"),
     # ... where those of 32 do on images of at most 8x8
-    dict(B=3, H=7, W=8, C1=96, Cout=288, emb=True, residual=True, addends=2, sms=6),
+    dict(B=3, H=7, W=8, C1=96, Cout=288, emb=True, residual=True, addends=2, sms=6, on="A100 bf16"),
     # fp32 on a GPU whose blocks have 99 KB (RTX 30 to 50), images of more than 8x8 and below
-    dict(B=2, H=12, W=20, C1=96, Cout=64, emb=True, residual=True, sms=82, block_shared=101376),
-    dict(B=3, H=7, W=8, C1=96, Cout=96, addends=2, sms=82, block_shared=101376),
+    dict(B=2, H=12, W=20, C1=96, Cout=64, emb=True, residual=True, sms=82, block_shared=101376, on="A100 fp32"),
+    dict(B=3, H=7, W=8, C1=96, Cout=96, addends=2, sms=82, block_shared=101376, on="A100 fp32"),
+]
+# Each of Hopper's kernels, with more slices of channels, or more tiles, than their rings have stages: images of at most 8x8, of 8x16, of 16 rows; weight gradients
+RINGS = [
+    dict(B=1, H=8, W=8, C1=192, Cout=192, residual=True, addends=1, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=1, H=8, W=8, C1=320, Cout=64, emb=True, sms=2, exact="clusters,hopper", on="H200 bf16"),
+    dict(B=1, H=7, W=8, C1=64, Cout=320, addends=1, sms=2, exact="clusters,hopper", on="H200 bf16"),
+    dict(B=2, H=8, W=8, C1=448, Cout=32, residual=True, sms=2, exact="clusters,hopper", on="H200 bf16"),
+    dict(B=2, H=8, W=8, C1=32, Cout=448, addends=1, sms=2, exact="clusters,hopper", on="H200 bf16"),
+    dict(B=2, H=8, W=8, C1=192, Cout=128, emb=True, addends=1, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=2, H=8, W=8, C1=128, Cout=192, residual=True, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=1, H=8, W=16, C1=192, Cout=192, residual=True, addends=1, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=1, H=8, W=16, C1=192, Cout=32, emb=True, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=1, H=8, W=16, C1=32, Cout=192, addends=1, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=2, H=8, W=8, C1=192, Cout=32, emb=True, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=2, H=8, W=8, C1=32, Cout=192, residual=True, addends=1, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=1, H=16, W=24, C1=192, Cout=64, residual=True, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=1, H=16, W=24, C1=64, Cout=192, addends=1, sms=1, exact="hopper", on="H200 bf16"),
+    dict(B=2, H=8, W=6, C1=32, Cout=32, stride=2, addends=1, exact="hopper", on="H200 bf16"),
+    dict(B=2, H=5, W=4, C1=32, Cout=32, upsample=1, addends=1, exact="hopper", on="H200 bf16"),
+    dict(B=12, H=8, W=8, C1=32, Cout=32, emb=True, sms=3, takes="1 warpgroups, one range", exact="hopper", on="H200 bf16"),
+    dict(B=8, H=8, W=16, C1=32, Cout=32, emb=True, sms=3, takes="1 warpgroups, one range", exact="hopper", on="H200 bf16"),
+    dict(B=10, H=8, W=8, C1=32, Cout=32, sms=1, takes="3 warpgroups, one range", exact="hopper", on="H200 bf16"),
+    dict(B=6, H=8, W=16, C1=32, Cout=32, sms=1, takes="3 warpgroups, one range", exact="hopper", on="H200 bf16"),
 ]
 
 PAIR = conv_pair(
@@ -43,7 +66,7 @@ PAIR = conv_pair(
         dict(B=2, H=16, W=16, C1=64, Cout=64, residual=True, emb=True),
         dict(B=3, H=8, W=8, C1=192, Cout=128, addends=2),
         dict(B=1, H=9, W=21, C1=128, Cout=64, emb=True),
-        *(LARGE if "bf16" in precisions() else []),
+        *(LARGE + RINGS if "bf16" in precisions() else []),
         dict(B=1, H=8, W=8, C1=64, Cout=128, upsample=1, addends=1),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from harness import (
-    Case, Pair, Tensors, Timed, bench_tensor, dropout_mask, forward_backward, main, nchw, nhwc, normal, poisoned_columns, precisions, rounding,
+    Arrays, Case, Pair, Tensors, Timed, bench_tensor, dropout_mask, forward_backward, main, nchw, nhwc, normal, poisoned_columns, precisions, rounding, whole,
 )  # fmt: skip
 
 DROPOUT = dict(seed=(7 << 32) + 5, step=3, sample0=2, layer=4)
@@ -35,7 +35,25 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         arrays["dscale_shift_start"] = poisoned_columns(B, 2 * C + 96, 32, 2 * C)
     for name in ("dx1", "dx1_add")[: case.get("addends", 0)]:
         arrays[name] = normal(rng, B, H, W, C1)
-    return arrays
+    return arrays | (exact_inputs(arrays, rng) if case.get("exact") else {})
+
+
+def exact_inputs(arrays: dict[str, Any], rng: np.random.Generator) -> Arrays:
+    """Half of x is 1024, half -1024 in every channel, so that the mean is 0 and 1 / the standard deviation 2^-10 in fp32; weights are powers of two."""
+    B, H, W, _ = arrays["x1"].shape
+    signs = np.where(np.arange(H * W) % 2, 1, -1)
+    exact = {}
+    for name, value in arrays.items():
+        if not isinstance(value, np.ndarray) or name == "dscale_shift_start":
+            continue
+        exact[name] = whole(rng, *value.shape)
+        if name in ("x1", "x2"):
+            exact[name] = (
+                (1024 * rng.permuted(np.broadcast_to(signs[:, None], (B, H * W, value.shape[3])), axis=1)).reshape(value.shape).astype(np.float32)
+            )
+        if name == "weight":
+            exact[name] = rng.choice(np.float32([-2, -1, 1, 2, 4]), value.shape)
+    return exact
 
 
 def reference(case: Case, v: dict[str, Any]) -> Tensors:
@@ -85,6 +103,7 @@ LARGE = [
     dict(B=2, H=65, W=63, C1=32, C2=32, silu=True, dropout=0.1, addends=1, sms=1, takes="clusters of 8"),
     dict(B=1, H=64, W=32, C1=96, C2=32, silu=True, scale_shift=True, sms=1, takes="clusters of 8"),
     dict(B=1, H=64, W=63, C1=96, C2=96, silu=True, addends=1, sms=1, takes="clusters of 8"),
+    dict(B=1, H=32, W=32, C1=32, C2=32, silu=False, addends=2, sms=1, exact="clusters", only="fp32", on="H200 fp32"),
 ]
 CASES = [
     dict(B=3, H=12, W=20, C1=96, silu=True),

@@ -533,6 +533,7 @@ static void print_table(void (*bench)()) {
 }
 
 static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench)()) {
+    leave_out();
     if ((argc > 2 && argc % 2 == 0) || (argc == 2 && strcmp(argv[1], "fp32") && strcmp(argv[1], "bf16"))) {
         fprintf(
             stderr,

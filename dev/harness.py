@@ -52,6 +52,9 @@ EPS = 2.0**-24
 EPS_BF16 = 2.0**-8
 
 
+EXACT = EPS / 100  # allowed where nothing is rounded but on its way into memory; what is below is the reference's own
+
+
 def rounding(*lengths: float, steps: float = 4) -> float:
     """The tolerance of a chain of sums of `lengths` products each and `steps` elementwise roundings.
 
@@ -127,7 +130,8 @@ class Pair:
 
     A case is a dict of sizes and choices, the pair's own; on a GPU `sms` may say how many multiprocessors the plans shall count with (few: then a small
     case goes the ways of large layers), `block_shared` how many bytes of shared memory a block can have, and `takes` which way that is. `only`: in this
-    precision.
+    precision. `exact`: no sum is rounded, so that every kernel has the same bits, in whatever order it sums; without which of dev/timing.h's BENCH_WITHOUT
+    other kernels take the case. `on`: see test_pairs.py.
 
     inputs(case, rng)         what goes into the file: float32 arrays (activations NHWC); ints, floats and text
     reference(case, tensors)  the outputs, from the float32 inputs as float64 tensors (all else stays)
@@ -233,8 +237,10 @@ def compare(pair: Pair, case: Case, inputs: dict[str, Any], wanted: Arrays, got:
         if base in ("stats_sum", "stats_square"):  # a group norm downstream needs the sums of what was stored
             stored = torch.tensor(got["out" + version], dtype=torch.float64)
             right, allowed = channel_stats(stored)[base].numpy(), rounding(stored.shape[1] * stored.shape[2])
-        elif inputs["precision"] == "bf16":
+        elif inputs["precision"] == "bf16" and not case.get("exact"):
             allowed += float(np.hypot(pair.inside(case, base, inputs | wanted), rounding_bf16(name in in_bf16)))
+        if case.get("exact"):
+            right, allowed = as_stored(right, name in in_bf16), EXACT
         assert value.shape == right.shape, f"{pair.name}: {name} is {value.shape}, not {right.shape}"
         # what cancels is of order one, or, a bias's gradient being the sum that its weight's is, but for a factor of order one, of that one's size
         weight = wanted.get(base.removesuffix("bias") + "weight", np.ones(1))
@@ -272,6 +278,17 @@ def host_stats(x: np.ndarray) -> np.ndarray:
     """The same (B, C, 2) from the float32 array, as an operation's input."""
     x = x.astype(np.float64)
     return np.stack([x.sum((1, 2)), (x * x).sum((1, 2))], -1)
+
+
+def whole(rng: np.random.Generator, *shape: int, most: int = 2) -> np.ndarray:
+    """Whole numbers from -most to most, of which a sum of thousands of products is exact."""
+    return rng.integers(-most, most + 1, shape).astype(np.float32)
+
+
+def as_stored(x: np.ndarray, bf16: bool) -> np.ndarray:
+    """Rounded as memory holds it, then in float64 again."""
+    stored = torch.from_numpy(x).to(torch.bfloat16 if bf16 else torch.float32)
+    return stored.double().numpy()
 
 
 def poisoned_columns(B: int, stride: int, offset: int, width: int) -> np.ndarray:
