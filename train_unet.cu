@@ -16,57 +16,57 @@
 //   1985     9. Diffusion: noise schedules, objectives, samplers
 //   2126         the level of a training sample, drawn, and its share of the loss
 //   2239         samplers
-//   2546    10. Data: .bin files that may be larger than memory, the order of their images
-//   2741    11. Model files: weights and checkpoints, initial weights
-//   2929    12. The log, put together for the run's page
-//   2958    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3300    14. A run: log, guard, checkpoints, resume, samples
-//   4057    15. main: the command line, then a run or samples
-//   4328  Part II. The device
-//   4331    16. What all devices share: activations, patches of pixels
-//   4361    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4423    18. The GPU: what all kernels share
-//   4605         Activations: pieces of 16 bytes
-//   4786         each_kernel: a thread for an element
-//   4801         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4919         Swizzle: how rows lie in shared memory
-//   4928         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5071         building blocks of Hopper's kernels (sm_90a)
-//   5257    19. Small operations: resampling, embeddings, diffusion
-//   5260         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5374         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5598         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5849    20. Group norm
-//   5852         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6186         groupnorm_backward_whole: an image's slab in shared memory
-//   6447    21. Attention
-//   6507         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6833         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   6926         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7372    22. Convolution
-//   7388         ConvOut: results, 4 channels of a pixel at a time
-//   7551         conv_halo: 3x3, stride 1, any GPU
-//   7793         conv_gather: any kernel size and stride, any GPU
-//   7944         conv_few: the first and the last layer
-//   8054         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8409         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8474         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8768         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9036         conv_weight_tma: weight gradients (sm_90a)
-//   9246    23. The optimiser
-//   9249         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9396    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9399         groupnorm_backward
-//   9467         attention: forward and, where a has dout, backward
-//   9507         convolution: forward and input gradient
-//   9728         convolution: weight gradients
-//   9940    25. The GPU: memory, copies, repeated work
-//  10109    26. Ranks: who they are, what their hosts tell each other
-//  10733    27. Between ranks: from device to device
-//  10913  Part III. Tools: errors, files, pictures, the run's page
-//  10916    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11287    29. Pictures: PNG files, grids of images
-//  11370    30. The run's page: index.html
+//   2624    10. Data: .bin files that may be larger than memory, the order of their images
+//   2819    11. Model files: weights and checkpoints, initial weights
+//   3007    12. The log, put together for the run's page
+//   3036    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3378    14. A run: log, guard, checkpoints, resume, samples
+//   4135    15. main: the command line, then a run or samples
+//   4406  Part II. The device
+//   4409    16. What all devices share: activations, patches of pixels
+//   4439    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4501    18. The GPU: what all kernels share
+//   4683         Activations: pieces of 16 bytes
+//   4864         each_kernel: a thread for an element
+//   4879         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   4997         Swizzle: how rows lie in shared memory
+//   5006         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5149         building blocks of Hopper's kernels (sm_90a)
+//   5335    19. Small operations: resampling, embeddings, diffusion
+//   5338         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5452         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5676         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   5927    20. Group norm
+//   5930         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6264         groupnorm_backward_whole: an image's slab in shared memory
+//   6525    21. Attention
+//   6585         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   6911         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7004         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7450    22. Convolution
+//   7466         ConvOut: results, 4 channels of a pixel at a time
+//   7629         conv_halo: 3x3, stride 1, any GPU
+//   7871         conv_gather: any kernel size and stride, any GPU
+//   8022         conv_few: the first and the last layer
+//   8132         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8487         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8552         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8846         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9114         conv_weight_tma: weight gradients (sm_90a)
+//   9324    23. The optimiser
+//   9327         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9474    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9477         groupnorm_backward
+//   9545         attention: forward and, where a has dout, backward
+//   9585         convolution: forward and input gradient
+//   9806         convolution: weight gradients
+//  10018    25. The GPU: memory, copies, repeated work
+//  10187    26. Ranks: who they are, what their hosts tell each other
+//  10811    27. Between ranks: from device to device
+//  10991  Part III. Tools: errors, files, pictures, the run's page
+//  10994    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11365    29. Pictures: PNG files, grids of images
+//  11448    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2237,6 +2237,96 @@ HD static inline BoundTerm bound_term(const NoiseLevel& l, float d, float v, flo
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samplers
+// A sampler makes an image out of noise in steps. All of them work on x = x_0 + sigma noise, whatever the model was
+// trained on. (A model of T timesteps is shown x_t = signal x; there sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
+// to step sigma falls, and at the end it is 0. In each step the network is asked, and its answer is turned into x0: what
+// it says about x_0, given x. Papers write D(x; sigma) for that. The slope of the ODE that takes noise away is then
+//
+//   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
+//
+// Each sampler is a function of one step below. There s is the sigma of x, n is the sigma of the next x, which is x',
+// and z is new noise. Every step is linear in these images and in m, one image that the sampler remembers:
+//
+//   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
+//
+// So such a function returns a few coefficients, a Move, and one kernel (sampler_step) takes every sampler's steps.
+struct Move {
+    double sigma;             // s
+    double x, x0;             // of x'
+    double m = 0, noise = 0;  // of x'
+    double m_x = 0, m_x0 = 0; // of m'
+    double learned_low = 0;   // with a learned variance the network chooses the noise
+    double learned_high = 0;  // between these two; 0: .noise holds
+    double known_until = -1;  // with --inpaint, where a step ends: its n, for keep_known; -1: no step ends here
+};
+
+// Euler's method: x' = x + (n - s) (x - x0) / s. It is written as a mean of x and x0, because x and the slope times n - s
+// are large numbers with a small difference where s is much larger than n.
+static Move euler_step(double s, double n) { return Move{.sigma = s, .x = n / s, .x0 = 1 - n / s}; }
+
+// Ho et al. 2020, eq. 7: the standard deviation of q(x_n | x_s, x_0), in this scale of x.
+static double posterior_deviation(double s, double n) { return n * std::sqrt(s * s - n * n) / s; }
+
+// DDIM (Song et al. 2021, eq. 12 and 16). eta = 0 is Euler's method; with eta > 0 a step goes beyond n, and noise brings
+// it back there.
+static Move ddim_step(double s, double n, double eta) {
+    const double noise = eta * posterior_deviation(s, n);
+    Move move = euler_step(s, std::sqrt(n * n - noise * noise));
+    move.noise = noise;
+    return move;
+}
+
+// Ho et al. 2020, eq. 6 and 7: the mean of q(x_n | x_s, x_0), and noise of one of two variances (section 3.2 there), or
+// of one between them that the network chooses (Nichol & Dhariwal 2021, eq. 15). The last step adds none.
+static Move ddpm_step(const Config& c, double s, double n) {
+    const double small = posterior_deviation(s, n);
+    const double large = n > 0 ? std::sqrt((s * s - n * n) * (1 + n * n) / (1 + s * s)) : 0;
+    Move move = euler_step(s, n * n / s);
+    move.noise = c.sigma_small ? small : large;
+    if (c.learned_variance() && n > 0) {
+        move.learned_low = small;
+        move.learned_high = large;
+    }
+    return move;
+}
+
+// Heun's method (Karras et al. 2022, algorithm 1): the mean of the slopes at both ends, so two moves. The first one is
+// Euler's, to y, and remembers x0. The second one asks the network again, which says y0 about y:
+//   x' = x + (n - s) ((x - x0) / s + (y - y0) / n) / 2 = y + (n - s) / (2 n) (x0 - y0)
+// They are the same, as (x - x0) / s = (y - x0) / n: y lies on the line from x to x0. A step to n = 0 is Euler's.
+static void add_heun_step(std::vector<Move>* moves, double s, double n) {
+    Move to_y = euler_step(s, n);
+    if (n > 0) to_y.m_x0 = 1;
+    moves->push_back(to_y);
+    if (n == 0) return;
+    const double half = (n - s) / (2 * n);
+    moves->push_back(Move{.sigma = n, .x = 1, .x0 = -half, .m = half});
+}
+
+// DPM-Solver++(2M) (Lu et al. 2022, algorithm 2; lambda there is -log(sigma)): Euler's step with an x0 that is
+// extrapolated from this one and the last one, which was asked for at sigma_before; 0: there was none.
+static Move dpmpp_2m_step(double sigma_before, double s, double n) {
+    Move move = euler_step(s, n);
+    if (n == 0) return move;
+    move.m_x0 = 1;
+    if (sigma_before == 0) return move;
+    const double r = std::log(sigma_before / s) / std::log(s / n);
+    const double of_x0 = move.x0;
+    move.x0 = of_x0 * (1 + 1 / (2 * r));
+    move.m = -of_x0 / (2 * r);
+    return move;
+}
+
+// Song et al. 2023, "Consistency Models", algorithm 1: every answer is an image, and new noise makes it the next x.
+static Move consistency_step(double s, double n) { return Move{.sigma = s, .x = 0, .x0 = 1, .noise = n}; }
+
+// Karras et al. 2022, algorithm 2: before a step of euler or heun noise is added, which raises sigma by the factor
+// 1 + gamma.
+static double churn_gamma(const Config& c, double sigma, int N) {
+    const bool churns = sigma >= c.S_min && sigma <= c.S_max;
+    return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
+}
+
 // The timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
 // "n1,n2,..." so many in each equal part of [0, T).
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
@@ -2266,25 +2356,41 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     return steps;
 }
 
-// Samplers work on x = x_0 + sigma noise, whatever the model was trained on: sigma^2 = (1 - alpha_bar) / alpha_bar, and
-// the network's answer is turned into its x_0, D(x; sigma).
-// A step as in the papers: x' = x_x x + x_x0 x0 + x_m m + noise z, then m = m_x x + m_x0 x0, the sampler's memory.
-struct Move {
-    double sigma;                             // of x
-    double x, x0, m, noise;                   // of x'
-    double m_x = 0, m_x0 = 0;                 // of m'
-    double learned_low = 0, learned_high = 0; // instead of noise, what the network chooses from
-    double stop = -1;                         // with --inpaint, at the end of a step: the sigma of x'
-};
+// Sigma i of N of Karras et al. 2022, eq. 5, from high to low.
+static double karras_sigma(const Config& c, double high, double low, int i, int N) {
+    const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
+    const double part = N > 1 ? (double)i / (N - 1) : 0;
+    return std::pow(start + part * (end - start), c.rho);
+}
 
-// Towards sigma = next, in proportion.
-static Move straight_move(double sigma, double next) { return Move{sigma, next / sigma, 1 - next / sigma, 0, 0}; }
-
-// Moves, and what the first x is made of: start * normals + churn * other normals.
-struct Route {
-    double start, churn;
-    std::vector<Move> moves;
-};
+// The sigmas of a sampler: before each of its N steps, and 0 at the end. known: those of a model's T timesteps.
+//   ddpm, ddim    those of the timesteps that --timestep_respacing keeps
+//   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
+//   others        of a flow equal steps of its t = sigma / (1 + sigma), else Karras's schedule
+static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
+    const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
+    const int N = (int)kept.size();
+    const bool consistency = c.sampler == "consistency";
+    std::vector<double> sigmas;
+    if (c.sampler == "ddpm" || c.sampler == "ddim") {
+        for (int i = N - 1; i >= 0; i--) sigmas.push_back(known[kept[i]]);
+        sigmas.push_back(0);
+        return sigmas;
+    }
+    double high = c.sigma_max;
+    double low = consistency ? c.mid_t : c.sigma_min;
+    if (c.objective == "ddpm") { // it knows no others than those of its timesteps, and what lies between them
+        high = std::min(high, known.back());
+        low = std::max(low, known.front());
+    }
+    for (int i = 0; i < N; i++) {
+        const double t = high / (1 + high) * (1 - (double)i / N);
+        const bool flow = c.frame() == "flow" && !consistency;
+        sigmas.push_back(flow ? t / (1 - t) : karras_sigma(c, high, low, i, N));
+    }
+    sigmas.push_back(0);
+    return sigmas;
+}
 
 // A sampler's N steps as they are taken. With --inpaint some are taken again (Lugmayr et al. 2022, "RePaint").
 static std::vector<int> step_order(const Config& c, int N) {
@@ -2304,137 +2410,109 @@ static int first_step(const Config& c, int N) {
     return c.start_from.empty() ? 0 : N - std::max(1, (int)std::lround((double)c.strength * N));
 }
 
-// From the highest t kept to the lowest, and to sigma = 0; the first x_t is noise of variance 1.
-//   ddpm   the mean of q(x_s | x_t, x0); one of two variances, or a learned one (Ho et al. 2020, eq. 7, section 3.2)
-//   ddim   Song et al. 2021, eq. 12 and 16, s scaled by eta
-static Route ancestral_route(const Config& c, const std::vector<double>& sigmas, const std::vector<int>& kept) {
-    Route route{std::sqrt(1 + sigmas[kept.back()] * sigmas[kept.back()]), 0, {}};
-    for (int step : step_order(c, (int)kept.size())) {
-        const size_t i = kept.size() - 1 - step;
-        const double s = sigmas[kept[i]], n = i ? sigmas[kept[i - 1]] : 0, difference = s * s - n * n;
-        const double small = n * std::sqrt(difference) / s;
-        const double large = i ? std::sqrt(difference * (1 + n * n) / (1 + s * s)) : 0;
-        const double noise = c.sampler == "ddim" ? c.eta * small : c.sigma_small ? small : large;
-        const double next = c.sampler == "ddim" ? std::sqrt(n * n - noise * noise) : n * n / s;
-        Move& move = route.moves.emplace_back(straight_move(s, next));
-        move.noise = noise;
-        if (c.sampler == "ddpm" && c.learned_variance() && i) move.learned_low = small, move.learned_high = large;
-        if (!c.inpaint.empty()) move.stop = n;
-    }
-    return route;
-}
+// All moves of a sampler.
+struct Route {
+    double start = 0; // the first x is start * normals,
+    double churn = 0; // + churn * other normals
+    std::vector<Move> moves;
+};
 
-// Sigma i of N of Karras et al. 2022, eq. 5, from high to low.
-static double karras_sigma(const Config& c, double high, double low, int i, int N) {
-    const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
-    const double part = N > 1 ? (double)i / (N - 1) : 0;
-    return std::pow(start + part * (end - start), c.rho);
-}
-
-// Song et al. 2023, "Consistency Models", algorithm 1: every answer is an image, and fresh noise makes it the next input.
-// Geng et al. 2024 take two steps, at 80 and 0.821; more are spread between these by the schedule.
-static Route consistency_route(const Config& c, const std::vector<double>& sigmas, int N) {
-    const bool any = c.objective != "ddpm";
-    const double low = any ? c.mid_t : std::max((double)c.mid_t, sigmas.front());
-    const double high = any ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
-    auto sigma = [&](int i) { return i == N ? 0 : karras_sigma(c, high, low, i, N); };
-    Route route{high, 0, {}};
+static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
+    const int N = (int)sigmas.size() - 1;
+    const bool variance_1 = c.sampler == "ddpm" || c.sampler == "ddim"; // of the first x_t, as in guided-diffusion
+    Route route;
+    route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
+    int before = -1; // the step before
     for (int i : step_order(c, N)) {
-        const double next = sigma(i + 1);
-        Move& move = route.moves.emplace_back(Move{sigma(i), 0, 1, 0, next});
-        if (!c.inpaint.empty()) move.stop = next;
-    }
-    return route;
-}
-
-// The schedule of Karras et al. 2022, eq. 5, cut to sigmas that the model knows; of a flow, equal steps of its t.
-//   euler, heun   their algorithm 2, without and with its second-order correction; without churn, algorithm 1
-//   dpmpp_2m      DPM-Solver++(2M), Lu et al. 2022, algorithm 2, r as there; its first and last steps: of first order
-static Route karras_route(const Config& c, const std::vector<double>& sigmas, int N) {
-    const bool any = c.objective != "ddpm", flow = c.frame() == "flow";
-    const double low = any ? c.sigma_min : std::max((double)c.sigma_min, sigmas.front());
-    const double high = any ? c.sigma_max : std::min((double)c.sigma_max, sigmas.back());
-    auto sigma = [&](int i) {
-        const double t = high / (1 + high) * (1 - (double)i / N);
-        if (flow) return t / (1 - t);
-        return i == N ? 0 : karras_sigma(c, high, low, i, N);
-    };
-    Route route{high, 0, {}};
-    std::vector<Move>& moves = route.moves;
-    int before = -1; // the last step
-    for (int i : step_order(c, N)) {
-        const bool churns = sigma(i) >= c.S_min && sigma(i) <= c.S_max;
-        const double gamma = churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
-        const double s = sigma(i) * (1 + gamma), n = sigma(i + 1), h = n - s;
-        // sqrt(s^2 - sigma^2), but 0 without churn, and never the root of what a fused multiply-add left below 0
-        (moves.empty() ? route.churn : moves.back().noise) = sigma(i) * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
-        Move& move = moves.emplace_back(straight_move(s, n));
-        if (c.sampler == "dpmpp_2m" && n > 0) { // m = the last x0
-            if (i > first_step(c, N) && i == before + 1) {
-                const double r = std::log(sigma(i - 1) / s) / std::log(s / n), x0 = move.x0;
-                move.x0 = x0 * (1 + 1 / (2 * r)), move.m = -x0 / (2 * r);
-            }
-            move.m_x0 = 1;
+        double s = sigmas[i];
+        const double n = sigmas[i + 1];
+        if (c.sampler == "euler" || c.sampler == "heun") {
+            const double gamma = churn_gamma(c, s, N);
+            // sqrt(s'^2 - s^2) with s' = s (1 + gamma), written so that it is 0 without churn
+            const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
+            if (route.moves.empty()) route.churn = noise;
+            else route.moves.back().noise = noise; // it is added where the step before ends
+            s *= 1 + gamma;
         }
-        if (c.sampler == "heun" && n > 0) { // m = x + half a step along this slope; then half one along that at the end
-            move.m_x = 1 + h / (2 * s), move.m_x0 = -h / (2 * s);
-            moves.push_back(Move{n, h / (2 * n), -h / (2 * n), 1, 0});
-        }
-        if (!c.inpaint.empty()) moves.back().stop = n;
+        const bool follows = i == before + 1 && i > first_step(c, N);
+        if (c.sampler == "ddpm") route.moves.push_back(ddpm_step(c, s, n));
+        if (c.sampler == "ddim") route.moves.push_back(ddim_step(s, n, c.eta));
+        if (c.sampler == "euler") route.moves.push_back(euler_step(s, n));
+        if (c.sampler == "heun") add_heun_step(&route.moves, s, n);
+        if (c.sampler == "dpmpp_2m") route.moves.push_back(dpmpp_2m_step(follows ? sigmas[i - 1] : 0, s, n));
+        if (c.sampler == "consistency") route.moves.push_back(consistency_step(s, n));
+        if (!c.inpaint.empty()) route.moves.back().known_until = n;
         before = i;
     }
     return route;
 }
 
-// What the network sees, and what its answer means, at any sigma; between two t: linear in log(sigma).
-static NoiseLevel level_at(const Config& c, const std::vector<double>& sigmas, double sigma) {
+// What the network sees, and what its answer means, at any sigma. A model of T timesteps is told a t between two of its
+// own, linear in log(sigma).
+static NoiseLevel level_at(const Config& c, const std::vector<double>& known, double sigma) {
     if (c.frame() == "edm") return edm_level(sigma, c.sigma_data);
     if (c.frame() == "flow") return flow_level(sigma);
-    const size_t last = sigmas.size() - 1;
-    const size_t i = (size_t)(std::upper_bound(sigmas.begin() + 1, sigmas.begin() + last, sigma) - sigmas.begin()) - 1;
-    const double at = (double)i + std::log(sigma / sigmas[i]) / std::log(sigmas[i + 1] / sigmas[i]);
-    return ddpm_level(c, 1 / (1 + sigma * sigma), std::min(std::max(at, 0.0), (double)last));
+    const size_t last = known.size() - 1;
+    const size_t i = (size_t)(std::upper_bound(known.begin() + 1, known.begin() + last, sigma) - known.begin()) - 1;
+    const double t = (double)i + std::log(sigma / known[i]) / std::log(known[i + 1] / known[i]);
+    return ddpm_level(c, 1 / (1 + sigma * sigma), std::min(std::max(t, 0.0), (double)last));
 }
 
-// A route as the device takes it, on the network's input signal * x instead of x.
+// A move as the device takes it: on the network's input u = signal x instead of x, since every sigma has a signal of its
+// own. then: the sigma of the next move, 0 after the last one.
+static SamplerStep device_step(const Config& c, const std::vector<double>& known, const Move& move, double then) {
+    auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
+    const NoiseLevel level = level_at(c, known, move.sigma);
+    const bool keeps_known = move.known_until >= 0;
+    const double end = keeps_known ? move.known_until : then;
+    const double next = signal_at(end);
+    SamplerStep step{};
+    step.t = level.t;
+    step.x0_x = level.x0_x;
+    step.x0_out = level.x0_out;
+    step.next_x = (float)(next * move.x / level.signal);
+    step.next_x0 = (float)(next * move.x0);
+    step.next_m = (float)(next * move.m);
+    step.sigma = (float)(next * move.noise);
+    step.m_x = (float)(move.m_x / level.signal);
+    step.m_x0 = (float)move.m_x0;
+    if (move.learned_low > 0) {
+        step.log_sigma = (float)std::log(next * move.learned_low);
+        step.range = (float)std::log(move.learned_high / move.learned_low);
+    }
+    if (keeps_known) { // and then back to the sigma of an earlier step, if that comes next
+        step.known_x = (float)next;
+        step.known_sigma = (float)(next * end);
+        step.back_x = (float)(signal_at(then) / next);
+        step.back_sigma = (float)(signal_at(then) * std::sqrt(std::max(then * then - end * end, 0.0)));
+    }
+    return step;
+}
+
+// A sampler as the device takes it.
 struct SamplerPlan {
-    float image, start, churn; // the first x: image * x0 + start * normals + churn * other normals
+    float image, start, churn; // the first u: image * x_0 + start * normals + churn * other normals
     int64_t first;             // of the steps
     std::vector<SamplerStep> steps;
 };
 
 static SamplerPlan plan_sampler(const Config& c) {
-    std::vector<double> sigmas;
-    for (double a : alpha_bars(c)) sigmas.push_back(std::sqrt((1 - a) / a));
-    const bool ancestral = c.sampler == "ddpm" || c.sampler == "ddim", changed = !c.start_from.empty();
-    const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
-    const int N = (int)kept.size(), first = first_step(c, N) * (c.sampler == "heun" ? 2 : 1);
-    const auto [noise, churn, moves] = ancestral                    ? ancestral_route(c, sigmas, kept)
-                                       : c.sampler == "consistency" ? consistency_route(c, sigmas, N)
-                                                                    : karras_route(c, sigmas, N);
-    const double from = moves[first].sigma, start = changed ? from : noise;
-    const double signal = level_at(c, sigmas, from).signal;
-    SamplerPlan plan{changed ? (float)signal : 0, (float)(signal * start), (float)(signal * churn), first, {}};
-    for (size_t i = 0; i < moves.size(); i++) {
-        const Move& move = moves[i];
-        const NoiseLevel l = level_at(c, sigmas, move.sigma);
-        const double then = i + 1 < moves.size() ? moves[i + 1].sigma : 0, stop = move.stop < 0 ? then : move.stop;
-        auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, sigmas, sigma).signal : 1.0; };
-        const double next = signal_at(stop);
-        SamplerStep& s = plan.steps.emplace_back();
-        s.t = l.t, s.x0_x = l.x0_x, s.x0_out = l.x0_out;
-        s.next_x = (float)(next * move.x / l.signal), s.next_x0 = (float)(next * move.x0);
-        s.next_m = (float)(next * move.m), s.sigma = (float)(next * move.noise);
-        s.m_x = (float)(move.m_x / l.signal), s.m_x0 = (float)move.m_x0;
-        if (move.learned_low > 0) {
-            s.log_sigma = (float)std::log(next * move.learned_low);
-            s.range = (float)std::log(move.learned_high / move.learned_low);
-        }
-        if (move.stop >= 0) {
-            s.known_x = (float)next, s.known_sigma = (float)(next * stop), s.back_x = (float)(signal_at(then) / next);
-            s.back_sigma = (float)(signal_at(then) * std::sqrt(std::max(then * then - stop * stop, 0.0)));
-        }
-    }
+    std::vector<double> known;
+    for (double alpha_bar : alpha_bars(c)) known.push_back(std::sqrt((1 - alpha_bar) / alpha_bar));
+    const std::vector<double> sigmas = sampler_sigmas(c, known);
+    const Route route = plan_route(c, sigmas);
+    const std::vector<Move>& moves = route.moves;
+    const int moves_a_step = c.sampler == "heun" ? 2 : 1;
+    SamplerPlan plan{};
+    plan.first = first_step(c, (int)sigmas.size() - 1) * moves_a_step;
+    const double from = moves[plan.first].sigma;
+    const double signal = level_at(c, known, from).signal;
+    const bool changes_images = !c.start_from.empty();
+    plan.image = changes_images ? (float)signal : 0;
+    plan.start = (float)(signal * (changes_images ? from : route.start));
+    plan.churn = (float)(signal * route.churn);
+    for (size_t i = 0; i < moves.size(); i++)
+        plan.steps.push_back(device_step(c, known, moves[i], i + 1 < moves.size() ? moves[i + 1].sigma : 0));
     return plan;
 }
 

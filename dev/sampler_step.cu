@@ -2,7 +2,7 @@
 //
 //   x0 = limit(x0_x x + x0_out out),  x' = next_x x + next_x0 x0 + next_m m + sigma z,  m' = m_x x + m_x0 x0
 //   x (B, HW, C) in place; out (B, HW, Cout), of which C channels are the answer; z from Philox(seed, SAMPLE_NOISE, k, image), k = steps so far
-//   The rows come from plan_sampler (section 9 of train_unet.cu): ddpm, ddim, euler, heun, dpmpp_2m. Where the file has a mixture of normal
+//   The rows come from plan_sampler in train_unet.cu: ddpm, ddim, euler, heun, dpmpp_2m. Where the file has a mixture of normal
 //   distributions instead of answers, its denoiser, known in closed form, stands for the network and whole samples are drawn.
 //   keep_known, with --inpaint, after a step: x = known_x image + known_sigma z where mask <= 0; x' = back_x x + back_sigma z
 //   bytes    12 B HW C: memory-bound, and nothing beside the network's forward pass
