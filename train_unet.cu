@@ -14,59 +14,59 @@
 //   1742     7. The plan: what the backward pass adds where, and where in memory each buffer lies
 //   1901     8. Forward and backward: two walks over the list
 //   1985     9. Diffusion: noise schedules, objectives, samplers
-//   2126         the level of a training sample, drawn, and its share of the loss
-//   2239         samplers
-//   2624    10. Data: .bin files that may be larger than memory, the order of their images
-//   2819    11. Model files: weights and checkpoints, initial weights
-//   3007    12. The log, put together for the run's page
-//   3036    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3378    14. A run: log, guard, checkpoints, resume, samples
-//   4135    15. main: the command line, then a run or samples
-//   4406  Part II. The device
-//   4409    16. What all devices share: activations, patches of pixels
-//   4439    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4501    18. The GPU: what all kernels share
-//   4683         Activations: pieces of 16 bytes
-//   4864         each_kernel: a thread for an element
-//   4879         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   4997         Swizzle: how rows lie in shared memory
-//   5006         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5149         building blocks of Hopper's kernels (sm_90a)
-//   5335    19. Small operations: resampling, embeddings, diffusion
-//   5338         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5452         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5676         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   5927    20. Group norm
-//   5930         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6264         groupnorm_backward_whole: an image's slab in shared memory
-//   6525    21. Attention
-//   6585         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   6911         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7004         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7450    22. Convolution
-//   7466         ConvOut: results, 4 channels of a pixel at a time
-//   7629         conv_halo: 3x3, stride 1, any GPU
-//   7871         conv_gather: any kernel size and stride, any GPU
-//   8022         conv_few: the first and the last layer
-//   8132         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8487         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8552         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8846         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9114         conv_weight_tma: weight gradients (sm_90a)
-//   9324    23. The optimiser
-//   9327         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9474    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9477         groupnorm_backward
-//   9545         attention: forward and, where a has dout, backward
-//   9585         convolution: forward and input gradient
-//   9806         convolution: weight gradients
-//  10018    25. The GPU: memory, copies, repeated work
-//  10187    26. Ranks: who they are, what their hosts tell each other
-//  10811    27. Between ranks: from device to device
-//  10991  Part III. Tools: errors, files, pictures, the run's page
-//  10994    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11365    29. Pictures: PNG files, grids of images
-//  11448    30. The run's page: index.html
+//   2178         the level of a training sample, drawn, and its share of the loss
+//   2328         samplers
+//   2741    10. Data: .bin files that may be larger than memory, the order of their images
+//   2936    11. Model files: weights and checkpoints, initial weights
+//   3124    12. The log, put together for the run's page
+//   3153    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3495    14. A run: log, guard, checkpoints, resume, samples
+//   4252    15. main: the command line, then a run or samples
+//   4523  Part II. The device
+//   4526    16. What all devices share: activations, patches of pixels
+//   4556    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4618    18. The GPU: what all kernels share
+//   4800         Activations: pieces of 16 bytes
+//   4981         each_kernel: a thread for an element
+//   4996         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5114         Swizzle: how rows lie in shared memory
+//   5123         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5266         building blocks of Hopper's kernels (sm_90a)
+//   5452    19. Small operations: resampling, embeddings, diffusion
+//   5455         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5569         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5793         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6044    20. Group norm
+//   6047         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6381         groupnorm_backward_whole: an image's slab in shared memory
+//   6642    21. Attention
+//   6702         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7028         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7121         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7567    22. Convolution
+//   7583         ConvOut: results, 4 channels of a pixel at a time
+//   7746         conv_halo: 3x3, stride 1, any GPU
+//   7988         conv_gather: any kernel size and stride, any GPU
+//   8139         conv_few: the first and the last layer
+//   8249         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8604         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8669         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   8963         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9231         conv_weight_tma: weight gradients (sm_90a)
+//   9441    23. The optimiser
+//   9444         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9591    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9594         groupnorm_backward
+//   9662         attention: forward and, where a has dout, backward
+//   9702         convolution: forward and input gradient
+//   9923         convolution: weight gradients
+//  10135    25. The GPU: memory, copies, repeated work
+//  10304    26. Ranks: who they are, what their hosts tell each other
+//  10928    27. Between ranks: from device to device
+//  11108  Part III. Tools: errors, files, pictures, the run's page
+//  11111    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11482    29. Pictures: PNG files, grids of images
+//  11565    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1983,21 +1983,35 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 
 // =====================================================================================================================
 // 9. Diffusion: noise schedules, objectives, samplers
-// Tables are computed in double, as guided-diffusion does, and used in fp32.
+// docs/DIFFUSION.md derives every formula of this section. Tables are computed in double, as guided-diffusion does, and
+// used in fp32.
+//
+// An objective says, for a sample with a certain amount of noise, four things, which a NoiseLevel holds:
+//   what the network is shown       signal x_0 + sigma noise
+//   what it is told                 t
+//   what it should answer           target_x0 x_0 + target_noise noise
+//   what its answer says about x_0  x0_x input + x0_out answer
+// So a new objective is a new way to fill NoiseLevels, and neither kernels nor samplers know which one they work for.
 
-// What a network is asked in x0 + s noise: it is shown signal x0 + sigma noise, s = sigma / signal, and told t, and its
-// answer means the image x0_x input + x0_out answer. In double, since ect takes differences.
+// The parts of a NoiseLevel that do not depend on the target. They are in double, since ect takes differences of them.
 struct Question {
-    double t, signal, sigma, x0_x, x0_out;
+    double t;
+    double signal, sigma;
+    double x0_x, x0_out;
 };
 
-// Table 1 of Karras et al. 2022, EDM's column.
+// EDM (Karras et al. 2022, table 1): the network F sees c_in (x_0 + sigma noise) and is told log(sigma) / 4, and
+// D = c_skip (x_0 + sigma noise) + c_out F. The input has c_in already, so x0_x = c_skip / c_in.
 HD static inline Question edm_question(double sigma, double sigma_data) {
-    const double total = sqrt(sigma * sigma + sigma_data * sigma_data), c_in = 1 / total;
-    return Question{log(sigma) / 4, c_in, c_in * sigma, sigma_data * sigma_data / total, sigma * sigma_data / total};
+    const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
+    const double c_in = 1 / total;
+    const double c_skip_over_c_in = sigma_data * sigma_data / total;
+    const double c_out = sigma * sigma_data / total;
+    return Question{log(sigma) / 4, c_in, c_in * sigma, c_skip_over_c_in, c_out};
 }
 
-// Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t noise; the answer is noise - x0. sigma = t / (1 - t).
+// Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise, the answer is noise - x_0, and so x_0 = x_t - t answer.
+// In all objectives here sigma is noise over signal: t / (1 - t). The network is told 1000 t.
 HD static inline Question flow_question(double sigma) {
     const double t = sigma / (1 + sigma);
     return Question{1000 * t, 1 - t, t, 1, -t};
@@ -2014,8 +2028,8 @@ HD static inline NoiseLevel make_level(const Question& q, double target_x0, doub
                       .weight = 1};
 }
 
-// EDM's loss lambda (c_skip x + c_out F - x0)^2, lambda = 1 / c_out^2, is
-// the squared error of the network's own output F against (x0 - c_skip x) / c_out.
+// EDM's loss is lambda (D - x_0)^2 with lambda = 1 / c_out^2. That is the squared error of the network's own answer F
+// against (x_0 - c_skip (x_0 + sigma noise)) / c_out.
 HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
     const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
     const double target_x0 = sigma / (sigma_data * total); // (1 - c_skip) / c_out
@@ -2025,24 +2039,28 @@ HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
 
 HD static inline NoiseLevel flow_level(double sigma) { return make_level(flow_question(sigma), -1, 1); }
 
-// Consistency tuning (Geng et al. 2024). Both of a pair see the same image with the same noise, the student at sigma = t
-// and its teacher, the same network, at r. Each turns its answer into an image:
-//   x0_x input + x0_out answer = (x0_x signal) x0 + (x0_x sigma) noise + x0_out answer
-// The student should make the teacher's image, and that is the target of its answer: a sum of x0, noise and the
-// teacher's answer. At r = 0 the teacher is the image itself, and the target is edm's or flow's.
+// Consistency tuning (Geng et al. 2024, "Consistency Models Made Easy"). A student and a teacher, which are the same
+// network, see the same image with the same noise: the student at sigma = t, the teacher at a smaller sigma r. Each
+// turns its answer into an image,
+//   x0_x input + x0_out answer = (x0_x signal) x_0 + (x0_x sigma) noise + x0_out answer,
+// and the student should make the teacher's image. So the target of the student's answer is a sum of x_0, noise and the
+// teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is the one of edm or flow.
 HD static inline Question ask(const Objective& o, double sigma) {
     return o.frame == Frame::FLOW ? flow_question(sigma) : edm_question(sigma, o.sigma_data);
 }
 
-// r of a student's t: r / t = 1 - n(t) / q^a, n(t) = 1 + k sigmoid(-b t), or 0; a grows from 1 by 1 every d steps.
+// r of a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, or 0 where that is negative, with
+// n(t) = 1 + k sigmoid(-b t). a begins at 1 and grows by 1 every d steps, so r comes closer and closer to t.
 HD static inline double teacher_sigma(const Tuning& tuning, double t) {
-    const double a = 1 + (double)(*tuning.step / tuning.d), n = 1 + tuning.k / (1 + exp(tuning.b * t));
+    const double a = 1 + (double)(*tuning.step / tuning.d);
+    const double n = 1 + tuning.k / (1 + exp(tuning.b * t));
     return fmax(t * (1 - n / pow((double)tuning.q, a)), 0.0);
 }
 
 HD static inline NoiseLevel student_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
-    const Question student = ask(o, t), teacher = r > 0 ? ask(o, r) : Question{0, 1, 0, 1, 0};
+    const Question nobody{0, 1, 0, 1, 0}; // at r = 0: its image is x_0
+    const Question student = ask(o, t), teacher = r > 0 ? ask(o, r) : nobody;
     const double x0 = teacher.x0_x * teacher.signal - student.x0_x * student.signal;
     const double noise = teacher.x0_x * teacher.sigma - student.x0_x * student.sigma;
     NoiseLevel level = make_level(student, x0 / student.x0_out, noise / student.x0_out);
@@ -2052,39 +2070,59 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
     return level;
 }
 
-// At r = 0 nobody is asked; the network, which computes all samples of a batch, is shown the student's input.
+// Where r is 0 the teacher's answer is not used. The network computes all samples of a batch all the same, and is shown
+// the student's input there.
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     return make_level(ask(o, r > 0 ? r : t), 0, 0);
 }
 
-// alpha_bar (T): products of 1 - beta up to each t. linear: Ho et al. 2020, for any T; cosine: Nichol & Dhariwal 2021
+// alpha_bar (T): the products of 1 - beta up to each t.
+//   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4), scaled for a T other than 1000
+//   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal 2021, eq. 17)
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
-    std::vector<double> result;
-    const double scale = 1000.0 / T, low = 1e-4 * scale, high = 0.02 * scale;
+    const double scale = 1000.0 / T, first = 1e-4 * scale, last = 0.02 * scale;
     auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); };
+    std::vector<double> result;
     double product = 1;
     for (int t = 0; t < T; t++) {
-        double beta = low + (high - low) * t / (T - 1);
-        if (c.noise_schedule != "linear") beta = std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
-        result.push_back(product *= 1 - beta);
+        double beta = first + (last - first) * t / (T - 1);
+        if (c.noise_schedule == "cosine") beta = std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
+        product *= 1 - beta;
+        result.push_back(product);
     }
     return result;
 }
 
-// Where the signal's variance is alpha_bar. t: what the network is told.
+// What --predict asks for.
+struct Prediction {
+    double target_x0, target_noise; // as in NoiseLevel
+    double x0_x, x0_out;            // as in NoiseLevel
+    double error;                   // where x_0 is wrong by 1, the answer is wrong by the root of this
+};
+
+// The level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. A model of T timesteps is told t.
 static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
-    const double signal = std::sqrt(alpha_bar), sigma = std::sqrt(1 - alpha_bar), snr = alpha_bar / (1 - alpha_bar);
-    struct Prediction { // see NoiseLevel; error: its square, where that of x0 is 1
-        double target_x0, target_noise, x0_x, x0_out, error;
-    } p{0, 1, 1 / signal, -sigma / signal, snr}; // eps
-    if (c.predict == "x0") p = {1, 0, 0, 1, 1};
-    if (c.predict == "v") p = {-sigma, signal, signal, -sigma, snr + 1}; // Salimans & Ho 2022, appendix D
-    const double weight = c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) / p.error : 1;
-    const double told = c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t;
-    return NoiseLevel{(float)told,           (float)signal, (float)sigma,    (float)p.target_x0,
-                      (float)p.target_noise, (float)p.x0_x, (float)p.x0_out, (float)weight};
+    const double signal = std::sqrt(alpha_bar), sigma = std::sqrt(1 - alpha_bar);
+    const double snr = alpha_bar / (1 - alpha_bar);
+    const Prediction eps{0, 1, 1 / signal, -sigma / signal, snr};
+    const Prediction x0{1, 0, 0, 1, 1};
+    const Prediction v{-sigma, signal, signal, -sigma, snr + 1}; // Salimans & Ho 2022, appendix D
+    Prediction p = eps;
+    if (c.predict == "x0") p = x0;
+    if (c.predict == "v") p = v;
+    NoiseLevel level{};
+    level.t = (float)(c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t);
+    level.signal = (float)signal;
+    level.sigma = (float)sigma;
+    level.target_x0 = (float)p.target_x0;
+    level.target_noise = (float)p.target_noise;
+    level.x0_x = (float)p.x0_x;
+    level.x0_out = (float)p.x0_out;
+    // Min-SNR (Hang et al. 2023): an error of x_0 weighs min(snr, gamma).
+    level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
+    return level;
 }
 
 // The levels of all t, for training.
@@ -2093,29 +2131,43 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     const std::vector<double> alpha_bar = alpha_bars(c);
     std::vector<NoiseLevel> levels;
     for (int t = 0; t < T; t++) {
-        NoiseLevel& l = levels.emplace_back(ddpm_level(c, alpha_bar[t], t));
-        const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1, beta = 1 - a / b;
-        // the variance of q(x_s | x_t, x_0), s = t - 1; at t = 0, where it is 0, that of t = 1
-        const double next = alpha_bar[1], small = t ? beta * (1 - b) / (1 - a) : (1 - next / a) * (1 - a) / (1 - next);
-        const double mean_x0 = beta * std::sqrt(b) / (1 - a), log_ratio = std::log(beta / small);
-        l.kl = (float)(std::pow(mean_x0 * l.x0_out, 2) / small);
-        l.log_var = (float)std::log(small);
-        if (c.learned_variance()) l.range = (float)log_ratio;
-        else l.log_ratio = c.sigma_small || t == 0 ? 0 : (float)log_ratio;
-        l.first = t == 0, l.index = t, l.importance = 1, l.quarter = 4 * t / T;
+        NoiseLevel level = ddpm_level(c, alpha_bar[t], t);
+        level.first = t == 0;
+        level.index = t;
+        level.importance = 1;
+        level.quarter = 4 * t / T;
+        // The variational bound compares q(x_s | x_t, x_0), s = t - 1, with the network's normal distribution. `small` is
+        // q's variance (Ho et al. 2020, eq. 7). At t = 0 that is 0, and the one of t = 1 is taken.
+        const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1;
+        const double beta = 1 - a / b, next = alpha_bar[1];
+        const double small = t ? beta * (1 - b) / (1 - a) : (1 - next / a) * (1 - a) / (1 - next);
+        const double mean_x0 = beta * std::sqrt(b) / (1 - a); // x_0's part of q's mean
+        const double log_ratio = std::log(beta / small);
+        level.kl = (float)(std::pow(mean_x0 * level.x0_out, 2) / small);
+        level.log_var = (float)std::log(small);
+        if (c.learned_variance()) level.range = (float)log_ratio;
+        else if (!c.sigma_small && t > 0) level.log_ratio = (float)log_ratio;
+        levels.push_back(level);
     }
     return levels;
 }
 
-// What the model is trained on. Of the bound, a sum over all t, a step draws one; guided-diffusion counts it in bits.
+// What the model is trained on. The variational bound is a sum over all T timesteps, of which a step draws one: so that
+// one counts T times. guided-diffusion counts it in bits, so it is divided by log 2.
 static Objective make_objective(const Config& c) {
-    const float bits = (float)(c.diffusion_steps / std::log(2.0)), mse = c.use_kl ? 0 : 1;
-    const float bound = c.use_kl ? bits : c.learned_variance() ? bits * c.vlb_weight : 0;
-    const NoiseLevel* levels = c.objective == "ddpm" ? device_copy(ddpm_levels(c)) : nullptr;
+    const float bits = (float)(c.diffusion_steps / std::log(2.0));
     const bool flow = c.objective == "flow";
-    const float mean = flow ? c.t_mean : c.P_mean, deviation = flow ? c.t_std : c.P_std;
-    Objective o{levels, c.diffusion_steps, mean, deviation, c.sigma_data, mse, bound};
-    if (c.frame() != "ddpm") o.frame = c.frame() == "edm" ? Frame::EDM : Frame::FLOW;
+    Objective o{};
+    o.levels = c.objective == "ddpm" ? device_copy(ddpm_levels(c)) : nullptr;
+    o.steps = c.diffusion_steps;
+    o.P_mean = flow ? c.t_mean : c.P_mean;
+    o.P_std = flow ? c.t_std : c.P_std;
+    o.sigma_data = c.sigma_data;
+    o.mse = c.use_kl ? 0 : 1;
+    if (c.use_kl) o.bound = bits;
+    else if (c.learned_variance()) o.bound = bits * c.vlb_weight;
+    if (c.frame() == "edm") o.frame = Frame::EDM;
+    if (c.frame() == "flow") o.frame = Frame::FLOW;
     if (c.objective != "ect") return o;
     const TuningWeight weight = c.ect_weight == "gap" ? TuningWeight::GAP : TuningWeight::SNR;
     o.tuning = Tuning{c.ect_q, c.ect_k, c.ect_b, c.ect_c, c.ect_stage(), weight};
@@ -2124,17 +2176,21 @@ static Objective make_objective(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the level of a training sample, drawn, and its share of the loss
-// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
-// mean square of its latest losses, and what it then loses counts by its importance, so that the mean stays what it is.
-// A row (HISTORY + 1): losses of a t, oldest first, and how many.
-constexpr double EVEN_SHARE = 0.001; // of the probability, which all t have in equal parts
+// How noisy a sample of a training step is, and what its loss is made of. These functions are for one sample or one
+// value; dev/reference.h calls them in loops, and kernels do so in threads.
 
-// Remembers what a batch lost at t; returns the weight of t from now on, below 0 as long as losses are missing.
+// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean
+// square of its latest HISTORY losses. A sample then counts `importance` times, which is 1 / (T times the probability of
+// its t), so that the mean over samples stays what it is with uniform t.
+constexpr double EVEN_SHARE = 0.001; // this much of the probability is shared by all t alike
+
+// Puts what a batch lost at t into t's row (HISTORY + 1): its latest losses, oldest first, and how many there are.
+// Returns the weight of t from now on, or -1 as long as losses are missing.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
         const int n = (int)row[HISTORY];
-        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k];
+        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k]; // the oldest one goes
         row[n < HISTORY ? n : HISTORY - 1] = (float)fmin(loss[b] / levels[b].importance, FLT_MAX);
         row[HISTORY] = (float)(n < HISTORY ? n + 1 : n);
     }
@@ -2143,95 +2199,128 @@ HD static inline double remember_losses(float* row, int t, const NoiseLevel* lev
     return row[HISTORY] < HISTORY ? -1 : sqrt(sum / HISTORY);
 }
 
-// u: in [0, 1)
+// The level that u in [0, 1) falls on when each t takes its probability's part of that interval. As long as one t lacks
+// losses (its weight is below 0), all t are as likely.
 HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
-    double sum = 0, least = 0, p = 0, below = 0;
-    for (int t = 0; t < o.steps; t++) sum += o.weights[t], least = fmin(least, o.weights[t]);
+    double sum = 0, least = 0;
+    for (int t = 0; t < o.steps; t++) {
+        sum += o.weights[t];
+        least = fmin(least, o.weights[t]);
+    }
     if (least < 0 || !(sum > 0)) return o.levels[(int)(u * o.steps)];
     const double even = EVEN_SHARE / o.steps, rest = (1 - EVEN_SHARE) / sum;
     int t = -1;
-    do below += p = o.weights[++t] * rest + even;
-    while (below <= u && t + 1 < o.steps);
-    NoiseLevel l = o.levels[t];
-    l.importance = (float)(1 / (o.steps * p));
-    l.weight *= l.importance;
-    return l;
+    double p = 0;     // of t
+    double below = 0; // of all up to t
+    do {
+        t++;
+        p = o.weights[t] * rest + even;
+        below += p;
+    } while (below <= u && t + 1 < o.steps);
+    NoiseLevel level = o.levels[t];
+    level.importance = (float)(1 / (o.steps * p));
+    level.weight *= level.importance;
+    return level;
 }
 
-// Of edm's and ect's samples, and of a flow's whose t are no uniform numbers; normal: its logarithm's.
-HD static inline double draw_sigma(const Objective& o, const Words& r, float* normal) {
+// sigma with a log-normal distribution: of edm, of ect, and of a flow with --t_std. normal: the number it was made of.
+HD static inline double draw_sigma(const Objective& o, const Words& words, float* normal) {
     float z[4];
-    normals(z, r);
+    normals(z, words);
     *normal = z[0];
     return exp(o.P_mean + (double)o.P_std * z[0]);
 }
 
-// The noise level of a sample from its random words.
-HD static inline NoiseLevel draw_level(const Objective& o, const Words& r) {
-    if (o.weights) return draw_weighted_level(o, r.w[0] * 0x1p-32);
-    if (o.levels) return o.levels[((uint64_t)r.w[0] * o.steps) >> 32];
+// In which quarter of the standard normal distribution z lies: 0 to 3.
+HD static inline int quarter_of_normal(float z) {
+    constexpr float UPPER = 0.67448975f; // a quarter of the distribution lies above it
+    if (z < 0) return z >= -UPPER;
+    return 2 + (z >= UPPER);
+}
+
+// The noise level of a sample, from its random words.
+HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
+    if (o.weights) return draw_weighted_level(o, words.w[0] * 0x1p-32);
+    if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // any t is as likely
     const bool flow = o.frame == Frame::FLOW && !o.tuning.on();
-    if (flow && o.P_std == 0) {
-        const double u = (r.w[0] + 0.5) * 0x1p-32;
-        NoiseLevel l = flow_level(u / (1 - u));
-        l.quarter = (int)(4 * u);
-        return l;
+    if (flow && o.P_std == 0) { // t is uniform
+        const double t = (words.w[0] + 0.5) * 0x1p-32;
+        NoiseLevel level = flow_level(t / (1 - t));
+        level.quarter = (int)(4 * t);
+        return level;
     }
     float z;
-    const double sigma = draw_sigma(o, r, &z);
-    NoiseLevel l;
-    if (o.tuning.on()) l = student_level(o, sigma);
-    else l = flow ? flow_level(sigma) : edm_level(sigma, o.sigma_data);
-    l.quarter = z < 0 ? z >= -0.67448975f : 2 + (z >= 0.67448975f); // of a normal distribution
-    return l;
+    const double sigma = draw_sigma(o, words, &z);
+    NoiseLevel level;
+    if (o.tuning.on()) level = student_level(o, sigma);
+    else level = flow ? flow_level(sigma) : edm_level(sigma, o.sigma_data);
+    level.quarter = quarter_of_normal(z);
+    return level;
 }
 
-// That of its teacher, from the same words.
-HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& r) {
+// The level of its teacher, from the same words.
+HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words) {
     float z;
-    return teacher_level(o, draw_sigma(o, r, &z));
+    return teacher_level(o, draw_sigma(o, words, &z));
 }
 
-// The pseudo-Huber distance weight (sqrt(D + c^2) - c) of a student's image to its teacher's, D being the sum of their
-// squared differences x0_out (out - target); and by which factor of out - target it goes with the answer.
+// ect's loss of a sample (Geng et al. 2024): weight (sqrt(D + c^2) - c), the pseudo-Huber distance of the student's image
+// to the teacher's. D is the sum of their squared differences x0_out (out - target). slope: the loss's derivative by a
+// value of out is slope (out - target).
 struct TuningLoss {
     double value, slope;
 };
-HD static inline TuningLoss tuning_loss(const NoiseLevel& l, double D, double c) {
+HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, double c) {
     if (D == 0) return TuningLoss{0, 0};
     const double root = sqrt(D + c * c);
-    return TuningLoss{l.weight * D / (root + c), l.weight * l.x0_out * (double)l.x0_out / root};
+    const double value = level.weight * D / (root + c); // = weight (root - c), in which nothing cancels
+    return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
 
-// One value's term of the variational bound, in nats, and its derivatives by the error d = output - target of the
-// mean's half and by the variance's half v. The variance is exp(log_var + u), u = log_ratio + range (v + 1) / 2,
-// between the two fixed ones (Nichol & Dhariwal 2021, eq. 15). For t > 0 it is the divergence of two normals whose
-// means differ by sqrt(kl exp(log_var)) d; at t = 0 the likelihood of one of 256 values, with guided-diffusion's normal
-// distribution function.
+// One value's term of the variational bound, in nats, and its derivatives by d = output - target, the error of the mean's
+// half of the answer, and by v, the variance's half. The network's variance is exp(log_var + u) with
+// u = log_ratio + range (v + 1) / 2, which lies between the two fixed ones (Nichol & Dhariwal 2021, eq. 15).
+//   t > 0   the divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
+//   t = 0   minus the log of the probability of the right one of 256 values
 struct BoundTerm {
     float value, d_mean, d_variance;
 };
-HD static inline BoundTerm bound_term(const NoiseLevel& l, float d, float v, float x0) {
-    const float slope = 0.5f * l.range, u = l.log_ratio + slope * (v + 1);
-    if (!l.first) { // in double: for high t, u is so small that only u^2 / 2 of expm1(-u) + u remains
-        const double less = expm1(-(double)u), pull = (1 + less) * l.kl * d;
+
+// guided-diffusion's approximation of the normal distribution function, and its derivative.
+HD static inline double normal_cdf(double z, double* density) {
+    constexpr double ROOT_2_OVER_PI = 0.7978845608028654;
+    const double t = tanh(ROOT_2_OVER_PI * (z + 0.044715 * z * z * z));
+    *density = 0.5 * (1 - t * t) * ROOT_2_OVER_PI * (1 + 3 * 0.044715 * z * z);
+    return 0.5 * (1 + t);
+}
+
+HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v, float x0) {
+    const float slope = 0.5f * level.range; // du / dv
+    const float u = level.log_ratio + slope * (v + 1);
+    if (!level.first) {
+        // (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. In double: for high t, u is so small that of exp(-u) - 1 + u nothing
+        // but u^2 / 2 is left.
+        const double less = expm1(-(double)u), pull = (1 + less) * level.kl * d;
         return BoundTerm{(float)(0.5 * (less + u + pull * d)), (float)pull, (float)(0.5 * slope * (-less - pull * d))};
     }
-    auto cdf = [](double z, double* density) {
-        const double h = 0.7978845608028654 * (z + 0.044715 * z * z * z), t = tanh(h); // sqrt(2 / pi)
-        *density = 0.5 * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * z * z);
-        return 0.5 * (1 + t);
-    };
-    // x0 lies x0_out * -d from the mean; derivatives are taken by that and by log sigma, which z goes with as -z
-    const double centered = -(double)l.x0_out * d, inverse = exp(-0.5 * ((double)l.log_var + u));
+    // A value covers 1 / 255 to both sides of x_0, which lies x0_out * -d from the mean. The probability is the
+    // difference of the distribution function at both ends, in units of the deviation.
+    const double centered = -(double)level.x0_out * d, inverse = exp(-0.5 * ((double)level.log_var + u));
     const double high = inverse * (centered + 1.0 / 255), low = inverse * (centered - 1.0 / 255);
     double dense_high, dense_low;
-    const double below_high = cdf(high, &dense_high), below_low = cdf(low, &dense_low);
-    if (x0 > 0.999f) dense_high = 0; // 255: all that lies above
-    if (x0 < -0.999f) dense_low = 0; // 0: all that lies below
-    const double p = x0 < -0.999f ? below_high : x0 > 0.999f ? 1 - below_low : below_high - below_low;
-    if (p < 1e-12) return BoundTerm{27.631021f, 0, 0};
-    return BoundTerm{(float)-log(p), (float)((dense_high - dense_low) * inverse * l.x0_out / p),
+    const double below_high = normal_cdf(high, &dense_high), below_low = normal_cdf(low, &dense_low);
+    double p = below_high - below_low;
+    if (x0 > 0.999f) { // 255 stands for all that lies above, too
+        p = 1 - below_low;
+        dense_high = 0;
+    }
+    if (x0 < -0.999f) { // 0 stands for all that lies below, too
+        p = below_high;
+        dense_low = 0;
+    }
+    if (p < 1e-12) return BoundTerm{27.631021f, 0, 0}; // -log(1e-12), as guided-diffusion limits it
+    // By u the ends move as -1/2 of themselves.
+    return BoundTerm{(float)-log(p), (float)((dense_high - dense_low) * inverse * level.x0_out / p),
                      (float)((dense_high * high - dense_low * low) * 0.5 * slope / p)};
 }
 
@@ -2516,18 +2605,19 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's device memory, for any number of images.
+// A sampler's memory. What is marked (device) lies there; sizes hold for any number of images.
 struct Sampler {
     SamplerPlan plan;
-    SamplerStep* steps; // the plan's, device
+    SamplerStep* steps; // (device) the plan's
     Denoising denoising;
-    float* all;              // ranks' images (ranks, B, H, W, C); null: one rank's
-    int64_t *k, *zero, *one; // the step it is at; 0; 1
-    float* t;                // (B)
-    int* labels;             // (B)
-    // what is changed, in turns: on the host (count, H, W, C), and for keep_known on the device (B, H, W, C)
+    float* all;          // (device) the ranks' images (ranks, B, H, W, C); null: there is one rank
+    int64_t* k;          // (device) the step that comes next
+    int64_t *zero, *one; // (device) 0 and 1, as steps of random draws
+    float* t;            // (device) (B)
+    int* labels;         // (device) (B)
+    // With --start_from and --inpaint, on the host: the images (count, H, W, C) and masks, which take turns.
     std::vector<float> images, masks;
-    float *known, *mask;
+    float *known, *mask; // (device) with --inpaint: those of a batch (B, H, W, C)
 };
 
 // B: of the network's batches, in which guidance needs every image twice.
@@ -2536,46 +2626,69 @@ static Sampler make_sampler(const Config& c, int B) {
     s.plan = plan_sampler(c);
     const size_t n = (size_t)c.H * c.W * c.in_channels;
     s.steps = device_copy(s.plan.steps);
-    s.k = device_alloc<int64_t>(1), s.zero = device_alloc<int64_t>(1), s.one = device_copy(std::vector<int64_t>{1});
-    s.t = device_alloc<float>(B), s.labels = device_alloc<int>(B);
+    s.k = device_alloc<int64_t>(1);
+    s.zero = device_alloc<int64_t>(1);
+    s.one = device_copy(std::vector<int64_t>{1});
+    s.t = device_alloc<float>(B);
+    s.labels = device_alloc<int>(B);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
-    const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1; // the largest of so many values is the bound
+    // --dynamic_threshold q: the limit is the value of rank ceil(q n) among an image's n values, counted from 1.
+    const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
     const bool remembers = std::ranges::any_of(s.plan.steps, [](const auto& k) { return k.m_x != 0 || k.m_x0 != 0; });
-    float *const threshold = device_alloc<float>(B), *const m = remembers ? device_alloc<float>(B * n) : nullptr;
-    s.denoising = Denoising{c.clip_denoised || rank >= 0, c.guided(), c.guidance_scale, rank, threshold, m};
+    s.denoising.limit = c.clip_denoised || rank >= 0;
+    s.denoising.guided = c.guided();
+    s.denoising.guidance = c.guidance_scale;
+    s.denoising.rank = rank;
+    s.denoising.threshold = device_alloc<float>(B);
+    s.denoising.m = remembers ? device_alloc<float>(B * n) : nullptr;
     return s;
 }
 
-// Images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. tell: how many are done.
+// The class of image number i of a seed: those of --classes take turns, or all.
+static int class_of_image(const Config& c, int64_t i) {
+    if (!c.class_cond) return 0;
+    const size_t listed = c.class_list.size();
+    return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
+}
+
+// With --start_from or --inpaint: puts the images that a batch begins with, or keeps, where the network reads and
+// keep_known does. x (copies B, n): the network's input.
+static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
+    for (int b = 0; b < B; b++) {
+        const size_t i = (size_t)(first + b);
+        const float* const given = &s->images[i * n % s->images.size()];
+        const size_t bytes = n * sizeof(float);
+        if (s->known) {
+            copy_to_device(s->known + (size_t)b * n, given, bytes);
+            copy_to_device(s->mask + (size_t)b * n, &s->masks[i * n % s->masks.size()], bytes);
+        }
+        std::vector<float> image(given, given + n);
+        for (float& v : image) v *= s->plan.image;
+        for (int copy = 0; copy < copies; copy++) copy_to_device(x + (size_t)(copy * B + b) * n, image.data(), bytes);
+    }
+}
+
+// Images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. With guidance that tensor
+// holds each image twice: with its class, and behind all of these without. tell: is told how many are done.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
     const uint64_t seed = (uint64_t)(c.noise_seed >= 0 ? c.noise_seed : c.seed);
     float* x = tensor_data<float>(net, net->input);
-    std::vector<int> labels(B * copies, c.num_classes); // guidance: the second half has none
-    for (int b = 0; b < B; b++) {
-        const size_t i = (size_t)(first + b), listed = c.class_list.size();
-        labels[b] = !c.class_cond ? 0 : listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
-        if (s->images.empty()) continue;
-        const size_t bytes = n * sizeof(float);
-        const float* const given = &s->images[i * n % s->images.size()];
-        std::vector<float> image(given, given + n);
-        if (s->known) copy_to_device(s->known + (size_t)b * n, image.data(), bytes);
-        if (s->known) copy_to_device(s->mask + (size_t)b * n, &s->masks[i * n % s->masks.size()], bytes);
-        for (float& v : image) v *= s->plan.image;
-        for (int copy = 0; copy < copies; copy++) copy_to_device(x + (size_t)(copy * B + b) * n, image.data(), bytes);
-    }
+    std::vector<int> labels(B * copies, c.num_classes); // num_classes stands for no class
+    for (int b = 0; b < B; b++) labels[b] = class_of_image(c, first + b);
+    if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
     copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
-    net->t = s->t, net->labels = s->labels;
+    net->t = s->t;
+    net->labels = s->labels;
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
     for (int copy = 0; copy < copies; copy++) {
-        float* const all = x + (size_t)copy * B * n;
-        draw_normals(all, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, !s->images.empty());
-        if (s->plan.churn > 0) draw_normals(all, B, n, key(RANDOM_SAMPLE_START, s->one), s->plan.churn, true);
+        float* const images = x + (size_t)copy * B * n;
+        draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, !s->images.empty());
+        if (s->plan.churn > 0) draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->one), s->plan.churn, true);
     }
     Graph graph;
-    int64_t reached;
     const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.first;
     for (int64_t k = 0; k < steps; k++) {
         replay(&graph, [&] {
@@ -2586,7 +2699,8 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
             if (s->known) keep_known(x, s->known, s->mask, s->steps, key(RANDOM_KNOWN_NOISE, s->k), c.guided(), B, n);
             next_step(s->k);
         });
-        // a GPU's host must not be far ahead of what it tells
+        // The host only starts a GPU's work. It waits now and then, so that what it tells is true.
+        int64_t reached;
         if (k % 16 == 15 && terminal_columns()) copy_to_host(&reached, s->k, sizeof reached);
         tell(B * (k + 1.0) / (double)steps);
     }
@@ -2597,9 +2711,11 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels;
+    const int N = world.size;
+    const int room = c.guided() ? net->B / 2 : net->B;
+    const int most = std::min(room, (n + N - 1) / N); // of a rank's batch
     std::vector<float> images(world.rank ? 0 : n * size);
     float* const own = tensor_data<float>(net, net->input);
-    const int N = world.size, most = std::min(c.guided() ? net->B / 2 : net->B, (n + N - 1) / N);
     const double start = now();
     double told = start;
     auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
@@ -2610,11 +2726,12 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
     };
     for (int i = 0; i < n; i += most * N) {
         come_to("a batch of samples");
-        const int first = i + most * world.rank, B = std::min(most, n - first);
+        const int first = i + most * world.rank;
+        const int B = std::min(most, n - first); // none is left for this rank: below 1
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
         if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
-        if (!world.rank)
-            copy_to_host(&images[i * size], N > 1 ? s->all : own, std::min(most * N, n - i) * size * sizeof(float));
+        const float* const made = N > 1 ? s->all : own;
+        if (!world.rank) copy_to_host(&images[i * size], made, std::min(most * N, n - i) * size * sizeof(float));
     }
     if (told > start) show_status(terminal_columns() ? "" : "sampling: 100 %, took " + duration(now() - start));
     return images;
