@@ -23,42 +23,19 @@ Contents: flags, back ends, exported networks, the table of back ends, pictures,
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before what takes seconds
-    import signal
-
-    from common import interrupted
-
-    interrupted.take(interrupted.leave, signal.SIGINT)
-
-import contextlib  # noqa: I001 (names side by side)
 import dataclasses
-import io
-import logging
-import math
-import platform
-import re
-import subprocess
 import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from common import model_files
-import prepare_data
-import train_unet
-from common.config import (
-    FLAGS, SAMPLING_FLAGS, Config, UserError, ect_defaults, flag, format_value, make_config, need_packages, nn, np, parse_flags, pick_device, pick_precision, resolve,
-    run_program, torch, validate,
-)  # fmt: skip
-from common.diffusers_files import Autoencoder
-from common.model_files import ModelFile
+from common import program
+from common.flags import FLAGS, SAMPLING_FLAGS, SAVED_FLAGS, Config, flag, format_value, parse_flags, resolve
+from common.program import UserError, run_program
 
 INTRO = __doc__.partition("\n\nContents")[0]
-ROOT = Path(__file__).resolve().parent
+
+# ======================================================================================================================
+# flags
 
 
 @dataclass
@@ -91,6 +68,79 @@ class Options:
     use_checkpoint: bool = flag(False, "of training; means nothing here")
 
 
+OWN = {f.name: f for f in dataclasses.fields(Options)}
+SHARED = [*SAMPLING_FLAGS, "seed", "use_ema", "ema_rate", "device", "preset", "predict_xstart", "rescale_learned_sigmas", *SAVED_FLAGS]
+SHARED.remove("timestep_respacing")  # which is --steps here
+
+
+def parse_command_line(argv: list[str]) -> dict[str, Any]:
+    return parse_flags(without_classifier(argv), OWN | {name: FLAGS[name] for name in SHARED}, INTRO)
+
+
+def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
+    """flags with the names and defaults of guided-diffusion's image_sample.py as ours."""
+    meant = []
+    if "model_path" in flags:
+        meant.append(("model_path", "model_filename", flags["model_path"]))
+        flags = {"sampler": "ddim" if flags.get("use_ddim") else "ddpm", "timestep_respacing": flags.get("steps", "")} | flags
+    if "use_ddim" in flags:
+        meant.append(("use_ddim", "sampler", "ddim" if flags["use_ddim"] else "ddpm"))
+    if "timestep_respacing" in flags:
+        meant.append(("timestep_respacing", "steps", flags["timestep_respacing"]))
+    if "use_fp16" in flags:
+        meant.append(("use_fp16", "precision", "bf16" if flags["use_fp16"] else "fp32"))
+    return resolve(flags, meant)
+
+
+def without_classifier(argv: list[str]) -> list[str]:
+    """argv less --classifier_... if --classifier_scale is 0, which is how guided-diffusion's scripts do without a classifier."""
+    pairs = [tuple(word[2:].split("=", 1)) if "=" in word else (word[2:], following) for word, following in zip(argv, [*argv[1:], ""])]
+    if not any(name == "classifier_scale" and re.fullmatch(r"0+\.?0*", value) for name, value in pairs):
+        return argv
+    words, kept = iter(argv), []
+    for word in words:
+        if not word.startswith("--classifier_"):
+            kept.append(word)
+        elif "=" not in word:
+            next(words, None)
+    return kept
+
+
+if __name__ == "__main__":  # before PyTorch
+    program.begin("generate", lambda argv: without_aliases(parse_command_line(argv)), program.SAMPLING)
+
+import contextlib
+import io
+import logging
+import math
+import platform
+import re
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
+from torch import nn
+from tqdm import tqdm
+
+import train_unet
+from common import files, formats, model_files
+from common.config import ect_defaults, make_config, pick_device, pick_precision, validate
+from common.data_files import open_data, write_data
+from common.diffusers_files import Autoencoder
+from common.files import DataError
+from common.model import UNetModel, build_model
+from common.model_files import ModelFile
+from common.pictures import image_to_array
+from common.samples import grid_pixels, save_png, save_samples, to_pixels
+
+ROOT = Path(__file__).resolve().parent
+
 # ======================================================================================================================
 # back ends: each draws count images (count, C, H, W) in [-1, 1]. Draws and sampler are train_unet's in all of them, so
 # the images are the same up to rounding.
@@ -109,9 +159,9 @@ class Network(nn.Module):
         return self.compute(x, timesteps, y)
 
 
-def torch_model(file: ModelFile, config: Config) -> train_unet.UNetModel:
+def torch_model(file: ModelFile, config: Config) -> UNetModel:
     device = pick_device(config.device)
-    return train_unet.build_model(config, file.weights_to_use(config.use_ema), device, pick_precision(config, device))
+    return build_model(config, file.weights_to_use(config.use_ema), device, pick_precision(config, device))
 
 
 def generate_torch(file: ModelFile, config: Config, count: int) -> torch.Tensor:
@@ -122,8 +172,8 @@ def mps_network(file: ModelFile, config: Config, device: str = "mps") -> Network
     """The GPU of a Mac, which has no float64: the draws and the timestep embedding, which use it, stay on the CPU."""
     if device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--backend mps: this machine has no Apple GPU that PyTorch can use; --backend torch or native works here")
-    model = train_unet.build_model(config, file.weights_to_use(config.use_ema), device)
-    embed = train_unet.UNetModel(config)  # on the CPU
+    model = build_model(config, file.weights_to_use(config.use_ema), device)
+    embed = UNetModel(config)  # on the CPU
     model.timestep_embedding = lambda t: embed.timestep_embedding(t.cpu()).to(device)
 
     def compute(x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
@@ -176,7 +226,7 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         raise UserError(f"--backend native: {program} is not there; make {program.name} builds it")
     with tempfile.TemporaryDirectory() as folder:
         source, target = file.path, f"{folder}/samples.bin"
-        ours = source.endswith(".bin") and np.fromfile(source, "<i4", 1)[0] == model_files.MODEL_MAGIC
+        ours = source.endswith(".bin") and np.fromfile(source, "<i4", 1)[0] == files.MODEL_MAGIC
         if not ours:  # unet.cu's .bin does not say what the flags do
             source = f"{folder}/model.bin"
             model_files.write_model(source, file)
@@ -193,7 +243,7 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise UserError(done.stderr.strip().removeprefix("train_unet: ") or f"{program} failed")
-        return torch.from_numpy(model_files.open_data(target).images.copy()), told_seconds(done.stdout, count)
+        return torch.from_numpy(open_data(target).images.copy()), told_seconds(done.stdout, count)
 
 
 def told_seconds(line: str, count: int) -> float:
@@ -231,7 +281,7 @@ def example_inputs(config: Config, batch: int) -> tuple[torch.Tensor, ...]:
 def onnx_bytes(file: ModelFile, config: Config) -> bytes:
     import onnxscript  # noqa: F401 (torch.onnx needs it, and says so in a page)
 
-    model = train_unet.build_model(config, file.weights_to_use(config.use_ema))
+    model = build_model(config, file.weights_to_use(config.use_ema))
     inputs = example_inputs(config, 2)
     shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -259,7 +309,7 @@ def coreml_model(file: ModelFile, config: Config) -> Any:
         return op.op_type in ("sin", "cos") or (steps > 0 and any(feeds_angle(child, steps - 1) for child in below))
 
     half = coremltools.transform.FP16ComputePrecision(lambda op: not feeds_angle(op))
-    model = train_unet.build_model(config, file.weights_to_use(config.use_ema))
+    model = build_model(config, file.weights_to_use(config.use_ema))
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars
             exported = torch.export.export(model, example_inputs(config, config.batch_size)).run_decompositions({})
@@ -279,7 +329,7 @@ def coreml_model(file: ModelFile, config: Config) -> Any:
 
 
 def save_coreml(model: Any, path: str) -> None:
-    model_files.write_folder(path, ("Manifest.json", "Data/"), lambda folder: model.save(str(folder)))
+    files.write_folder(path, ("Manifest.json", "Data/"), lambda folder: model.save(str(folder)))
 
 
 # ======================================================================================================================
@@ -348,7 +398,7 @@ def print_table(rows: Iterable[Row], count: int) -> None:
     eager: dict[str, float] = {}
     first = None
     for row in rows:
-        pixels = model_files.to_pixels(row.images).astype(int)
+        pixels = to_pixels(row.images).astype(int)
         first = pixels if first is None else first
         if row.name == "PyTorch, eager":
             eager.setdefault(row.device, row.seconds)
@@ -363,8 +413,6 @@ def print_table(rows: Iterable[Row], count: int) -> None:
 
 def smiley(config: Config) -> torch.Tensor:
     """(C, H, W) in [-1, 1]: drawn four times as large and scaled down. White on black in grey, yellow on white in colour."""
-    from PIL import Image, ImageDraw
-
     H, W = config.image_size
     grey = config.in_channels != 3
     sky, skin, ink = ("black", "white", "black") if grey else ("white", "gold", "black")
@@ -386,21 +434,18 @@ def smiley(config: Config) -> torch.Tensor:
 def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
     path = data_file or file.config.data_file or "data/fashion32.bin"
-    data = model_files.open_data(path if data_file or Path(path).exists() else str(ROOT / path))
-    unlabelled = dataclasses.replace(config, class_cond=False)
-    data.check(unlabelled)
+    data = open_data(path if data_file or Path(path).exists() else str(ROOT / path))
+    data.check(dataclasses.replace(config, class_cond=False))
     label = torch.tensor([0 if data.labels is None else int(data.labels[0])]).clamp(max=max(config.num_classes - 1, 0))
-    return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (data.batch(np.array([0]), unlabelled)[0], label)}
+    return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (torch.from_numpy(data.read_floats(np.array([0]))), label)}
 
 
 def labelled_grid(rows: dict[str, list[torch.Tensor]], columns: list[str], title: str) -> np.ndarray:
     """Pixels (H, W, 3) of rows of cells, each an image (C, H, W) or several side by side (N, C, H, W), small ones enlarged."""
-    from PIL import Image, ImageDraw, ImageFont
-
     zoom = max(1, 64 // max(next(iter(rows.values()))[0].shape[-2:]))
 
     def cell(images: torch.Tensor) -> np.ndarray:
-        pixels = model_files.to_pixels(images.reshape(-1, *images.shape[-3:])).repeat(zoom, 1).repeat(zoom, 2)
+        pixels = to_pixels(images.reshape(-1, *images.shape[-3:])).repeat(zoom, 1).repeat(zoom, 2)
         return np.concatenate(list(np.broadcast_to(pixels, (*pixels.shape[:3], 3))), axis=1)
 
     cells = {name: [cell(images) for images in row] for name, row in rows.items()}
@@ -467,8 +512,6 @@ def network_calls(config: Config, first: int = 0) -> int:
 @contextlib.contextmanager
 def progress(model: nn.Module, calls: int) -> Iterator[None]:
     """A bar on a terminal, of how often the network was asked."""
-    from tqdm import tqdm
-
     with tqdm(total=calls, unit="step", disable=not sys.stderr.isatty()) as bar:
 
         def count(*_: Any) -> None:
@@ -591,14 +634,12 @@ def check_picture(options: Options) -> None:
 
 def animate_denoising(file: ModelFile, config: Config, options: Options) -> bytes:
     """A GIF of num_samples images coming out of noise: on the left x_t, on the right the x_0 that the network sees in it."""
-    from PIL import Image
-
     device, frames = pick_device(config.device), []
     D = train_unet.Denoiser(torch_model(file, config), config, torch.arange(options.num_samples, device=device))
     shown = set(np.linspace(0, len(D.route) - 2, min(len(D.route) - 1, 20)).round().astype(int))
 
     def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
-        halves = [model_files.grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
+        halves = [grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
         both = Image.fromarray(np.concatenate([np.broadcast_to(half, (*half.shape[:2], 3)) for half in halves], axis=1))
         frames.append(both.quantize(32, dither=Image.Dither.NONE))  # noise takes space
 
@@ -614,26 +655,24 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
 
 def take_picture(options: Options, config: Config, folder: str) -> Config:
     """config with --image, and --mask, as data files in this folder."""
-    from PIL import Image, UnidentifiedImageError
-
     if config.in_channels not in (1, 3):
         raise UserError(f"--image {options.image}: a picture has 1 or 3 channels and this model's images {config.in_channels}")
 
     def take(flag: str, path: str, channels: int) -> str:
         try:
-            with prepare_data.open_file(path) as file, Image.open(file) as picture:
-                array = prepare_data.image_to_array(picture, config.image_size, channels, Image.Resampling.BOX if flag == "mask" else None)
+            with files.open_file(path) as file, Image.open(file) as picture:
+                array = image_to_array(picture, config.image_size, channels, Image.Resampling.BOX if flag == "mask" else None)
         except UnidentifiedImageError:
             raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+        except (DataError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
             raise UserError(f"--{flag} {path}: can't be read ({getattr(e, 'strerror', None) or e})") from None
-        prepare_data.write_data(f"{folder}/{flag}.bin", array[None])
+        write_data(f"{folder}/{flag}.bin", array[None])
         return f"{folder}/{flag}.bin"
 
-    files = {"inpaint" if options.mask else "start_from": take("image", options.image, config.in_channels)}
-    files |= {"mask": take("mask", options.mask, 1)} if options.mask else {}
+    taken = {"inpaint" if options.mask else "start_from": take("image", options.image, config.in_channels)}
+    taken |= {"mask": take("mask", options.mask, 1)} if options.mask else {}
     churn = config.S_churn if "S_churn" in options.asked else 0.0  # a preset's is for images made of noise alone
-    config = dataclasses.replace(config, sample=options.num_samples, S_churn=churn, **files)
+    config = dataclasses.replace(config, sample=options.num_samples, S_churn=churn, **taken)
     validate(config)
     return config
 
@@ -657,16 +696,16 @@ def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
     if options.output.endswith(".gif"):
         if options.show != "denoising":
             raise UserError(f"--output {options.output}: only --show denoising moves; name a .png for --show {options.show}")
-        model_files.atomic_write(options.output, [animate_denoising(file, config, options)])
+        files.atomic_write(options.output, [animate_denoising(file, config, options)])
     elif options.output.endswith(".png"):
-        model_files.save_png(PICTURES[options.show](file, config, options), options.output)
+        save_png(PICTURES[options.show](file, config, options), options.output)
     else:
         raise UserError(f"--output {options.output}: must end in .png, or in .gif for --show denoising")
     print(f"{options.output}: {options.show} with {options.model_filename}")
 
 
 def read_latents(options: Options) -> torch.Tensor:
-    images = model_files.open_data(options.data_file).images[: options.num_samples]
+    images = open_data(options.data_file).images[: options.num_samples]
     if images.dtype != np.float32:
         raise UserError(
             f"--data_file {options.data_file}: holds pictures; latents are what prepare_data.py --encode and --sample N --output F.bin write"
@@ -687,64 +726,29 @@ def check_outputs(options: Options) -> None:
     if options.export_coreml:
         model_files.check_folder("--export_coreml", options.export_coreml, options.model_filename)
     elif options.export_onnx:
-        model_files.check_output("--export_onnx", options.export_onnx, read)
+        files.check_output("--export_onnx", options.export_onnx, read)
     elif not options.compare:
         there = [name for name in separate_names(options) if Path(name).exists()]
         for path in [options.output, *there]:
-            model_files.check_output("--output", path, read, prepare_data.is_samples)
+            files.check_output("--output", path, read, files.is_samples)
 
 
 def write_images(images: torch.Tensor, told: str, options: Options) -> None:
     """The grid or data file, and the images one by one."""
-    model_files.save_samples(images, options.output)
+    save_samples(images, options.output)
     print(f"{options.output}: {len(images)} images {told}")
     if options.separate:
         names = separate_names(options)[: len(images)]
         for name, image in zip(names, images):
-            model_files.save_png(model_files.to_pixels(image), name)
+            save_png(to_pixels(image), name)
         print(f"{names[0]} to {names[-1]}: one by one")
-
-
-def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
-    """flags with the names and defaults of guided-diffusion's image_sample.py as ours."""
-    meant = []
-    if "model_path" in flags:
-        meant.append(("model_path", "model_filename", flags["model_path"]))
-        flags = {"sampler": "ddim" if flags.get("use_ddim") else "ddpm", "timestep_respacing": flags.get("steps", "")} | flags
-    if "use_ddim" in flags:
-        meant.append(("use_ddim", "sampler", "ddim" if flags["use_ddim"] else "ddpm"))
-    if "timestep_respacing" in flags:
-        meant.append(("timestep_respacing", "steps", flags["timestep_respacing"]))
-    if "use_fp16" in flags:
-        meant.append(("use_fp16", "precision", "bf16" if flags["use_fp16"] else "fp32"))
-    return resolve(flags, meant)
-
-
-def without_classifier(argv: list[str]) -> list[str]:
-    """argv less --classifier_... if --classifier_scale is 0, which is how guided-diffusion's scripts do without a classifier."""
-    pairs = [tuple(word[2:].split("=", 1)) if "=" in word else (word[2:], following) for word, following in zip(argv, [*argv[1:], ""])]
-    if not any(name == "classifier_scale" and re.fullmatch(r"0+\.?0*", value) for name, value in pairs):
-        return argv
-    words, kept = iter(argv), []
-    for word in words:
-        if not word.startswith("--classifier_"):
-            kept.append(word)
-        elif "=" not in word:
-            next(words, None)
-    return kept
 
 
 def run(argv: list[str]) -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)  # exporters and compilers tell what they found missing
-    own = {f.name: f for f in dataclasses.fields(Options)}
-    shared = [*SAMPLING_FLAGS, "seed", "use_ema", "ema_rate", "device", "preset", "predict_xstart", "rescale_learned_sigmas"]
-    shared += model_files.SAVED_FLAGS
-    shared.remove("timestep_respacing")  # which is --steps here
-    known = own | {name: FLAGS[name] for name in shared}
-    words = parse_flags(without_classifier(argv), known, INTRO)
-    flags: dict[str, Any] = without_aliases(words)
-    need_packages()
-    given = {name: flags.pop(name) for name in own if name in flags}
+    words = parse_command_line(argv)
+    flags = without_aliases(words)
+    given = {name: flags.pop(name) for name in OWN if name in flags}
     options = Options(**given)
     options.asked = frozenset(words)
     vae = Autoencoder(options.decode) if options.decode else None  # before anything takes long
@@ -775,7 +779,7 @@ def run(argv: list[str]) -> None:
     flags = ({"clip_denoised": False} if options.decode else {}) | flags  # latents lie outside of [-1, 1], too
     device = flags.pop("device", "auto") if options.backend == "native" else ""  # which PyTorch may not have
     try:
-        file = model_files.read_model(options.model_filename, flags).choose_ema(flags.get("ema_rate"))
+        file = formats.read_model(options.model_filename, flags).choose_ema(flags.get("ema_rate"))
         if "timestep_respacing" not in flags and file.config.diffusion_steps >= int(Options.steps):
             flags["timestep_respacing"] = ect_defaults(vars(file.config), flags, file).get("timestep_respacing", options.steps)
         config = make_config(flags, None, file)
@@ -788,7 +792,7 @@ def run(argv: list[str]) -> None:
     if options.compare:
         return print_table(compare(file, config, options.num_samples), options.num_samples)
     if options.export_onnx:
-        model_files.atomic_write(options.export_onnx, [onnx_bytes(file, config)])
+        files.atomic_write(options.export_onnx, [onnx_bytes(file, config)])
         return print(f"{options.export_onnx}: the network of {options.model_filename}")
     if options.export_coreml:
         save_coreml(coreml_model(file, config), options.export_coreml)
@@ -801,7 +805,7 @@ def run(argv: list[str]) -> None:
         if options.image and options.output.endswith(".png"):
             if not torch.isfinite(images).all():
                 raise UserError(f"{options.output}: is not written, because the samples are not finite numbers; these weights are broken")
-            model_files.save_png(before_and_after(config, images), options.output)
+            save_png(before_and_after(config, images), options.output)
             return print(f"{options.output}: {options.image} before and after, with {config.sampler} from {options.model_filename}")
     write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options)
 

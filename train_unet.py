@@ -11,79 +11,50 @@ program can be compared with the other's line by line, and continued by it.
   python train_unet.py --convert model.bin model.pt      between .bin, .pt, .safetensors and a folder for diffusers (DIR/)
   python train_unet.py --help                            every flag
 
-Contents, in the order in which data meets them: randomness, data, model, diffusion, samplers, training, a run. Flags are in
-common/config.py, the files in common/model_files.py.
+Contents, in the order in which data meets them: draws, data, diffusion, samplers, training, a run. The network is in common/model.py, random numbers
+in common/random_numbers.py, flags in common/flags.py, files in common/model_files.py and common/run_folder.py.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before what takes seconds
-    import signal
+import sys
 
-    from common import interrupted
+from common import program
+from common.flags import FLAGS, POWER_EMAS, Config, format_value, parse_flags, preset_flags
 
-    interrupted.take(interrupted.leave, signal.SIGINT)
+INTRO = __doc__.partition("\n\nContents")[0]
+if __name__ == "__main__":  # before PyTorch
+    program.begin("train_unet", lambda argv: parse_flags(argv, FLAGS, INTRO), program.TRAINING)
 
 import contextlib  # noqa: I001 (names side by side)
 import dataclasses
 import math
 import signal
-import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from common.config import (
-    FLAGS, POWER_EMAS, Config, F, Screen, UserError, checkpoint, format_value, need_packages, nn, np, parse_flags, pick_device, pick_precision,
-    preset_flags, run_program, space_timesteps, stop_on_signal, torch,
+import numpy as np
+import torch
+from torch import nn
+
+from common.config import pick_device, pick_precision, space_timesteps
+from common.data_files import Data, open_data
+from common.files import DataError
+from common.formats import check_conversion, convert, post_hoc_average, read_model
+from common.model import build_model, initial_weights, parameter_count, to_state_dict
+from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, check_model_output, write_model
+from common.program import Screen, UserError, run_program, stop_on_signal
+from common.random_numbers import (
+    BACK_NOISE, CLASS_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
+    random_words, to_normals,
 )  # fmt: skip
-from common.model_files import (
-    HISTORY_LENGTH, Data, DataFileError, ModelFile, StepResult, TrainingState, check_conversion, check_model_output, convert, grid_pixels, open_data,
-    parameter_count, plot_loss, png_bytes, post_hoc_average, prepare_run, progress_line, read_images, read_model, run_folder, save_samples, to_state_dict,
-    write_model,
-)  # fmt: skip
+from common.run_folder import StepResult, plot_loss, prepare_run, progress_line, run_folder
+from common.samples import grid_pixels, png_bytes, save_samples
 
 # ======================================================================================================================
-# randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
-# counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
-
-INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE, CLASS_DROPOUT, KNOWN_NOISE, BACK_NOISE = range(13)
-MASK = 0xFFFFFFFF  # 32 bits
-
-
-def philox(c0: Any, c1: Any, c2: Any, c3: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
-    """Four 32-bit words for a counter of four such words: Python ints, int64 arrays or int64 tensors, broadcast.
-    A product of 32-bit numbers fits in 64 bits; that int64 takes its upper half for negative is undone by & MASK."""
-    k0, k1 = seed & MASK, seed >> 32
-    for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (p1 >> 32) & MASK ^ c1 ^ k0, p1 & MASK, (p0 >> 32) & MASK ^ c3 ^ k1, p0 & MASK
-        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
-    return c0, c1, c2, c3
-
-
-def random_words(seed: Any, purpose: int, step: Any, samples: torch.Tensor, count: int) -> torch.Tensor:
-    """(len(samples), count) words: element e of a sample is word e % 4 of its block e / 4."""
-    blocks = torch.arange((count + 3) // 4, device=samples.device).split(2**16)  # whose words stay in the cache
-    words = [torch.stack(philox(part, samples[:, None], step, purpose, seed), dim=-1).flatten(1) for part in blocks]
-    return torch.cat(words, dim=1)[:, :count]
-
-
-def to_normals(words: torch.Tensor) -> torch.Tensor:
-    """Standard normals from words (..., 2n), pair by pair (Box & Muller 1958), in double, rounded to float."""
-    u = ((words >> 9).double() + 0.5) * 2.0**-23
-    radius, angle = (-2 * u[..., 0::2].log()).sqrt(), 2 * math.pi * u[..., 1::2]
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2).float()
-
-
-def normals(seed: int, purpose: int, step: int, samples: torch.Tensor, chw: tuple[int, int, int]) -> torch.Tensor:
-    """Normals (B, C, H, W) for these samples; elements are counted over (H, W, C)."""
-    C, H, W = chw
-    count = C * H * W
-    z = to_normals(random_words(seed, purpose, step, samples, count + count % 2))[:, :count]
-    return z.view(-1, H, W, C).permute(0, 3, 1, 2).contiguous()
+# draws: which noise levels and which images a step has. They are functions of the seed and of the step (common/random_numbers.py).
 
 
 def noise_levels(config: Config, purpose: int, step: int, samples: torch.Tensor, probabilities: np.ndarray | None = None) -> torch.Tensor:
@@ -124,13 +95,19 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]  # x0, t, noise, labels
 
 
+def to_tensors(config: Config, data: Data, index: np.ndarray, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x0 (B, C, H, W) of these images, float32 in [-1, 1], and labels (B), int64, if the model wants them."""
+    labels = torch.from_numpy(data.labels[index].astype(np.int64)).to(device) if config.class_cond else None
+    return torch.from_numpy(data.read_floats(index)).to(device), labels
+
+
 def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu", probabilities: np.ndarray | None = None) -> Batch:
     """What step `step` (0-based) of a run trains on, in any build of the program: x0 and noise (B, C, H, W), float32, t (B) as noise_levels draws it,
     labels (B) int64 or None. It depends on the data and on flags of config alone, so that any other model can be trained on the very same numbers and
     compared with ours loss by loss (Diffusion.losses). probabilities: LossHistory.probabilities(), on which t depends too."""
     B = config.batch_size
     index = data_order(config.seed, step * B, B, len(data.images))
-    x0, labels = data.batch(index, config, device)
+    x0, labels = to_tensors(config, data, index, device)
     data.expect(data_order(config.seed, (step + 1) * B, B, len(data.images)))
     samples = torch.arange(B, device=device)
     if config.random_flip:
@@ -142,206 +119,6 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
         dropped = random_words(config.seed, CLASS_DROPOUT, step, samples, 1)[:, 0] < int(config.class_dropout * 2**32)
         labels = torch.where(dropped, config.num_classes, labels)
     return x0, t, noise, labels
-
-
-# ======================================================================================================================
-# model: guided-diffusion's UNetModel (Dhariwal & Nichol 2021), its module names, hence its state_dict
-
-
-class GroupNorm32(nn.GroupNorm):
-    """Statistics in float32 even where activations are bf16."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float() if x.dtype == torch.bfloat16 else x
-        # not F.group_norm, which refuses one image of 1x1 with a channel a group: its output is then the bias
-        return torch.group_norm(wide, self.num_groups, self.weight, self.bias, self.eps).to(x.dtype)
-
-
-class PhiloxDropout(nn.Module):
-    """Dropout whose mask is a function of (seed, step, sample, layer). draw: see UNetModel.dropout_draw."""
-
-    layer = 0  # which of the model's it is
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.threshold = int(float(np.float32(p)) * 2**32)
-        self.scale = float(np.float32(1) / (np.float32(1) - np.float32(p)))
-
-    def forward(self, x: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.threshold == 0:
-            return x
-        B, C, H, W = x.shape
-        seed, step, first_sample = draw.unbind()
-        words = random_words(seed, DROPOUT | self.layer << 8, step, first_sample + torch.arange(B, device=x.device), H * W * C)
-        keep = (words >= self.threshold).view(B, H, W, C).permute(0, 3, 1, 2)
-        return torch.where(keep, x * self.scale, 0)
-
-
-class ResBlock(nn.Module):
-    """x (B, C, H, W), emb (B, 4 * num_channels) -> (B, out, H, W), or half or twice H and W."""
-
-    def __init__(self, config: Config, channels: int, out: int, up: bool = False, down: bool = False):
-        super().__init__()
-        self.use_scale_shift_norm = config.use_scale_shift_norm
-        self.in_layers = nn.Sequential(GroupNorm32(32, channels), nn.SiLU(), nn.Conv2d(channels, out, 3, padding=1))
-        self.resample = nn.Upsample(scale_factor=2) if up else nn.AvgPool2d(2) if down else nn.Identity()
-        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * config.num_channels, 2 * out if config.use_scale_shift_norm else out))
-        self.out_layers = nn.Sequential(GroupNorm32(32, out), nn.SiLU(), PhiloxDropout(config.dropout), nn.Conv2d(out, out, 3, padding=1))
-        self.skip_connection = nn.Identity() if out == channels else nn.Conv2d(channels, out, 1)
-
-    def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-        norm, silu, conv = self.in_layers
-        h = conv(self.resample(silu(norm(x))))
-        emb = self.emb_layers(emb).to(h.dtype)[:, :, None, None]
-        norm, silu, dropout, conv = self.out_layers
-        if self.use_scale_shift_norm:
-            scale, shift = emb.chunk(2, dim=1)
-            h = norm(h) * (1 + scale) + shift
-        else:
-            h = norm(h + emb)
-        return self.skip_connection(self.resample(x)) + conv(dropout(silu(h), draw))
-
-
-class AttentionBlock(nn.Module):
-    """Self-attention over the H * W pixels of x (B, C, H, W)."""
-
-    def __init__(self, config: Config, channels: int, num_heads: int):
-        super().__init__()
-        self.num_heads = num_heads if config.num_head_channels == -1 else channels // config.num_head_channels
-        self.use_new_attention_order = config.use_new_attention_order
-        self.norm = GroupNorm32(32, channels)
-        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
-        self.proj_out = nn.Conv1d(channels, channels, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        B, C, H, W = x.shape
-        qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
-        if self.use_new_attention_order:  # rows: q, k, v, then heads
-            q, k, v = qkv.view(B, 3, self.num_heads, -1, H * W).transpose(3, 4).unbind(1)
-        else:  # rows: heads, then q, k, v
-            q, k, v = qkv.view(B, self.num_heads, 3, -1, H * W).transpose(3, 4).unbind(2)
-        if qkv.dtype == torch.bfloat16:  # flash attention, which fp32 does without, wants the channels of a pixel side by side
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        h = F.scaled_dot_product_attention(q, k, v)  # (B, heads, H * W, C / heads)
-        return x + self.proj_out(h.transpose(2, 3).reshape(B, C, H * W)).view(B, C, H, W)
-
-
-class EmbedSequential(nn.Sequential):
-    """Layers in a row; residual blocks also see the embedding and the dropout draw."""
-
-    def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-        for layer in self:
-            x = layer(x, emb, draw) if isinstance(layer, ResBlock) else layer(x)
-        return x
-
-
-class UNetModel(nn.Module):
-    """x (B, in_channels, H, W), timesteps (B) [, y (B) class labels] -> (B, out_channels, H, W)."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.class_cond, self.use_checkpoint, self.bf16, self.patch = config.class_cond, config.use_checkpoint, False, config.patch
-        width, levels = config.num_channels, len(config.channel_mult)
-        learnt = config.conv_resample and not config.resblock_updown  # whether convolutions alone halve and double
-        up_heads = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
-        self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
-        if config.class_cond:
-            self.label_emb = nn.Embedding(config.num_classes + config.null_class, 4 * width)
-
-        def block(ch: int, level: int, heads: int) -> EmbedSequential:
-            out = config.channels(level)
-            attention = [AttentionBlock(config, out, heads)] if config.has_attention(level) else []
-            return EmbedSequential(ResBlock(config, ch, out), *attention)
-
-        ch = config.channels(0)
-        self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels * self.patch**2, ch, 3, padding=1))])
-        skips = [ch]
-        for level in range(levels):
-            for _ in range(config.num_res_blocks):
-                self.input_blocks.append(block(ch, level, config.num_heads))
-                ch = config.channels(level)
-                skips.append(ch)
-            if level < levels - 1:
-                halve = nn.Conv2d(ch, ch, 3, stride=2, padding=1) if learnt else nn.AvgPool2d(2)
-                down = ResBlock(config, ch, ch, down=True) if config.resblock_updown else nn.Sequential(OrderedDict(op=halve))
-                self.input_blocks.append(EmbedSequential(down))
-                skips.append(ch)
-        self.middle_block = EmbedSequential(ResBlock(config, ch, ch), AttentionBlock(config, ch, config.num_heads), ResBlock(config, ch, ch))
-        self.output_blocks = nn.ModuleList()
-        for level in reversed(range(levels)):
-            for _ in range(config.num_res_blocks + 1):
-                self.output_blocks.append(block(ch + skips.pop(), level, up_heads))
-                ch = config.channels(level)
-            if level > 0:
-                conv = nn.Conv2d(ch, ch, 3, padding=1) if learnt else nn.Identity()
-                double = nn.Sequential(OrderedDict(up=nn.Upsample(scale_factor=2), conv=conv))
-                self.output_blocks[-1].append(ResBlock(config, ch, ch, up=True) if config.resblock_updown else double)
-        self.out = nn.Sequential(GroupNorm32(32, ch), nn.SiLU(), nn.Conv2d(ch, config.out_channels * self.patch**2, 3, padding=1))
-
-        frequencies = np.exp(-math.log(config.max_period) * np.arange(width // 2) / (width // 2)).astype(np.float32)
-        self.register_buffer("frequencies", torch.from_numpy(frequencies), persistent=False)
-        # Which masks dropout draws: those of (seed, step, the batch's first sample in the step).
-        self.register_buffer("dropout_draw", torch.zeros(3, dtype=torch.int64), persistent=False)
-        for k, dropout in enumerate(module for module in self.modules() if isinstance(module, PhiloxDropout)):
-            dropout.layer = k
-
-    def timestep_embedding(self, t: torch.Tensor) -> torch.Tensor:
-        angles = t[:, None].double() * self.frequencies.double()
-        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.time_embed[0].weight.dtype)
-
-    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        def run(block: nn.Module, h: torch.Tensor) -> torch.Tensor:
-            """With --use_checkpoint backward() computes it once more; dropout is a function of the draw, so no generator's state is kept."""
-            if self.use_checkpoint and self.training:
-                return checkpoint(block, h, emb, self.dropout_draw, use_reentrant=False, preserve_rng_state=False)
-            return block(h, emb, self.dropout_draw)
-
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
-            emb = self.time_embed(self.timestep_embedding(timesteps))
-            if self.class_cond:
-                emb = emb + self.label_emb(y)
-            h, skips = F.pixel_unshuffle(x, self.patch) if self.patch > 1 else x, []
-            for block in self.input_blocks:
-                h = run(block, h)
-                skips.append(h)
-            h = run(self.middle_block, h)
-            for block in self.output_blocks:
-                h = run(block, torch.cat([h, skips.pop()], dim=1))
-            out = F.pixel_shuffle(self.out(h), self.patch) if self.patch > 1 else self.out(h)
-            return out.to(x.dtype)
-
-
-def initial_weights(config: Config) -> np.ndarray:
-    """A flat array, as in a .bin file: parameters one after the other in state_dict order. Distributed as guided-diffusion's: kaiming-uniform
-    convolutions and linears, zeroed output projections. Element e of parameter p is a function of (seed, p, e), as in the C++ program."""
-    tensors = []
-    with torch.device("meta"):
-        model = UNetModel(config)
-    for p, (name, parameter) in enumerate(model.named_parameters()):
-        owner_name, _, kind = name.rpartition(".")
-        owner, count = model.get_submodule(owner_name), parameter.numel()
-        values = torch.zeros(count)
-        if isinstance(owner, nn.GroupNorm):
-            values.fill_(kind == "weight")
-        elif not owner_name.endswith(("out_layers.3", "proj_out")) and owner_name != "out.2":
-            words = random_words(config.seed, INIT, 0, torch.tensor([p]), count + count % 2)[0]
-            if isinstance(owner, nn.Embedding):
-                values = to_normals(words)[:count]
-            else:
-                bound = float(np.float32(1 / math.sqrt(owner.weight[0].numel())))
-                values = (2 * ((words[:count] >> 8).float() * 2.0**-24) - 1) * bound
-        tensors.append(values)
-    return torch.cat(tensors).numpy()
-
-
-def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torch.device | str = "cpu", precision: str = "fp32") -> UNetModel:
-    """A model in eval mode whose parameters are views of weights, a flat array (if that is on the device already)."""
-    model = UNetModel(config).to(device)
-    model.bf16 = precision == "bf16"
-    flat = torch.as_tensor(weights).to(device)
-    for p, part in zip(model.parameters(), to_state_dict(config, flat).values()):
-        p.data = part
-    return model.eval()
 
 
 # ======================================================================================================================
@@ -691,10 +468,24 @@ def sampler_steps(D: Denoiser, x: torch.Tensor, first: int = 0) -> Iterator[tupl
         x, before = x_next, (x0, D.route[step].sigma) if then == step + 1 else None
 
 
+def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
+    """The images (up to most, C, H, W) of --start_from, --inpaint or --mask, in [-1, 1]; None: the flag isn't given."""
+    path = getattr(config, name)
+    if not path:
+        return None
+    data = open_data(path)
+    data.check(dataclasses.replace(config, class_cond=False, in_channels=1 if name == "mask" else config.in_channels))
+    images = torch.from_numpy(data.read_floats(np.arange(min(len(data.images), most))))
+    for i, image in enumerate(images):
+        if not torch.isfinite(image).all():
+            raise DataError(f"--{name} {path}: image {i} holds a value that is not finite; make the file again")
+    return images
+
+
 @torch.no_grad()
 def sample(model: nn.Module, config: Config, n: int, progress: bool = False) -> torch.Tensor:
     """n images (n, C, H, W) in [-1, 1], on the CPU, of a model that it leaves in eval mode. Image i depends on (seed, i) alone, not on batch_size."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # which who only trains or times the network does without
 
     device, drawn = next(model.parameters()).device, []
     images, masks = (read_images(config, name, n) for name in ("start_from" if config.start_from else "inpaint", "mask"))
@@ -846,7 +637,7 @@ class Trainer:
         config, losses, count = self.config, [], len(data.images)
         self.model.eval()
         for index in np.split(np.arange(count), range(config.batch_size, count, config.batch_size)):
-            (x0, labels), samples = data.batch(index, config, self.device), torch.from_numpy(index).to(self.device)
+            (x0, labels), samples = to_tensors(config, data, index, self.device), torch.from_numpy(index).to(self.device)
             t = noise_levels(config, VAL_TIMESTEP, 0, samples)
             noise = normals(config.seed, VAL_NOISE, 0, samples, tuple(x0.shape[1:]))
             losses.append(self.diffusion.losses(self.model, x0, t, noise, labels))
@@ -883,7 +674,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     state, first_step = trainer.state, trainer.state.step
     state.data_images, state.data_crc = len(data.images), data.crc
     print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {device}, {trainer.precision}{', compiled' * trainer.compiled}")
-    unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.file.image_crcs is None else ""
+    unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
     if config.in_channels not in (1, 3):
         print(f"grids show the first of {config.in_channels} channels, in grey")
@@ -916,14 +707,14 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             began = time.perf_counter()
             try:
                 batch = next_batch()
-            except DataFileError as e:
+            except DataError as e:
                 told = "nothing was trained"
                 if state.step > first_step:
                     keeper.finish(state.step, save_rest, stop)
                     screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
                     told = "that is saved, and --resume_checkpoint latest goes on from there"
                 screen.print("\n" * screen.terminal, end="")
-                raise DataFileError(f"{e}; stopped after step {state.step}: {told}") from None
+                raise DataError(f"{e}; stopped after step {state.step}: {told}") from None
             result = trainer.train_step(*batch)
             elapsed, step = time.perf_counter() - began, state.step
             seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
@@ -962,7 +753,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             told = f"stopped by {stopped} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
         else:
             told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
-            with contextlib.suppress(DataFileError):  # one step more, only to see whether the last checkpoint is good
+            with contextlib.suppress(DataError):  # one step more, only to see whether the last checkpoint is good
                 if keeper.waits() and not trainer.train_step(*next_batch()).objection:
                     keeper.prove()
         screen.tell_any(folder.write_waiting())
@@ -972,8 +763,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
 
 def run(argv: list[str]) -> int:
     """Does what a command line says, and returns the exit code."""
-    flags = parse_flags(argv, FLAGS, __doc__.partition("\n\nContents")[0])
-    need_packages()
+    flags = parse_flags(argv, FLAGS, INTRO)
     if "convert" in flags:
         source, target = flags.pop("convert")
         check_conversion(source, target)
@@ -1003,5 +793,4 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.modules["train_unet"] = sys.modules["__main__"]  # common/model_files.py asks for its UNetModel
     sys.exit(run_program("train_unet", run))

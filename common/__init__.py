@@ -1,1 +1,18 @@
-"""What the Python programs share. What they import goes one way: a module imports only those that stand before it."""
+"""What the Python programs share. Arrows go one way: a module imports only modules that stand above it here, and no program.
+
+    program          one sentence for a mistake, Ctrl-C, missing packages, the screen      needs Python alone
+    files            files that appear whole or not at all, what may be replaced           needs Python alone
+    flags            names, defaults, limits, presets, command lines                       needs Python alone
+    data_files       images and labels to train on                                         needs numpy
+    pictures         from picture files to arrays                                          needs Pillow, too
+    config           from flags to a configuration that can work                           from here on: PyTorch
+    random_numbers   counter-based draws, as in the C++ program
+    model            the network, its parameters, initial weights
+    model_files      weights and checkpoints: .bin, .pt, .safetensors
+    diffusers_files  the same in folders of Hugging Face's diffusers; autoencoders
+    formats          any of these: read, convert, average after the run
+    samples          grids and pictures of what was drawn
+    run_folder       the output folder of a run, and what a run starts from
+
+Then come the programs: prepare_data.py; train_unet.py, which is what generate.py samples with.
+"""

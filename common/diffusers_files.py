@@ -16,17 +16,17 @@ import json
 import math
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-import prepare_data
-from common import model_files
-from common.config import FLAGS, SAMPLING_FLAGS, Config, UserError, format_value, pick_device, torch
-from common.model_files import ModelFileError
+import torch
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from common.model_files import ModelFile
+from common import files, model_files
+from common.config import pick_device
+from common.flags import FLAGS, SAMPLING_FLAGS, Config, format_value
+from common.model import parameter_shapes, to_state_dict
+from common.model_files import ModelFile, ModelFileError
+from common.program import UserError
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 UNET, SCHEDULER, INDEX = "unet/config.json", "scheduler/scheduler_config.json", "model_index.json"
@@ -237,7 +237,7 @@ def to_theirs(config: Config, tensors: dict[str, torch.Tensor]) -> dict[str, tor
 def to_ours(config: Config, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our state_dict from UNet2DModel's, which has the names and shapes that to_theirs makes."""
     modules, result = their_modules(config), {}
-    for name, shape in model_files.parameter_shapes(config).items():
+    for name, shape in parameter_shapes(config).items():
         key = their_name(modules, name)
         if ".to_qkv." in key:
             rows = torch.cat([tensors[key.replace("to_qkv", f"to_{letter}")] for letter in "qkv"])
@@ -256,8 +256,8 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
     source, file, path = file.path, file.choose_ema(flags.get("ema_rate")), path.rstrip("/")
     config = dataclasses.replace(file.config, **{name: flags[name] for name in SAMPLING_FLAGS if name in flags})
     unet, scheduler = unet_settings(config), scheduler_settings(config)
-    bare = model_files.ModelFile(file.config, file.weights_to_use(flags.get("use_ema", True)), state=model_files.TrainingState(file.state.step))
-    tensors = to_theirs(config, model_files.to_state_dict(config, bare.weights))
+    bare = ModelFile(file.config, file.weights_to_use(flags.get("use_ema", True)), state=model_files.TrainingState(file.state.step))
+    tensors = to_theirs(config, to_state_dict(config, bare.weights))
     metadata = {"format": "pt"} | {key: json.dumps(value) for key, value in bare.metadata().items()}
     settings = {UNET: {"_class_name": "UNet2DModel"} | unet, SCHEDULER: scheduler}
     if config.objective == "ddpm":  # their pipelines know of no noise levels but t
@@ -272,7 +272,7 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
             (folder / name).write_text(json.dumps(values, indent=2) + "\n")
         safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata)
 
-    model_files.write_folder(path, (UNET, WEIGHTS, SCHEDULER, INDEX), make)
+    files.write_folder(path, (UNET, WEIGHTS, SCHEDULER, INDEX), make)
     told = f"{path}: the model of {source} for diffusers"
     by_hand = f"by UNet2DModel.from_pretrained('{path}', subfolder='unet') and {scheduler['_class_name']}'s"
     if config.objective != "ddpm":
@@ -284,7 +284,7 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
 
 def read_json(path: str) -> dict[str, Any]:
     try:
-        with prepare_data.open_file(path) as file:
+        with files.open_file(path) as file:
             values = json.load(file)
     except OSError as e:
         raise ModelFileError(f"{path}: can't be opened ({e.strerror}); name a folder that diffusers wrote") from None
@@ -336,7 +336,7 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
         if values.get("_class_name") not in list(known):
             raise ModelFileError(f"{path}/{name}: is of class {model_files.brief(values.get('_class_name'))}, not {' or '.join(known)}")
     unet, scheduler = UNET_DEFAULTS | unet, kinds[scheduler["_class_name"]] | scheduler
-    prepare_data.open_file(f"{path}/{WEIGHTS}").close()  # says what is wrong with the path itself
+    files.open_file(f"{path}/{WEIGHTS}").close()  # says what is wrong with the path itself
     tensors, metadata = model_files.safetensors_content(f"{path}/{WEIGHTS}")
 
     saved = {name: value for name, value in flags.items() if name in model_files.SAVED_FLAGS}
@@ -359,7 +359,7 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
         config = model_files.trusted(path, derive, None)
     learnt = dataclasses.replace(config, conv_resample=True)  # whose tensors are as many and as large as of one that pools
     with torch.device("meta"):
-        empty = {name: torch.empty(shape) for name, shape in model_files.parameter_shapes(learnt).items()}
+        empty = {name: torch.empty(shape) for name, shape in parameter_shapes(learnt).items()}
     check_tensors(f"{path}/{WEIGHTS}", tensors, to_theirs(learnt, empty))
     pooled = {} if config.resblock_updown else resampling(config)
     if pooled:

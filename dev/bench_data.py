@@ -22,7 +22,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import prepare_data  # noqa: E402
+from common.data_files import write_data
 
 STEPS = {32: 4.3, 128: 12.6, 256: 24.3}  # batch: milliseconds of a step of unet64 on an H200 (docs/BENCHMARKS.md)
 IMAGE = (3, 64, 64)
@@ -94,7 +94,7 @@ def main() -> None:
         program, path = f"{folder}/bench_data", Path(folder, "data.bin")
         compiler = "-std=c++20 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wno-unused-function"
         subprocess.run([os.environ.get("CXX", "g++"), *compiler.split(), "-o", program, ROOT / "dev/bench_data.cpp"], check=True)
-        prepare_data.write_data(str(path), random_images(count))
+        write_data(str(path), random_images(count))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         print(f"{count} images of 64x64, {path.stat().st_size / 2**30:.1f} GiB on the disk; this machine has {memory:.0f} GiB of memory")
         load_batches(program, path, args.steps)

@@ -46,7 +46,9 @@ import jax.numpy as jnp
 from jax import lax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.config import FLAGS, Config, UserError, format_value, make_config, parse_flags  # noqa: E402
+from common.config import make_config
+from common.flags import FLAGS, Config, format_value, parse_flags
+from common.program import UserError
 
 Tree = Any
 GROUPS, EPSILON = 32, 1e-5

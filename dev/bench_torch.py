@@ -8,35 +8,15 @@ prints a line of JSON. torchrun --nproc_per_node 2 starts it on two GPUs, which 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.config import (
-    FLAGS,
-    Config,
-    F,
-    UserError,
-    flag,
-    make_config,
-    need_packages,
-    np,
-    parse_flags,
-    pick_device,
-    pick_precision,
-    run_program,
-    torch,
-)
-from train_unet import Diffusion, UNetModel
-
-RANKS = int(os.environ.get("WORLD_SIZE", 1))
+from common import program
+from common.flags import FLAGS, Config, flag, parse_flags
+from common.program import UserError, run_program
 
 
 @dataclass
@@ -46,6 +26,28 @@ class Options:
     bench: int = flag(20, "time this many training steps and forward passes on synthetic data", 1, 10**6)
     bench_mode: str = flag("auto", "what is timed; graph: compiled, one CUDA graph; auto: that on a GPU", choices="auto|eager|compile|graph")
     bench_parts: str = flag("both", "what of it; one alone compiles faster", choices="both|step|forward")
+
+
+OWN = {f.name: f for f in dataclasses.fields(Options)}
+
+if __name__ == "__main__":  # before PyTorch
+    program.begin("bench_torch", lambda argv: parse_flags(argv, OWN | FLAGS, __doc__), program.TRAINING)
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common.config import make_config, pick_device, pick_precision
+from common.model import UNetModel
+from train_unet import Diffusion
+
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def bench(config: Config, options: Options, device: torch.device, precision: str) -> dict[str, Any]:
@@ -148,10 +150,8 @@ def time_calls(work: Callable[[], Any], count: int, device: torch.device, captur
 
 
 def run(argv: list[str]) -> None:
-    own = {f.name: f for f in dataclasses.fields(Options)}
-    flags = parse_flags(argv, own | FLAGS, __doc__)
-    need_packages()
-    options = Options(**{name: flags.pop(name) for name in own if name in flags})
+    flags = parse_flags(argv, OWN | FLAGS, __doc__)
+    options = Options(**{name: flags.pop(name) for name in OWN if name in flags})
     config = make_config(flags)
     device = pick_device(os.environ["LOCAL_RANK"] if RANKS > 1 and torch.cuda.is_available() else config.device)
     if RANKS > 1:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from harness import Case, Pair, Tensors, Timed, bench_tensor, main, nhwc, normal, rounding
 
-from train_unet import FLIP, NOISE, TIMESTEP, random_words, to_normals
+from common.random_numbers import FLIP, NOISE, TIMESTEP, random_words, to_normals
 
 
 def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:

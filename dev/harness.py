@@ -32,7 +32,7 @@ import torch
 DEV = Path(__file__).resolve().parent
 sys.path.insert(0, str(DEV.parent))
 
-from train_unet import DROPOUT, random_words  # noqa: E402
+from common.random_numbers import DROPOUT, random_words
 
 Case = dict[str, Any]
 Timed = dict[str, Callable[[], Any]]  # passes by name: what to time

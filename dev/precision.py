@@ -19,8 +19,8 @@ from harness import Arrays, Case, Pair, Tensors, build, nchw, nhwc, run
 from unet import PAIR as UNET
 from unet import config_of, shapes_of
 
-from common.config import PRESETS
-from train_unet import UNetModel
+from common.flags import PRESETS
+from common.model import UNetModel
 
 LIMIT = 4  # times PyTorch's own error in fp32
 MODEL = PRESETS["unet64"] + " --dropout 0"

@@ -31,30 +31,60 @@ network with 256 levels, as PNGs would hold them, and no PNG is written. Nothing
 
 from __future__ import annotations
 
+import argparse
+import pathlib
 import sys
 
-sys.path.insert(0, f"{sys.path[0]}/..")
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-if __name__ == "__main__":  # before what takes seconds
-    import signal
+from common import program
+from common.program import UserError, run_program
 
-    from common import interrupted
+BACKENDS = ["coreml", "mps", "native", "onnx", "torch"]  # generate.py's
+WEIGHTS = "weights-inception-2015-12-05-6726825d.pth, which https://github.com/toshas/torch-fidelity/releases/tag/v0.2.0 has"
 
-    interrupted.take(interrupted.leave, signal.SIGINT)
 
-import argparse
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--split", metavar="DIR", help="write DIR/train.bin and DIR/held_out.bin, and stop")
+    what.add_argument("--samples", nargs="+", metavar="F.bin", help="files of samples to judge")
+    what.add_argument("--runs", nargs="+", metavar="DIR", help="output folders of runs: judge samples of each checkpoint")
+    parser.add_argument("--features", default="classifier", choices=["classifier", "inception"], help="default: classifier, trained here")
+    parser.add_argument("--weights", default="", metavar="F.pth", help=f"Inception's: {WEIGHTS}")
+    told = "what is split, or with --features inception compared with (default: data/fashion32.bin)"
+    parser.add_argument("--data_file", default=f"{ROOT}/data/fashion32.bin", help=told)
+    parser.add_argument("--num_samples", type=int, help="samples of each checkpoint (default: 2000, with --features inception 50000)")
+    parser.add_argument("--batch_size", type=int, default=250, help="images at a time")
+    parser.add_argument("--steps", default="50", help="sampling steps (default: 50, of ddim with eta 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples")
+    parser.add_argument("--backend", default="native", choices=BACKENDS, help="what draws the samples (default: ./train_unet)")
+    parser.add_argument("--plot", metavar="F.png", help="how the figures change over training")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":  # before PyTorch
+    program.begin("quality", parse_arguments, program.SAMPLING)
+
 import dataclasses
 import io
 import itertools
-import pathlib
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+
 import generate
-import prepare_data
-from common import model_files
-from common.config import UserError, make_config, need_packages, nn, np, run_program, torch
+from common import files
+from common.config import make_config
+from common.data_files import Data, open_data, write_data
+from common.formats import read_model
+from common.model_files import checkpoints
+from common.samples import to_pixels
 
 FEATURES = 64
 HELD_OUT = 2000
@@ -196,7 +226,7 @@ def features(classifier: nn.Sequential, images: torch.Tensor) -> torch.Tensor:
     return torch.cat([classifier[:-1](part.to(device)).cpu() for part in images.split(1000)]).double()
 
 
-def make_judge(data: model_files.Data, epochs: int = 10) -> Judge:
+def make_judge(data: Data, epochs: int = 10) -> Judge:
     images, labels = to_floats(np.array(data.images)), torch.from_numpy(np.array(data.labels, np.int64))
     seen = len(images) - HELD_OUT
     classifier = train_classifier(images[:seen], labels[:seen], epochs)
@@ -211,13 +241,11 @@ def make_judge(data: model_files.Data, epochs: int = 10) -> Judge:
 # ----------------------------------------------------------------------------------------------------------------------
 # Inception's features, through torch-fidelity
 
-WEIGHTS = "weights-inception-2015-12-05-6726825d.pth, which https://github.com/toshas/torch-fidelity/releases/tag/v0.2.0 has"
-
 
 class Pictures(torch.utils.data.Dataset):
     """The images of a data file as torch-fidelity wants them: uint8 (3, H, W). What is grey becomes colour."""
 
-    def __init__(self, data: model_files.Data):
+    def __init__(self, data: Data):
         self.data = data
         if data.images.shape[1] not in (1, 3):
             raise UserError(
@@ -230,7 +258,7 @@ class Pictures(torch.utils.data.Dataset):
     def __getitem__(self, i: int) -> torch.Tensor:
         image = torch.from_numpy(self.data.read(np.array([i]))[0])
         if image.dtype != torch.uint8:
-            image = torch.from_numpy(model_files.to_pixels(image)).movedim(-1, 0)
+            image = torch.from_numpy(to_pixels(image)).movedim(-1, 0)
         return image.expand(3, -1, -1)
 
 
@@ -249,7 +277,7 @@ def check_weights(path: str) -> None:
     if not path:
         raise UserError(f"--features inception: needs --weights FILE, Inception's weights as torch-fidelity has them: {WEIGHTS}")
     try:
-        prepare_data.open_file(path).close()
+        files.open_file(path).close()
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         usable = isinstance(tensors, dict) and "Mixed_7c.branch_pool.conv.weight" in tensors
     except OSError:
@@ -262,19 +290,19 @@ def check_weights(path: str) -> None:
 
 def judge_by_inception(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     check_weights(args.weights)
-    reference, count = Pictures(model_files.open_data(args.data_file)), args.num_samples or 50000
-    files = {path: Pictures(model_files.open_data(path)) for path in args.samples or []}
-    if min(map(len, [reference, *files.values()])) <= NEIGHBOUR or count <= NEIGHBOUR:
+    reference, count = Pictures(open_data(args.data_file)), args.num_samples or 50000
+    given = {path: Pictures(open_data(path)) for path in args.samples or []}
+    if min(map(len, [reference, *given.values()])) <= NEIGHBOUR or count <= NEIGHBOUR:
         raise UserError(f"precision and recall go by the neighbour number {NEIGHBOUR}, so each set must have more images than that")
 
     def drawn() -> Iterator[tuple[str, Pictures]]:
-        for path in (path for folder in args.runs or [] for path in model_files.checkpoints(folder).values()):
-            file = model_files.read_model(path)
-            yield path, Pictures(model_files.Data(path, generate.BACKENDS[args.backend](file, make_config(flags, None, file), count).numpy()))
+        for path in (path for folder in args.runs or [] for path in checkpoints(folder).values()):
+            file = read_model(path)
+            yield path, Pictures(Data(path, generate.BACKENDS[args.backend](file, make_config(flags, None, file), count).numpy()))
 
     print(f"{f'against {args.data_file} ({len(reference)})':40s}      FID   KID x 1000        precision   recall", flush=True)
     with tempfile.TemporaryDirectory() as folder:  # where the reference's features wait for the next set
-        for path, pictures in itertools.chain(files.items(), drawn()):
+        for path, pictures in itertools.chain(given.items(), drawn()):
             cache = {"cache_root": folder, "input2_cache_name": "reference"}
             f = inception_figures(pictures, reference, args.weights, args.batch_size, **cache)
             kid, spread = (1000 * f[f"kernel_inception_distance_{name}"] for name in ("mean", "std"))
@@ -286,27 +314,27 @@ def judge_by_inception(args: argparse.Namespace, flags: dict[str, Any]) -> None:
 # command line
 
 
-def open_source(path: str) -> model_files.Data:
-    data = model_files.open_data(path)
+def open_source(path: str) -> Data:
+    data = open_data(path)
     if data.labels is None or data.images.dtype != np.uint8 or data.images.shape[1:] != (1, 32, 32) or len(data.images) < 2 * HELD_OUT:
         raise UserError(f"--data_file {path}: must be labelled uint8 images of 1x32x32, at least {2 * HELD_OUT} of them, as data/fashion32.bin")
     return data
 
 
-def write_split(data: model_files.Data, folder: str) -> list[str]:
+def write_split(data: Data, folder: str) -> list[str]:
     """Writes train.bin and held_out.bin, and returns their paths."""
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     seen = len(data.images) - HELD_OUT
     parts = {f"{folder}/train.bin": slice(0, seen), f"{folder}/held_out.bin": slice(seen, None)}
     for path in parts:
-        model_files.check_output("--split", path, [data.path], prepare_data.is_data)
+        files.check_output("--split", path, [data.path], files.is_data)
     for path, part in parts.items():
-        prepare_data.write_data(path, data.images[part], data.labels[part], data.num_classes)
+        write_data(path, data.images[part], data.labels[part], data.num_classes)
     return list(parts)
 
 
-def read_samples(path: str, data: model_files.Data) -> torch.Tensor:
-    images = model_files.open_data(path).images
+def read_samples(path: str, data: Data) -> torch.Tensor:
+    images = open_data(path).images
     if images.shape[1:] != data.images.shape[1:] or len(images) < 2 * FEATURES:
         raise UserError(f"--samples {path}: holds {len(images)} images of {images.shape[1:]}, not {2 * FEATURES} or more of {data.images.shape[1:]}")
     return to_floats(images) if images.dtype == np.uint8 else torch.from_numpy(np.array(images))
@@ -314,7 +342,7 @@ def read_samples(path: str, data: model_files.Data) -> torch.Tensor:
 
 def draw_samples(path: str, count: int, flags: dict[str, Any], backend: str, train_crc: int) -> torch.Tensor:
     """Of a checkpoint of a model that was trained on train.bin, whose header has this checksum."""
-    file = model_files.read_model(path)
+    file = read_model(path)
     if file.state.data_crc != train_crc:
         raise UserError(f"{path}: was trained on {file.config.data_file}, not on the train.bin of --split; what a model has seen can't judge it")
     return generate.BACKENDS[backend](file, make_config(flags, None, file), count)
@@ -335,7 +363,7 @@ def plot(runs: dict[str, dict[int, Figures]], floor: Figures, path: str) -> None
         axes.minorticks_off()
     axes.legend()
     figure.savefig(buffer := io.BytesIO(), format="png", dpi=80)
-    model_files.atomic_write(path, [buffer.getbuffer()])
+    files.atomic_write(path, [buffer.getbuffer()])
 
 
 def compare_last(runs: dict[str, dict[int, Figures]]) -> None:
@@ -352,31 +380,12 @@ def compare_last(runs: dict[str, dict[int, Figures]]) -> None:
 
 
 def run(argv: list[str]) -> None:
-    parser = prepare_data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--split", metavar="DIR", help="write DIR/train.bin and DIR/held_out.bin, and stop")
-    what.add_argument("--samples", nargs="+", metavar="F.bin", help="files of samples to judge")
-    what.add_argument("--runs", nargs="+", metavar="DIR", help="output folders of runs: judge samples of each checkpoint")
-    parser.add_argument("--features", default="classifier", choices=["classifier", "inception"], help="default: classifier, trained here")
-    parser.add_argument("--weights", default="", metavar="F.pth", help=f"Inception's: {WEIGHTS}")
-    told = "what is split, or with --features inception compared with (default: data/fashion32.bin)"
-    parser.add_argument("--data_file", default=str(generate.ROOT / "data/fashion32.bin"), help=told)
-    parser.add_argument("--num_samples", type=int, help="samples of each checkpoint (default: 2000, with --features inception 50000)")
-    parser.add_argument("--batch_size", type=int, default=250, help="images at a time")
-    parser.add_argument("--steps", default="50", help="sampling steps (default: 50, of ddim with eta 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples")
-    parser.add_argument("--backend", default="native", choices=sorted(generate.BACKENDS), help="what draws the samples (default: ./train_unet)")
-    parser.add_argument("--plot", metavar="F.png", help="how the figures change over training")
-    try:
-        args = parser.parse_args(argv)
-    except prepare_data.DataError as e:
-        raise UserError(str(e)) from None
-    need_packages()
+    args = parse_arguments(argv)
     for folder in args.runs or []:
-        if not model_files.checkpoints(folder):
+        if not checkpoints(folder):
             raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
     if args.plot:
-        model_files.check_output("--plot", args.plot, [args.data_file, args.weights, *(args.samples or [])])
+        files.check_output("--plot", args.plot, [args.data_file, args.weights, *(args.samples or [])])
     flags = {"sampler": "ddim", "eta": 1.0, "timestep_respacing": args.steps, "seed": args.seed, "batch_size": args.batch_size}
     if args.features == "inception" and not args.split:
         if args.plot:
@@ -390,7 +399,7 @@ def run(argv: list[str]) -> None:
         return print(*write_split(data, args.split), sep="\n")
     samples = {path: read_samples(path, data) for path in args.samples or []}
     with tempfile.TemporaryDirectory() as folder:
-        train_crc = model_files.open_data(write_split(data, folder)[0]).crc
+        train_crc = open_data(write_split(data, folder)[0]).crc
 
     judge = make_judge(data)
     count = min([len(s) for s in samples.values()], default=args.num_samples)
@@ -403,7 +412,7 @@ def run(argv: list[str]) -> None:
     runs: dict[str, dict[int, Figures]] = {}
     for folder in args.runs or []:
         runs[folder] = {}
-        for step, path in model_files.checkpoints(folder).items():
+        for step, path in checkpoints(folder).items():
             images = draw_samples(path, args.num_samples, flags, args.backend, train_crc)
             runs[folder][step] = judge.figures(images)
             print(f"{path:40s} {runs[folder][step]}", flush=True)

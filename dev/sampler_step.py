@@ -10,7 +10,7 @@ import torch
 from ddpm_loss import alpha_bar
 from harness import Case, Pair, Tensors, Timed, bench_tensor, main, normal, rounding
 
-from train_unet import BACK_NOISE, KNOWN_NOISE, SAMPLE_NOISE, SAMPLE_START, random_words, to_normals
+from common.random_numbers import BACK_NOISE, KNOWN_NOISE, SAMPLE_NOISE, SAMPLE_START, random_words, to_normals
 
 # timestep_respacing: the timesteps that guided-diffusion's space_timesteps keeps
 KEPT = {

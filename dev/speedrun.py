@@ -19,22 +19,49 @@ training images is close to the former and no closer than they are to the latter
 
 from __future__ import annotations
 
+import argparse
+import pathlib
 import sys
 
-sys.path.insert(0, f"{sys.path[0]}/..")
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-if __name__ == "__main__":  # before what takes seconds
-    import signal
+from common import program
+from common.program import UserError, run_program
 
-    from common import interrupted
+FIFTH = 5  # every fifth image is held out
+MOST_SAMPLES = 5000
+EXEMPLAR_EPOCHS = 60
 
-    interrupted.take(interrupted.leave, signal.SIGINT)
 
-import argparse
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--data_file", default=str(ROOT / "data/emoji64.bin"), help="uint8 images (default: data/emoji64.bin)")
+    told = 'of ./train_unet, such as "--objective edm" (default: one recipe without flags; --recipes alone: none of ours)'
+    parser.add_argument("--recipes", nargs="*", default=[""], metavar="FLAGS", help=told)
+    parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
+    parser.add_argument("--moments", type=int, default=12, help="how often in a run quality is measured (default: 12)")
+    parser.add_argument("--samples", type=int, default=0, help=f"at each moment (default: as many as training images, at most {MOST_SAMPLES})")
+    parser.add_argument("--program", default=str(ROOT / "train_unet"), help="what trains and samples (default: ./train_unet)")
+    parser.add_argument("--rivals", default="", help="with commas, of lucidrains, diffusers, guided (default: none)")
+    parser.add_argument("--rival_seconds", type=float, default=0, help="how long each trains (default: as long as our longest run)")
+    parser.add_argument("--rival_moments", type=int, default=0, help="how often its quality is measured (default: --moments)")
+    parser.add_argument("--judge", metavar="F.pt", default="", help="the features: read from here, or written if there is no such file")
+    parser.add_argument("--output", metavar="F.json", default="", help="every moment of every run")
+    parser.add_argument("--earlier", nargs="+", metavar="F.json", default=[], help="--output of other calls with the same --judge, for the table")
+    parser.add_argument("--plot", metavar="F.png", default="", help="distance against seconds")
+    args = parser.parse_args(argv)
+    args.rivals = [name for name in args.rivals.split(",") if name]
+    args.rival_moments = args.rival_moments or args.moments
+    return args
+
+
+if __name__ == "__main__":  # before PyTorch
+    program.begin("speedrun", parse_arguments, program.SAMPLING)
+
 import csv
 import dataclasses
 import json
-import pathlib
 import shlex
 import statistics
 import subprocess
@@ -42,30 +69,16 @@ import tempfile
 import zlib
 from typing import Any
 
+import numpy as np
 import quality
 import speedrun_rivals
+import torch
 
-import prepare_data
-from common import model_files
-from common.config import (
-    FLAGS,
-    SAMPLING_FLAGS,
-    Config,
-    UserError,
-    format_value,
-    make_config,
-    need_packages,
-    np,
-    parse_flags,
-    pick_device,
-    run_program,
-    torch,
-)  # fmt: skip
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-FIFTH = 5  # every fifth image is held out
-MOST_SAMPLES = 5000
-EXEMPLAR_EPOCHS = 60
+from common import files
+from common.config import make_config, pick_device
+from common.data_files import open_data, write_data
+from common.flags import FLAGS, SAMPLING_FLAGS, Config, format_value, parse_flags
+from common.model_files import checkpoints
 
 
 @dataclasses.dataclass
@@ -117,7 +130,7 @@ class Contest:
     """A data set, split, and the features that judge everyone's samples of it."""
 
     def __init__(self, data_file: str, folder: pathlib.Path, device: torch.device, judge_file: str = "", samples: int = 0):
-        data = model_files.open_data(data_file)
+        data = open_data(data_file)
         if data.images.dtype != np.uint8 or len(data.images) < 2 * FIFTH * quality.FEATURES:
             raise UserError(f"--data_file {data_file}: must hold at least {2 * FIFTH * quality.FEATURES} uint8 images")
         held = np.arange(len(data.images)) % FIFTH == FIFTH - 1
@@ -125,7 +138,7 @@ class Contest:
         self.train_file = str(folder / "train.bin")
         self.train_images = images[~held]
         self.train_labels = None if labels is None else labels[~held]
-        prepare_data.write_data(self.train_file, self.train_images, self.train_labels, data.num_classes)
+        write_data(self.train_file, self.train_images, self.train_labels, data.num_classes)
         training = quality.to_floats(self.train_images)
         classes = None if labels is None else torch.from_numpy(labels[~held].astype(np.int64)).to(device)
         if judge_file and pathlib.Path(judge_file).exists():
@@ -167,7 +180,7 @@ class Contest:
 
 def parse_recipe(recipe: str, contest: Contest) -> Config:
     flags = parse_flags([*shlex.split(recipe), "--data_file", contest.train_file], FLAGS)
-    return make_config(flags, model_files.open_data(contest.train_file))
+    return make_config(flags, open_data(contest.train_file))
 
 
 def sampling_flags(config: Config) -> list[str]:
@@ -189,7 +202,7 @@ def draw(program: str, checkpoint: str, count: int, flags: list[str], folder: pa
     """Samples (count, C, H, W) of a checkpoint. The noise is another one than the training's."""
     target = str(folder / "samples.bin")
     checked([program, "--sample", str(count), "--init", checkpoint, "--output", target, "--batch_size", "256", "--seed", "1000", *flags])
-    return torch.from_numpy(model_files.open_data(target).images.copy())
+    return torch.from_numpy(open_data(target).images.copy())
 
 
 def training_seconds(log: pathlib.Path) -> dict[int, float]:
@@ -210,7 +223,7 @@ def run_ours(program: str, recipe: str, seed: int, moments: int, contest: Contes
     checked([*command, "--sample_interval", "0", "--save_interval", str(every), "--keep_checkpoints", "0"])
     seconds = training_seconds(target / "log.csv")
     found = []
-    for step, checkpoint in model_files.checkpoints(str(target)).items():
+    for step, checkpoint in checkpoints(str(target)).items():
         images = draw(program, checkpoint, contest.samples, sampling_flags(config), folder)
         found.append(contest.judge(images, step, seconds[step]))
         pathlib.Path(checkpoint).unlink()
@@ -240,7 +253,7 @@ Runs = dict[str, list[list[Moment]]]  # of each contestant, for each seed
 
 def write_runs(path: str, data_file: str, contest: Contest, runs: Runs) -> None:
     kept = {name: [[dataclasses.asdict(m) for m in run] for run in found] for name, found in runs.items()}
-    model_files.atomic_write(path, [json.dumps({"data": data_file, "rules": contest.rules(), "runs": kept}, indent=1).encode()])
+    files.atomic_write(path, [json.dumps({"data": data_file, "rules": contest.rules(), "runs": kept}, indent=1).encode()])
 
 
 def read_runs(paths: list[str], contest: Contest) -> Runs:
@@ -325,35 +338,10 @@ def plot(runs: Runs, title: str, path: str) -> None:
 # command line
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = prepare_data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--data_file", default=str(ROOT / "data/emoji64.bin"), help="uint8 images (default: data/emoji64.bin)")
-    told = 'of ./train_unet, such as "--objective edm" (default: one recipe without flags; --recipes alone: none of ours)'
-    parser.add_argument("--recipes", nargs="*", default=[""], metavar="FLAGS", help=told)
-    parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
-    parser.add_argument("--moments", type=int, default=12, help="how often in a run quality is measured (default: 12)")
-    parser.add_argument("--samples", type=int, default=0, help=f"at each moment (default: as many as training images, at most {MOST_SAMPLES})")
-    parser.add_argument("--program", default=str(ROOT / "train_unet"), help="what trains and samples (default: ./train_unet)")
-    parser.add_argument("--rivals", default="", help=f"with commas, of {', '.join(speedrun_rivals.RIVALS)} (default: none)")
-    parser.add_argument("--rival_seconds", type=float, default=0, help="how long each trains (default: as long as our longest run)")
-    parser.add_argument("--rival_moments", type=int, default=0, help="how often its quality is measured (default: --moments)")
-    parser.add_argument("--judge", metavar="F.pt", default="", help="the features: read from here, or written if there is no such file")
-    parser.add_argument("--output", metavar="F.json", default="", help="every moment of every run")
-    parser.add_argument("--earlier", nargs="+", metavar="F.json", default=[], help="--output of other calls with the same --judge, for the table")
-    parser.add_argument("--plot", metavar="F.png", default="", help="distance against seconds")
-    try:
-        args = parser.parse_args(argv)
-    except prepare_data.DataError as e:
-        raise UserError(str(e)) from None
-    args.rivals = [name for name in args.rivals.split(",") if name]
-    args.rival_moments = args.rival_moments or args.moments
-    return args
-
-
 def check_arguments(args: argparse.Namespace) -> None:
     for flag, path in (("--output", args.output), ("--plot", args.plot), ("--judge", args.judge)):
         if path:
-            model_files.check_output(flag, path, [args.data_file, args.program, *args.earlier])
+            files.check_output(flag, path, [args.data_file, args.program, *args.earlier])
     if not args.seeds.replace(",", "").isdigit():
         raise UserError(f"--seeds {args.seeds}: must be numbers with commas, such as 0,1,2")
     for flag, value in (("--moments", args.moments), ("--rival_moments", args.rival_moments)):
@@ -372,7 +360,6 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def run(argv: list[str]) -> None:
     args = parse_arguments(argv)
-    need_packages()
     check_arguments(args)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

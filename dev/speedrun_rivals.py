@@ -18,9 +18,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import prepare_data
-from common import model_files
-from common.config import FLAGS, F, UserError, make_config, nn, np, parse_flags, torch
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common.config import make_config
+from common.data_files import open_data
+from common.flags import FLAGS, parse_flags
+from common.program import UserError, how_to_install
 from train_unet import Trainer, sample, training_batch
 
 WARM_UP_STEPS = 20  # they compile, and their seconds aren't counted
@@ -33,7 +39,7 @@ class Pictures:
 
     def __init__(self, data_file: str, device: torch.device):
         self.path, self.device = data_file, device
-        self.images = torch.from_numpy(model_files.open_data(data_file).images.astype(np.float32) / 127.5 - 1).to(device)
+        self.images = torch.from_numpy(open_data(data_file).images.astype(np.float32) / 127.5 - 1).to(device)
 
     def batches(self, size: int) -> Iterator[torch.Tensor]:
         """Endless (size, C, H, W) in [-1, 1]: every epoch in a new order, half of the images mirrored."""
@@ -214,7 +220,7 @@ class Guided(Rival):
     )
 
     def build(self) -> None:
-        self.data = model_files.open_data(self.pictures.path)
+        self.data = open_data(self.pictures.path)
         height = self.data.images.shape[2]
         words = self.flags.split()
         if height < 64 and "--channel_mult" not in words:
@@ -255,7 +261,7 @@ def check(names: list[str]) -> None:
             raise UserError(f"--rivals {name}: must be some of {', '.join(RIVALS)}, with commas")
         for package in RIVALS[name].packages:
             if importlib.util.find_spec(package) is None:
-                raise UserError(f"--rivals {name}: {prepare_data.how_to_install(package, RIVALS[name].install)}")
+                raise UserError(f"--rivals {name}: {how_to_install(package, RIVALS[name].install)}")
 
 
 def synchronize(device: torch.device) -> None:

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from harness import Arrays, Case, Pair, Tensors, Timed, autocast, bench_tensor, main, nchw, nhwc, normal, precisions, rounding, rounding_bf16
 
-from common.config import FLAGS, PRESETS, Config, parse_flags
-from common.model_files import parameter_shapes
-from train_unet import UNetModel
+from common.flags import FLAGS, PRESETS, Config, parse_flags
+from common.model import UNetModel, parameter_shapes
 
 STEP, SAMPLE0 = 3, 2
 CANCELLED: dict[str, float] = {}  # by the latest reference: of each bias, how much larger the gradients are whose sum its gradient is

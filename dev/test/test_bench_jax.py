@@ -15,7 +15,8 @@ import torch
 from conftest import ROOT, flags
 
 import train_unet
-from common.config import Config
+from common.flags import Config
+from common.model import UNetModel
 
 sys.path.insert(0, str(ROOT / "dev"))
 HAS_JAX = importlib.util.find_spec("jax") is not None
@@ -60,7 +61,7 @@ def convert(config: Config, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
 def test_loss_and_gradients(model: str) -> None:
     config = bench_jax.read_config(MODELS[model])
     torch.manual_seed(0)
-    net = train_unet.UNetModel(config)  # PyTorch's own initial weights, none of which are zero
+    net = UNetModel(config)  # PyTorch's own initial weights, none of which are zero
     for name, p in net.named_parameters():
         if p.ndim == 1:
             p.data += 0.1 * torch.randn_like(p)

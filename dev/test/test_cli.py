@@ -42,7 +42,8 @@ from PIL import Image
 
 import train_unet
 from common import model_files
-from common.config import LIMITS, PRESETS, WORDS, default_preset, make_config
+from common.config import default_preset, make_config
+from common.flags import LIMITS, PRESETS, WORDS
 
 FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample

@@ -19,8 +19,11 @@ import generate
 import prepare_data
 import train_unet as twin
 from common import model_files
-from common.config import UserError, make_config
+from common.config import make_config
+from common.data_files import open_data
 from common.diffusers_files import Autoencoder
+from common.formats import read_model
+from common.program import UserError
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -162,9 +165,9 @@ def test_the_average_is_what_is_written(tmp_path: Path, capsys: pytest.CaptureFi
     model_files.write_model(str(tmp_path / "m.bin"), model_files.ModelFile(config, weights, ema))
     (tmp_path / "folder").mkdir()
     convert(tmp_path / "m.bin", f"{tmp_path}/folder/")
-    np.testing.assert_array_equal(model_files.read_model(f"{tmp_path}/folder/").weights, ema)
+    np.testing.assert_array_equal(read_model(f"{tmp_path}/folder/").weights, ema)
     convert(tmp_path / "m.bin", f"{tmp_path}/folder/", "--use_ema", "False", "--clip_denoised", "False")
-    np.testing.assert_array_equal(model_files.read_model(f"{tmp_path}/folder").weights, weights)
+    np.testing.assert_array_equal(read_model(f"{tmp_path}/folder").weights, weights)
     assert not diffusers.DDPMScheduler.from_pretrained(tmp_path / "folder", subfolder="scheduler").config.clip_sample
     assert {path.name for path in tmp_path.iterdir()} == {"m.bin", "folder"}  # nothing temporary
 
@@ -178,7 +181,7 @@ def test_a_model_of_diffusers_comes_here(tmp_path: Path) -> None:
     ).eval()  # fmt: skip
     diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2")).save_pretrained(tmp_path / "theirs")
     twin.run(["--convert", f"{tmp_path}/theirs/", f"{tmp_path}/m.bin", "--class_dropout", "0.1"])
-    file = model_files.read_model(str(tmp_path / "m.bin"))
+    file = read_model(str(tmp_path / "m.bin"))
     config = file.config
     assert (config.num_classes, config.null_class, config.noise_schedule, config.num_head_channels) == (3, True, "cosine", 16)
     assert config.sigma_small and config.conv_resample and config.attention_resolutions == (8,) and config.diffusion_steps == 1000
@@ -188,13 +191,13 @@ def test_a_model_of_diffusers_comes_here(tmp_path: Path) -> None:
     assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
     given = f"--model_filename {tmp_path}/theirs/ --steps 2 --num_samples 2 --device cpu --output {tmp_path}/theirs.bin".split()
     generate.run([*given, "--classes", "1,2"])
-    images = model_files.open_data(str(tmp_path / "theirs.bin")).images
-    settings = make_config({"timestep_respacing": "2", "classes": (1, 2)}, None, model_files.read_model(f"{tmp_path}/theirs"))
+    images = open_data(str(tmp_path / "theirs.bin")).images
+    settings = make_config({"timestep_respacing": "2", "classes": (1, 2)}, None, read_model(f"{tmp_path}/theirs"))
     torch.testing.assert_close(twin.sample(twin.build_model(settings, file.weights), settings, 2), torch.from_numpy(images.copy()))
     diffusers.DDIMPipeline(unet.half(), diffusers.DDIMScheduler(prediction_type="v_prediction")).save_pretrained(tmp_path / "half")
-    half = model_files.read_model(str(tmp_path / "half"))
+    half = read_model(str(tmp_path / "half"))
     assert half.config.predict == "v" and half.config.num_classes == 4
-    np.testing.assert_allclose(half.weights, model_files.read_model(f"{tmp_path}/theirs").weights, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(half.weights, read_model(f"{tmp_path}/theirs").weights, rtol=1e-3, atol=1e-6)
 
 
 def refused(*words: object) -> str:
@@ -278,7 +281,7 @@ def test_widths_that_no_file_holds_take_no_memory(tmp_path: Path, monkeypatch: p
     weights = tmp_path / "folder/unet/diffusion_pytorch_model.safetensors"
     safetensors.torch.save_file(safetensors.torch.load_file(weights), weights)
     change(tmp_path / "folder/unet/config.json", block_out_channels=[8192, 8192])
-    monkeypatch.setattr("diffusers_files.resampling", lambda _: pytest.fail("these were made"))
+    monkeypatch.setattr("common.diffusers_files.resampling", lambda _: pytest.fail("these were made"))
     assert "has shape" in refused(f"{tmp_path}/folder/", tmp_path / "o.bin")
 
 
@@ -295,9 +298,9 @@ def test_strange_values_of_a_folder(tmp_path: Path) -> None:
         refused(f"{tmp_path}/{name}/", tmp_path / "o.bin")
     change(tmp_path / "theirs/unet/config.json", sample_size=None)
     assert "--image_size" in refused(f"{tmp_path}/theirs/", tmp_path / "o.bin")
-    size = "x".join(map(str, model_files.read_model(str(tmp_path / "m.bin")).config.image_size))
+    size = "x".join(map(str, read_model(str(tmp_path / "m.bin")).config.image_size))
     convert(f"{tmp_path}/theirs/", tmp_path / "o.bin", "--image_size", size)
-    first, again = (model_files.read_model(str(tmp_path / name)) for name in ("m.bin", "o.bin"))
+    first, again = (read_model(str(tmp_path / name)) for name in ("m.bin", "o.bin"))
     np.testing.assert_array_equal(first.weights, again.weights)
 
 
@@ -387,7 +390,7 @@ def test_latents_are_encoded_trained_on_and_decoded(
     folder = ["--data_dir", tmp_path / "pictures", "--image_size", 32, "--encode", tmp_path / "vae", "--output_name", tmp_path / "latents.bin"]
     assert prepare(*folder) == 0
     told = capsys.readouterr().out
-    data = model_files.open_data(str(tmp_path / "latents.bin"))
+    data = open_data(str(tmp_path / "latents.bin"))
     x0 = torch.from_numpy(pictures) / 127.5 - 1
     latents = ((vae.encode(x0).latent_dist.mean - 0.3) * 1.7).numpy()
     np.testing.assert_allclose(data.images, latents, rtol=1e-4, atol=1e-5)
@@ -415,10 +418,10 @@ def test_latents_are_encoded_trained_on_and_decoded(
     )
     samples = ["--sample", 3, "--init", weights, "--timestep_respacing", 4, "--clip_denoised", "False", "--output", tmp_path / "samples.bin"]
     run(samples)
-    native = torch.from_numpy(model_files.open_data(str(tmp_path / "samples.bin")).images.copy())
+    native = torch.from_numpy(open_data(str(tmp_path / "samples.bin")).images.copy())
     assert native.abs().max() > 1.5
     generate.run([*map(str, ["--data_file", tmp_path / "samples.bin", "--decode", tmp_path / "vae", "--output", tmp_path / "b.bin"])])
-    decoded = [model_files.open_data(str(tmp_path / name)).images for name in ("a.bin", "b.bin")]
+    decoded = [open_data(str(tmp_path / name)).images for name in ("a.bin", "b.bin")]
     wanted = vae.decode(native / 1.7 + 0.3).sample.numpy()
     for images in decoded:
         np.testing.assert_allclose(images, wanted, atol=2e-3)

@@ -32,6 +32,7 @@ from test_training import QUIET, Double, check_sampling, check_training, command
 import train_unet as twin
 from common import model_files
 from common.config import make_config
+from common.model import GroupNorm32
 
 sys.path.insert(0, str(ROOT / "dev"))
 torch.set_num_threads(1)
@@ -60,7 +61,7 @@ OBJECTIVES = {
 
 def test_one_image_of_one_pixel_in_the_twin() -> None:
     """Where each channel is a group of its own, torch's layer refuses to train; the norm of one value is its bias."""
-    norm, x = twin.GroupNorm32(32, 32), torch.randn(1, 32, 1, 1, requires_grad=True)
+    norm, x = GroupNorm32(32, 32), torch.randn(1, 32, 1, 1, requires_grad=True)
     torch.nn.init.normal_(norm.bias)
     out = norm(x)
     rounding = x.abs().max().item() * 2**-23 / norm.eps**0.5  # of x less its mean, which is divided by the root of eps

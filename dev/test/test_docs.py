@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -13,9 +14,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY, flags
 
-import prepare_data
 import train_unet
 from common import model_files
+from common.data_files import read_data
 
 SOURCES = [
     "train_unet.cu",
@@ -23,9 +24,7 @@ SOURCES = [
     "dev/harness.h",
     "dev/harness.py",
     "train_unet.py",
-    "common/config.py",
-    "common/model_files.py",
-    "common/diffusers_files.py",
+    *(f"common/{path.name}" for path in sorted((ROOT / "common").glob("*.py"))),
     "prepare_data.py",
 ]
 DOCS = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
@@ -60,7 +59,7 @@ def test_readers(run: Callable[..., Any], tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (11, 1, 8, 8), np.uint8)
     labels = np.arange(11) % 3
     doc["write_data"](tmp_path / "data.bin", images, labels, 3)
-    for read in (doc["read_data"], prepare_data.read_data):
+    for read in (doc["read_data"], read_data):
         again, again_labels, classes = read(str(tmp_path / "data.bin"))
         assert classes == 3 and np.array_equal(images, again) and np.array_equal(labels, again_labels)
 
@@ -177,3 +176,26 @@ def test_what_lies_at_the_root() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     files = {name for name in tracked if "/" not in name and not name.startswith(".")}
     assert files == set("train_unet.cu train_unet.py generate.py prepare_data.py Makefile README.md LICENSE requirements.txt".split())
+
+
+def test_imports_go_one_way() -> None:
+    """A Python file imports only what stands above it in common/__init__.py, and there is no import inside a function but of other people's packages
+    and of a module that needs one."""
+    order = re.findall(r"^    (\w+)  ", (ROOT / "common/__init__.py").read_text(), re.M)
+    assert sorted(order) == sorted(path.stem for path in (ROOT / "common").glob("*.py") if path.stem != "__init__")
+    files = [ROOT / "common" / f"{name}.py" for name in order] + [ROOT / f"{name}.py" for name in ("prepare_data", "train_unet", "generate")]
+    order += ["train_unet"]
+    for place, path in enumerate(files):
+        text = path.read_text()
+        assert "sys.modules" not in text
+        above = set(order[: place + 1]) - {path.stem} if path.parent.name == "common" else set(order) - {path.stem}
+        for node in ast.walk(ast.parse(text)):
+            names = [name.name for name in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            if isinstance(node, ast.ImportFrom) and node.module != "common":
+                names = [node.module]
+            for name in names:
+                ours = (ROOT / "common" / f"{name.removeprefix('common.')}.py").exists() or (ROOT / f"{name}.py").exists()
+                assert not ours or name.removeprefix("common.") in above, f"{path.name} imports {name}, which does not stand above it"
+                assert not ours or node.col_offset == 0 or name in ("common.pictures", "common.diffusers_files"), (
+                    f"{path.name} imports {name} inside a function"
+                )

@@ -19,6 +19,7 @@ import generate
 import train_unet as twin
 from common import model_files
 from common.config import make_config, validate
+from common.samples import to_pixels
 
 torch.set_num_threads(1)
 SHAPE = (3, 8, 12)
@@ -224,8 +225,8 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         columns = 6 if "--mask" in words else 5
         grid = cells(Image.open("o.png"), 2, columns)[:, :, ::8, ::8]
         before = grid[0, 0].astype(int)  # scaled down by Lanczos
-        assert np.array_equal(grid[0, columns - 4 :], np.stack([model_files.to_pixels(torch.from_numpy(image)) for image in made[:4]]))
-        assert np.array_equal(grid[1, columns - 4 : columns - 2], np.stack([model_files.to_pixels(torch.from_numpy(image)) for image in made[4:]]))
+        assert np.array_equal(grid[0, columns - 4 :], np.stack([to_pixels(torch.from_numpy(image)) for image in made[:4]]))
+        assert np.array_equal(grid[1, columns - 4 : columns - 2], np.stack([to_pixels(torch.from_numpy(image)) for image in made[4:]]))
         if "--mask" in words:
             assert np.array_equal(grid[0, 1, :, :, 0], np.repeat([[0] * 4 + [255] * 4], 8, 0))
             assert np.array_equal(grid[0, 2, :, :4], before[:, :4]) and not np.array_equal(grid[0, 2, :, 4:], before[:, 4:])

@@ -49,7 +49,9 @@ from PIL import Image
 
 import train_unet as twin
 from common import model_files
-from common.config import make_config, run_program
+from common.config import make_config
+from common.files import DataError
+from common.program import run_program
 
 torch.set_num_threads(1)
 SAMPLE = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()
@@ -481,7 +483,7 @@ def test_one_bit_flipped(refused: Callable, checkpoint: Path, data: Path, tmp_pa
             (tmp_path / name).write_bytes(flipped)
             refused([*args, name], name)
             if name == "second.bin":
-                with pytest.raises(twin.DataFileError, match=name):
+                with pytest.raises(DataError, match=name):
                     twin.open_data(str(tmp_path / name))
 
 
@@ -640,7 +642,7 @@ def test_the_twin_refuses_the_same_files(checkpoint: Path, data: Path, tmp_path:
         with_slot(images, 400, 7),
     ]:
         (tmp_path / "d.bin").write_bytes(file)
-        with pytest.raises(twin.DataFileError, match=r"d\.bin"):
+        with pytest.raises(DataError, match=r"d\.bin"):
             twin.open_data(str(tmp_path / "d.bin"))
 
 
@@ -804,7 +806,7 @@ def test_an_image_beyond_4_gib_is_verified_when_it_is_read(run: Callable, refuse
     assert told.count("\n") == 1 and checkpoints(tmp_path / "out") == [2] and len(read_log(tmp_path / "out")) == 2
     told = run([*given, "out", "--resume_checkpoint", "latest"], code=1).err
     assert f"image {image} " in told and checkpoints(tmp_path / "out") == [2]
-    with pytest.raises(twin.DataFileError, match=f"image {image} .*checksum"):
+    with pytest.raises(DataError, match=f"image {image} .*checksum"):
         twin.open_data(str(path)).read(np.array([3, image]))
     write(b"\0")
     run([*given, "out", "--resume_checkpoint", "latest"])
@@ -813,7 +815,7 @@ def test_an_image_beyond_4_gib_is_verified_when_it_is_read(run: Callable, refuse
     for at in (1024 + count * 64 * 8 * 8 * 4, path.stat().st_size - 1):  # the images' checksums are verified at the start
         write(b"\1", at)
         refused([*given, "new"], "large.bin", "checksum")
-        with pytest.raises(twin.DataFileError, match=r"large\.bin"):
+        with pytest.raises(DataError, match=r"large\.bin"):
             twin.open_data(str(path))
         write(table_byte(at - 1024 - count * 64 * 8 * 8 * 4), at)
 
@@ -828,7 +830,7 @@ def test_older_files_of_more_than_4_gib_are_read_and_said_to_be_unverified(run: 
         f.write(seal_data(header)[:1024])
     assert "270000 images (not verified: " in run([*TINY, "--data_file", "large.bin", "--max_steps", "2", "--output_dir", "old"]).out
     assert read_log(tmp_path / "old") == read_log(tmp_path / "new")
-    assert twin.open_data(str(path)).file.image_crcs is None
+    assert twin.open_data(str(path)).image_crcs is None
 
 
 def table_byte(at: int) -> bytes:
@@ -966,7 +968,7 @@ def test_the_twin_ends_in_order_when_its_data_is_cut(data: Path, tmp_path: Path,
     twin.run([*command, "--output_dir", "unbroken"])
     Path(name).write_bytes(file)
     name = "d.bin"
-    with pytest.raises(twin.DataFileError, match=r"d.bin: image .* stopped after step 3: that is saved"):
+    with pytest.raises(DataError, match=r"d.bin: image .* stopped after step 3: that is saved"):
         twin.run([*command, "--output_dir", "cut"])
     assert checkpoints(tmp_path / "cut") == [3] and len(read_log(tmp_path / "cut")) == 3
     Path(name).write_bytes(file)

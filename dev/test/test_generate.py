@@ -24,7 +24,11 @@ import generate
 import prepare_data
 import train_unet as twin
 from common import model_files
-from common.config import FOREIGN_PRESET, SAMPLING_FLAGS, make_config, run_program
+from common.config import make_config
+from common.flags import FOREIGN_PRESET, SAMPLING_FLAGS
+from common.model import UNetModel
+from common.program import run_program
+from common.samples import to_pixels
 
 SMALL = dict(image_size=(8, 8), num_channels=32, channel_mult=(1, 2), attention_resolutions=(4,), preset="fashion32")
 # every kind of layer, both orders of attention's rows, images that are not square
@@ -136,7 +140,7 @@ def test_apples_gpu_is_given_no_float64(tmp_path: Path, model: Path) -> None:
 
     network = generate.mps_network(file, config, "cpu")
     emb = network.compute.__closure__[1].cell_contents  # the model on the device
-    assert isinstance(emb, twin.UNetModel)
+    assert isinstance(emb, UNetModel)
     x, t, y = torch.randn(2, 3, 8, 8), torch.tensor([3.0, 700.0]), torch.tensor([0, 2])
     embedding = emb.timestep_embedding(t)
     emb.timestep_embedding = lambda t: embedding
@@ -214,7 +218,7 @@ def test_the_command_that_installs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     assert "`python3 -m venv .venv && .venv/bin/pip install pillow`" in prepare_data.how_to_install("PIL")
     monkeypatch.setattr(sys, "prefix", "/venv")
-    assert f"`{sys.executable} -m pip install numpy pillow`" in prepare_data.how_to_install("PIL", "numpy", "pillow")
+    assert f"`{sys.executable} -m pip install numpy pillow`" in prepare_data.how_to_install("PIL", "numpy pillow")
 
 
 def test_fewer_diffusion_steps_than_the_sampler_takes(tmp_path: Path) -> None:
@@ -516,9 +520,9 @@ def test_denoising(picture: Callable, tmp_path: Path, name: str, sampler: str) -
     model, sigma = generate.torch_model(file, config), 80.0 if name == "edm" else float(twin.Diffusion(config).sigmas[-1])
     x0 = torch.from_numpy(make_images(4, 3)[:1].astype(np.float32) / 127.5 - 1)
     x = (x0 + sigma * generate.start_noise(config)) / (1 if name == "edm" else (sigma**2 + 1) ** 0.5)
-    end = model_files.to_pixels(generate.denoise(model, config, x, torch.tensor([2]))[-1])[0]
+    end = to_pixels(generate.denoise(model, config, x, torch.tensor([2]))[-1])[0]
     assert np.abs(found[7, -1, ::8, ::8].astype(int) - end).max() <= 1
-    begin = model_files.to_pixels((x0 + sigma * generate.start_noise(config)) / (sigma**2 + 1) ** 0.5)[0]
+    begin = to_pixels((x0 + sigma * generate.start_noise(config)) / (sigma**2 + 1) ** 0.5)[0]
     assert np.abs(found[7, 1, ::8, ::8].astype(int) - begin).max() <= 1
     assert np.array_equal(found[4, 0], found[7, 0]) and not np.array_equal(found[4, 1], found[7, 1])
 
@@ -542,7 +546,7 @@ def test_samplers(picture: Callable, tmp_path: Path) -> None:
     found = cells(picture("--show", "samplers", "--num_samples", 2, diffusion_steps=40), len(names), 2, width=128)
     file = twin.read_model(str(tmp_path / "m.bin"))
     config = make_config({"sampler": "ddpm", "timestep_respacing": "10"}, None, file)
-    expected = model_files.to_pixels(twin.sample(generate.torch_model(file, config), config, 2))
+    expected = to_pixels(twin.sample(generate.torch_model(file, config), config, 2))
     cell = found[names.index("ddpm"), 0, ::8, ::8]
     assert np.array_equal(cell, np.concatenate(list(expected), axis=1))
 
@@ -564,7 +568,7 @@ def test_interpolation(picture: Callable, tmp_path: Path) -> None:
     found = cells(picture("--show", "interpolation", "--steps", 6, "--num_samples", 2), 2, 9)
     file = twin.read_model(str(tmp_path / "m.bin"))
     config = make_config({"timestep_respacing": "6", "sampler": "ddim", "eta": 0.0, "classes": (0, 0, 1, 1)}, None, file)
-    expected = model_files.to_pixels(twin.sample(generate.torch_model(file, config), config, 4))
+    expected = to_pixels(twin.sample(generate.torch_model(file, config), config, 4))
     ends = found[:, [0, -1], ::8, ::8].reshape(4, 8, 8, 3).astype(int)
     assert np.abs(ends - expected).max() <= 1
 

@@ -12,7 +12,9 @@ from conftest import TINY, flags, model_name, read_checkpoint, with_slot
 
 import train_unet as twin
 from common import model_files
-from common.config import POWER_EMAS, make_config
+from common.config import make_config
+from common.flags import POWER_EMAS
+from common.formats import post_hoc_average, post_hoc_factors, power_of
 
 
 def power_average(weights: np.ndarray, power: float) -> np.ndarray:
@@ -87,7 +89,7 @@ def test_a_branch_that_was_left(
         [f"ema_{step:07d}.bin" for step in (2, 4, 6, 12)] + [f"ema_{step:07d}.bin.left" for step in (6, 8)]
     )
     assert ".left" not in train([*on, "--output_dir", "there"])
-    made = [model_files.post_hoc_average(str(path / "ema_0000012.bin"), 0.1) for path in (folder, there)]
+    made = [post_hoc_average(str(path / "ema_0000012.bin"), 0.1) for path in (folder, there)]
     assert np.array_equal(made[0].weights, made[1].weights)
 
 
@@ -136,7 +138,7 @@ def synthetic(tmp_path: Path) -> tuple[Path, np.ndarray]:
 def test_any_average_afterwards(synthetic: tuple[Path, np.ndarray], wanted: float, capsys: pytest.CaptureFixture) -> None:
     """The factors are the paper's; so the file is, exact to rounding, the paper's formula; and near to the average itself, kept while training."""
     folder, steps = synthetic
-    gamma = model_files.power_of(wanted)
+    gamma = power_of(wanted)
     assert sigma_rel(gamma) == pytest.approx(wanted, rel=1e-9)
     assert sigma_rel(POWER_EMAS[0]) == pytest.approx(0.05, rel=1e-3) and sigma_rel(POWER_EMAS[1]) == pytest.approx(0.1, rel=1e-3)
     for end in (2000, 4000):
@@ -164,7 +166,7 @@ def test_an_average_counts_all_weights_as_one(snapshots: int, wanted: float, tmp
     for step in range(1, snapshots + 1):
         file = twin.ModelFile(config, weights, weights, state=twin.TrainingState(step=step * 500))
         model_files.write_model(str(tmp_path / f"ema_{step:07d}.bin"), file)
-    made = model_files.post_hoc_average(str(tmp_path / f"ema_{snapshots:07d}.bin"), wanted)
+    made = post_hoc_average(str(tmp_path / f"ema_{snapshots:07d}.bin"), wanted)
     assert np.abs(made.weights / weights - 1).max() < 2**-23
 
 
@@ -175,9 +177,9 @@ def test_an_average_is_that_of_every_step(snapshots: int, wanted: float, share: 
     wander = np.cumsum(rng.standard_normal((T, 8)), 0) / T**0.5
     averages = [power_average(10 + wander, power) for power in POWER_EMAS]
     updates = np.arange(T // snapshots, T + 1, T // snapshots)
-    factors = model_files.post_hoc_factors(updates.astype(float), wanted)
+    factors = post_hoc_factors(updates.astype(float), wanted)
     made = sum(factors[i, k] * averages[k][step - 1] for i, step in enumerate(updates) for k in range(2))
-    itself = power_average(10 + wander, model_files.power_of(wanted))[-1]
+    itself = power_average(10 + wander, power_of(wanted))[-1]
     assert np.abs(made - itself).max() < share
 
 
@@ -243,4 +245,4 @@ def test_free_flags_may_change(synthetic: tuple[Path, np.ndarray]) -> None:
     file = twin.read_model(str(folder / "ema_0001500.bin"))
     file.config.dropout = 0.1
     model_files.write_model(str(folder / "ema_0001500.bin"), file)
-    assert model_files.post_hoc_average(str(folder / "ema_0004000.bin"), 0.1).state.step == 4000
+    assert post_hoc_average(str(folder / "ema_0004000.bin"), 0.1).state.step == 4000

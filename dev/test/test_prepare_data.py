@@ -23,8 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from conftest import BUILD, TINY, binary_path, data_bytes, environment, make_images, model_name
 
 import prepare_data
-from common import model_files
-from prepare_data import DataError, load_folder, read_data, write_data
+from common import data_files
+from common.data_files import open_data_file, read_data, write_data
+from common.files import DataError
+from common.formats import read_model
+from common.pictures import load_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 EMOJI_FONT = "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf"
@@ -257,7 +260,7 @@ def test_full_disk_and_interruption_leave_the_old_file(tmp_path, capsys, monkeyp
         patch.setattr(os, "fsync", full)
         assert "No space left" in fails(capsys, "--data_dir", good, "--output_name", kept)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "image_to_array", interrupted)
+        patch.setattr("common.pictures.image_to_array", interrupted)
         assert convert("--data_dir", good, "--output_name", kept) == 130
         assert capsys.readouterr().err == "prepare_data: interrupted, nothing was written\n"
     assert sorted(os.listdir(tmp_path)) == ["good", "kept.bin"] and kept.read_bytes() == b"precious"
@@ -377,10 +380,10 @@ def test_beyond_4_gib_each_image_has_a_checksum(tmp_path, monkeypatch):
     path = tmp_path / "o.bin"
     images = np.random.default_rng(1).integers(0, 256, (5, 3, 6, 4), dtype=np.uint8)
     for labels, num_classes in ((None, 0), ([0, 1, 2, 1, 0], 3)):
-        monkeypatch.setattr(prepare_data, "READ_AT_START", 1024 + images.size + 4 * len(labels or []))
+        monkeypatch.setattr(data_files, "READ_AT_START", 1024 + images.size + 4 * len(labels or []))
         write_data(str(path), images, labels, num_classes)
         assert struct.unpack("<2i", path.read_bytes()[:8]) == (20261120, 1)
-        monkeypatch.setattr(prepare_data, "READ_AT_START", prepare_data.READ_AT_START - 1)
+        monkeypatch.setattr(data_files, "READ_AT_START", data_files.READ_AT_START - 1)
         write_data(str(path), images, labels, num_classes)
         whole = path.read_bytes()
         behind = struct.pack(f"<{len(labels or [])}i", *labels or []) + struct.pack("<5I", *(zlib.crc32(image.tobytes()) for image in images))
@@ -391,7 +394,7 @@ def test_beyond_4_gib_each_image_has_a_checksum(tmp_path, monkeypatch):
         back, back_labels, classes = read_data(str(path))
         assert np.array_equal(back, images) and classes == num_classes and (back_labels is None if labels is None else back_labels.tolist() == labels)
 
-    data = prepare_data.open_data_file(str(path))
+    data = open_data_file(str(path))
     assert np.array_equal(data.read(np.array([4, 0, 4])), images[[4, 0, 4]])
     for position in [*range(48), 1020, *range(1024, len(whole), 5), len(whole) - 1]:
         damaged = bytearray(whole)
@@ -402,12 +405,12 @@ def test_beyond_4_gib_each_image_has_a_checksum(tmp_path, monkeypatch):
             with pytest.raises(DataError, match=path.name):
                 read_data(str(path))
             continue
-        data = prepare_data.open_data_file(str(path))
+        data = open_data_file(str(path))
         with pytest.raises(DataError, match=f"{path.name}: image {image} .*checksum"):
             data.read(np.arange(5))
         assert data.read(np.delete(np.arange(5), image)).shape[0] == 4
     path.write_bytes(whole)
-    data = prepare_data.open_data_file(str(path))
+    data = open_data_file(str(path))
     os.truncate(path, 1024 + 3 * 72 + 10)
     data.read(np.arange(3))
     with pytest.raises(DataError, match="image 3 can't be used .the file ends before it"):
@@ -788,7 +791,7 @@ def test_train_unet_prepares_a_folder_once(trainer: Trainer, tmp_path: Path) -> 
     assert "pets.bin: prepared from pets//\n" in done.stdout and "data: pets.bin, 4 images" in done.stdout and not done.stderr
     assert convert("--data_dir", tmp_path / "pets", "--output_name", tmp_path / "same.bin", "--image_size", 8, "--channels", 1) == 0
     assert (tmp_path / "pets.bin").read_bytes() == (tmp_path / "same.bin").read_bytes()
-    assert model_files.read_model(str(tmp_path / "out" / model_name(1))).config.data_file == "pets.bin"
+    assert read_model(str(tmp_path / "out" / model_name(1))).config.data_file == "pets.bin"
     assert "step 2/2" in trainer("--resume_checkpoint", "latest", "--max_steps", 2).stdout
     assert "pets.bin: is up to date with pets//\n" in trainer.train(*words).stdout
     assert trainer.prepared() == 1

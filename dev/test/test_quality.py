@@ -15,6 +15,7 @@ import generate
 import train_unet as twin
 from common import model_files
 from common.config import make_config
+from common.samples import save_png
 
 sys.path.insert(0, str(ROOT / "dev"))
 import quality
@@ -204,7 +205,7 @@ def test_inception_sees_what_torch_fidelity_sees_in_pngs(
         for name, images in ("data", data), ("samples", pixels):
             (tmp_path / f"{name}{channels}").mkdir()
             for i, image in enumerate(images):
-                model_files.save_png(image.transpose(1, 2, 0), str(tmp_path / f"{name}{channels}/{i:02d}.png"))
+                save_png(image.transpose(1, 2, 0), str(tmp_path / f"{name}{channels}/{i:02d}.png"))
         quality.run(f"--features inception --weights {inception} --data_file {tmp_path}/data.bin --samples {tmp_path}/samples.bin".split())
         head, row = capsys.readouterr().out.splitlines()
         assert head.startswith(f"against {tmp_path}/data.bin (7)") and row.startswith(f"{tmp_path}/samples.bin (6)")

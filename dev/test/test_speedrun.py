@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY_MODEL, TINY_RUN, binary_path, environment, make_images
 
-from common.config import UserError
+from common.program import UserError
 
 sys.path.insert(0, str(ROOT / "dev"))
 import quality

@@ -35,6 +35,7 @@ from conftest import (
     with_slot,
 )  # fmt: skip
 from PIL import Image
+from torch.utils.checkpoint import checkpoint
 
 import train_unet as twin
 from common import model_files
@@ -895,8 +896,7 @@ def test_checkpointing_changes_no_bit(run: Callable, tmp_path: Path, monkeypatch
     """--use_checkpoint computes the same once more: in the program, and in the twin."""
     config, data = write_parity_files(tmp_path, *PARITY[name])
     weights, blocks = [], []  # blocks: those that the twin checkpoints
-    checkpoint = twin.checkpoint
-    monkeypatch.setattr(twin, "checkpoint", lambda block, *inputs, **how: blocks.append(block) or checkpoint(block, *inputs, **how))
+    monkeypatch.setattr("common.model.checkpoint", lambda block, *inputs, **how: blocks.append(block) or checkpoint(block, *inputs, **how))
     for on in (False, True):
         run(flags(command_line(config), QUIET, "--max_steps 3 --output_dir", str(on), "--use_checkpoint", str(on)))
         trainer = twin.Trainer(dataclasses.replace(config, use_checkpoint=on), start=twin.ModelFile(config, random_weights(config, 4)))

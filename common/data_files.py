@@ -1,0 +1,214 @@
+"""Data files: images, and labels if there are classes. docs/FORMATS.md describes them byte by byte. This module needs numpy."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+
+from common.files import DATA_MAGIC, HEADER_BYTES, UNET_CU_DATA_MAGIC, DataError, atomic_file, open_regular
+from common.flags import Config
+from common.program import UserError
+
+READ_AT_START = 4 << 30  # bytes: no longer file is read, and so checked, as a whole before training begins
+
+
+@dataclass
+class Data:
+    """Images (N, C, H, W), uint8 or float32 in [-1, 1]. Those of a file are a memory map; read() takes some of them, verified, and can say when it fails."""
+
+    path: str
+    images: np.ndarray
+    labels: np.ndarray | None = None
+    num_classes: int = 0
+    crc: int = 0  # of the file's header, which names its content; 0: unet.cu's, or no file
+    file: BinaryIO | None = None
+    image_crcs: np.ndarray | None = None  # None: not known
+
+    def expect(self, index: np.ndarray) -> None:
+        """Asks the system to bring these images into memory, and does not wait for them."""
+        size = self.images[0].nbytes
+        for i in index.tolist() if self.file and hasattr(os, "posix_fadvise") else []:
+            os.posix_fadvise(self.file.fileno(), HEADER_BYTES + i * size, size, os.POSIX_FADV_WILLNEED)
+
+    def read(self, index: np.ndarray) -> np.ndarray:
+        """These images. (From the map the process would be killed if the file had been cut short or the disk failed.)"""
+        if not self.file:
+            return self.images[index]
+        self.expect(index)
+        images = np.empty((len(index), *self.images.shape[1:]), self.images.dtype)
+        for image, i in zip(images, index.tolist()):
+            reason = read_at(self.file, image, HEADER_BYTES + i * image.nbytes)
+            if not reason and self.image_crcs is not None and zlib.crc32(image) != self.image_crcs[i]:
+                reason = "its checksum is wrong"
+            if reason:
+                raise DataError(f"{self.path}: image {i} can't be used ({reason}): the file was changed, cut short or damaged")
+        return images
+
+    def read_floats(self, index: np.ndarray) -> np.ndarray:
+        """These images as float32 in [-1, 1]."""
+        images = self.read(index)
+        return images.astype(np.float32) / np.float32(127.5) - np.float32(1) if images.dtype == np.uint8 else np.ascontiguousarray(images, np.float32)
+
+    def check(self, config: Config) -> None:
+        """UserError if a model of this configuration can't be trained on it."""
+        _, channels, height, width = self.images.shape
+        if (channels, height, width) != (config.in_channels, *config.image_size):
+            here = f"{config.in_channels}x{config.image_size[0]}x{config.image_size[1]}"
+            raise UserError(f"{self.path}: its images are {channels}x{height}x{width}, the model's {here}; prepare them again")
+        if config.class_cond and self.labels is None:
+            raise UserError(f"--class_cond True: {self.path} has no labels; leave it out, or use data that has")
+        if config.class_cond and self.num_classes > config.num_classes:
+            raise UserError(f"--num_classes {config.num_classes}: {self.path} has {self.num_classes} classes")
+
+
+def write_data(path: str, images: Iterable[np.ndarray], labels: Sequence[int] | np.ndarray | None = None, num_classes: int = 0) -> int:
+    """Writes a data file, whole or not at all, and returns the number of images in it.
+
+    images: an array (N, C, H, W) or an iterator over (C, H, W), uint8 or float32 in [-1, 1]. They go to the disk one by
+    one, so an iterator may yield more than fits in memory; `labels` is not looked at before its end and may be a list
+    that grows meanwhile.
+    """
+    if (labels is None) != (num_classes == 0):
+        raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
+    target = os.path.realpath(path)  # if path is a link, the file behind it is replaced, not the link
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise DataError(f"cannot write {path}: it exists and is not a regular file")
+    if os.path.exists(target) and not os.access(target, os.W_OK):
+        raise DataError(f"cannot write {path}: it exists and is write-protected")
+    try:
+        with atomic_file(target) as file:
+            file.write(bytes(HEADER_BYTES))
+            shape, dtype, written, crc, image_crcs = None, None, 0, 0, array("I")
+            for image in images:
+                image = np.asarray(image)
+                if shape is None:
+                    shape, dtype = image.shape, image.dtype
+                    if len(shape) != 3 or min(shape) < 1 or dtype not in (np.uint8, np.float32):
+                        raise DataError(f"images must be uint8 or float32 (C, H, W), not {dtype} {shape}")
+                if image.shape != shape or image.dtype != dtype:
+                    raise DataError(f"image {written} is {image.dtype} {image.shape}, the first was {dtype} {shape}")
+                if dtype == np.float32 and not np.isfinite(image).all():
+                    raise DataError(f"image {written} has values that are not finite")
+                data = image.astype(dtype.newbyteorder("<")).tobytes()
+                file.write(data)
+                crc = zlib.crc32(data, crc)
+                image_crcs.append(zlib.crc32(data))
+                written += 1
+            if shape is None or dtype is None:
+                raise DataError(f"there are no images to write to {path}")
+            if written >= 2**31:
+                raise DataError(f"there are {written} images, not fewer than 2^31")
+            behind = b""  # the images
+            if labels is not None:
+                numbers = np.asarray(labels)
+                if numbers.shape != (written,) or numbers.min() < 0 or numbers.max() >= num_classes:
+                    raise DataError(f"{written} images need {written} labels from 0 to {num_classes - 1}")
+                behind = numbers.astype("<i4").tobytes()
+            version = 1 if file.tell() + len(behind) <= READ_AT_START else 2
+            if version == 2:
+                behind, crc = behind + np.array(image_crcs, "<u4").tobytes(), 0
+            file.write(behind)
+            header = np.zeros(256, "<u4")
+            header[:8] = [DATA_MAGIC, version, written, *shape, num_classes, dtype.itemsize]
+            header[9] = zlib.crc32(behind, crc)
+            header[8] = zlib.crc32(header.tobytes())
+            file.seek(0)
+            file.write(header.tobytes())
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+    return written
+
+
+def read_at(file: BinaryIO, to: np.ndarray, offset: int) -> str:
+    """Fills an array from an offset in the file on; says why, if it can't."""
+    buffer = memoryview(to).cast("B")
+    try:
+        while buffer and (count := os.preadv(file.fileno(), [buffer], offset)):
+            buffer, offset = buffer[count:], offset + count
+        return "the file ends before it" if buffer else ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def check_images(data: Data) -> int:
+    """Reads all images, for the checksum of each and, of version 1, that of them all, which is returned."""
+    crc, crcs, step = 0, np.empty(len(data.images), "<u4"), 1 + (1 << 24) // data.images[0].nbytes
+    for first in range(0, len(crcs), step):
+        images = np.empty_like(data.images[first : first + step])
+        if reason := read_at(data.file, images, HEADER_BYTES + first * images[0].nbytes):
+            raise DataError(f"cannot read {data.path}: {reason}")
+        crcs[first : first + step] = [zlib.crc32(image) for image in images]
+        crc = zlib.crc32(images, crc) if data.image_crcs is None else 0
+    if data.image_crcs is not None and (wrong := np.flatnonzero(crcs != data.image_crcs)).size:
+        raise DataError(f"{data.path} is damaged: image {wrong[0]} does not match its checksum")
+    data.image_crcs = crcs
+    return crc
+
+
+def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """A data file, ours or unet.cu's: (images as a memory map (N, C, H, W), int32 labels or None, classes). See open_data_file."""
+    data = open_data_file(path)
+    return data.images, data.labels, data.num_classes
+
+
+def open_data_file(path: str) -> Data:
+    """Opens a data file, ours or unet.cu's.
+
+    Header, size and checksums are checked, those of the images if there are at most 4 GiB; whatever is wrong comes as a DataError that names the file.
+    """
+    file = open_regular(path)
+    start, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+    if start[:2] == b"\x1f\x8b":
+        raise DataError(f"{path} is compressed: unpack it with gunzip first")
+    if len(start) < HEADER_BYTES:
+        raise DataError(f"{path} is not a data file: {size} bytes are too few for a header of {HEADER_BYTES}")
+    header = np.frombuffer(start, "<i4")
+    magic, version, header_crc = int(header[0]), 1, 0
+    if magic == UNET_CU_DATA_MAGIC:
+        count, channels, height, width = (int(value) for value in header[1:5])
+        num_classes, value_bytes = 0, 4
+    elif magic == DATA_MAGIC:
+        version, header_crc = int(header[1]), int(header.view("<u4")[8])
+        if version not in (1, 2):
+            raise DataError(f"{path} has version {version} of the data format; this program reads versions 1 and 2")
+        if header_crc != zlib.crc32(start[:32] + bytes(4) + start[36:]):
+            raise DataError(f"{path} is damaged: its header does not match its checksum")
+        count, channels, height, width, num_classes, value_bytes = (int(value) for value in header[2:8])
+    else:
+        raise DataError(f"{path} is not a data file: it starts with {magic}, not with {DATA_MAGIC} or {UNET_CU_DATA_MAGIC}")
+    if min(count, channels, height, width) < 1 or num_classes < 0 or value_bytes not in (1, 4) or header[10:].any():
+        raise DataError(
+            f"{path} has a header that cannot be: {count} images of {channels}x{height}x{width}, {num_classes} classes, {value_bytes} bytes a value"
+        )
+    image_bytes = count * channels * height * width * value_bytes
+    columns = (num_classes > 0) + (version == 2)
+    expected = HEADER_BYTES + image_bytes + 4 * count * columns
+    if size != expected:
+        raise DataError(f"{path} has {size} bytes; its header says {expected}: it is cut short or not what it says")
+    images = np.memmap(file, np.uint8 if value_bytes == 1 else "<f4", "r", HEADER_BYTES, (count, channels, height, width))
+    behind = np.empty((columns, count), "<i4")
+    if columns and (reason := read_at(file, behind, HEADER_BYTES + image_bytes)):
+        raise DataError(f"cannot read {path}: {reason}")
+    labels = behind[0].astype(np.int32) if num_classes else None
+    data = Data(path, images, labels, num_classes, header_crc, file, behind[-1].view("<u4") if version == 2 else None)
+    whole = size <= READ_AT_START
+    crc = check_images(data) if whole else 0
+    if magic == DATA_MAGIC and (whole or version == 2) and zlib.crc32(behind, crc) != int(header.view("<u4")[9]):
+        raise DataError(f"{path} is damaged: its images or labels do not match their checksum")
+    if num_classes and (labels.min() < 0 or labels.max() >= num_classes):
+        raise DataError(f"{path} has labels outside 0 to {num_classes - 1}")
+    return data
+
+
+def open_data(path: str) -> Data:
+    """The same, with what to do when there is no such file."""
+    try:
+        return open_data_file(path)
+    except DataError as e:
+        raise DataError(f"{e}; prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin") from None

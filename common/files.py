@@ -1,0 +1,211 @@
+"""Files that appear whole or not at all, and that replace nothing which somebody may miss. This module needs Python alone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import re
+import stat
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.program import UserError, printable
+
+HEADER_BYTES = 256 * 4
+DATA_MAGIC, UNET_CU_DATA_MAGIC = 20261120, 20240620  # the first number of a data file, ours or unet.cu's
+MODEL_MAGIC, UNET_CU_MODEL_MAGIC = 20261121, 12345678  # and of a model file
+
+
+class DataError(UserError):
+    """What is wrong with the user's files, as one sentence."""
+
+    def __init__(self, sentence: object) -> None:
+        super().__init__(printable(sentence))
+
+
+def open_file(path: str, folder: int | None = None) -> BinaryIO:
+    """Opens a file for reading. A pipe, whose other end may never come, a device, which may never end, or a folder is refused by an OSError, too.
+    folder: a descriptor of the one in which path is a name."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    return open(descriptor, "rb")
+
+
+def open_regular(path: str) -> BinaryIO:
+    """The same, with a DataError for whatever is wrong."""
+    try:
+        return open_file(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def open_folder(path: str) -> int:
+    """A descriptor of a folder, which stays the same one when it is moved, or when another takes its name."""
+    return os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def remove_leftovers(folder: int, *starts: str) -> None:
+    """Removes what killed processes left of files whose names start so: temporary files that no living process locks."""
+    for name in os.listdir(folder):
+        if name.startswith(starts) and re.fullmatch(r".*\.tmp\d+", name):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(name, dir_fd=folder)
+                finally:
+                    os.close(descriptor)
+
+
+def is_there(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def open_temporary(name: str, folder: int) -> tuple[str, BinaryIO]:
+    """A new file beside one of this name, to be renamed to it when it is complete, and locked until it is closed; and its own name."""
+    remove_leftovers(folder, f"{name}.tmp")
+    for number in itertools.count(os.getpid()):  # another host may have such a process, too
+        temporary = f"{name}.tmp{number}"
+        with contextlib.suppress(FileExistsError):
+            file = open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder), "wb")
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_there(temporary, folder):  # or it was removed as left over before it was locked
+                return temporary, file
+            file.close()
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def atomic_file(path: str, folder: int | None = None) -> Iterator[BinaryIO]:
+    """A file that appears under its name when it is complete; on failure what was there before stays as it was. folder: a descriptor of the one in
+    which path is a name."""
+    if folder is None:
+        folder = open_folder(os.path.dirname(path))
+        try:
+            with atomic_file(os.path.basename(path), folder) as file:
+                yield file
+        finally:
+            os.close(folder)
+        return
+    temporary, file = open_temporary(path, folder)
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)  # the new name, too, must survive a power cut
+    finally:
+        with contextlib.suppress(OSError):  # after os.replace there is nothing left to remove
+            os.remove(temporary, dir_fd=folder)
+
+
+def atomic_write(path: str, chunks: Iterable[Any]) -> None:
+    """Writes a file that appears under its name whole or not at all."""
+    try:
+        with atomic_file(path) as file:
+            file.writelines(chunks)
+    except OSError as e:
+        raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
+
+
+def write_folder(path: str, own: tuple[str, ...], make: Callable[[Path], None]) -> None:
+    """make(a path beside it) makes a folder, which appears whole or not at all. own: the files and the folders/ that such folders have, the first being
+    in all. One that is there is replaced if it is empty, or has that first file and nothing but its own."""
+    target = Path(path)
+    if os.path.lexists(target):
+        check_replaceable(target, own)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            new, old = Path(folder, "new" + target.suffix), Path(folder, "old")
+            make(new)
+            if target.exists():
+                target.rename(old)
+            try:
+                new.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
+    except OSError as e:
+        raise UserError(f"{path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
+
+
+def check_replaceable(target: Path, own: tuple[str, ...]) -> None:
+    """UserError if a folder that is to be replaced holds what would be lost."""
+    if not target.is_dir() or (any(target.iterdir()) and not (target / own[0]).is_file()):
+        raise UserError(f"{target}: is there and holds no {own[0]}; choose another name")
+    for file in sorted(target.rglob("*")):
+        name = file.relative_to(target).as_posix()
+        above = file.is_dir() and not file.is_symlink() and any(known.startswith(f"{name}/") for known in own)
+        inside = any(known.endswith("/") and name.startswith(known) for known in own)
+        if not (name in own or above or inside):
+            raise UserError(f"{target}: holds {name}, too, which would be lost; choose another name, or move that away")
+
+
+# ======================================================================================================================
+# what a file may replace
+
+
+def is_data(start: Sequence[int]) -> bool:
+    """Whether a file that starts with these 256 numbers is a data file."""
+    return start[0] in (DATA_MAGIC, UNET_CU_DATA_MAGIC)
+
+
+def is_samples(start: Sequence[int]) -> bool:
+    """Whether it may be one that --sample has written: of float images without labels."""
+    return start[0] == DATA_MAGIC and start[6] == 0 and start[7] == 4
+
+
+def is_model(start: Sequence[int]) -> bool:
+    """Whether a file that starts with these 256 numbers is a model file, ours."""
+    return start[0] == MODEL_MAGIC
+
+
+def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable[[Sequence[int]], bool] | None = None) -> None:
+    """Before work that may take long: DataError if a file can't be written under this name, or would replace one that somebody may miss: what is read
+    (inputs), or a file of models or data. replaces: which of these it may, by its first 256 numbers. Leaves nothing behind."""
+    told = f"{flag} {path}: "
+    try:
+        folder = open_folder(os.path.dirname(path))
+    except OSError as error:
+        raise DataError(f"{told}its folder can't be opened ({error.strerror}); name one that is there") from None
+    try:
+        if os.path.isdir(path):
+            raise DataError(f"{told}is a folder; name a file")
+        if os.path.exists(path):
+            check_replaced(told, path, inputs, replaces)
+        temporary, file = open_temporary(os.path.basename(path), folder)
+        file.close()
+        os.remove(temporary, dir_fd=folder)
+    except OSError as error:
+        raise DataError(f"{told}can't be written ({error.strerror}); choose a folder that exists and is yours") from None
+    finally:
+        os.close(folder)
+
+
+def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callable[[Sequence[int]], bool] | None) -> None:
+    """check_output of a file that is there."""
+    if not os.path.isfile(path):
+        raise DataError(f"{told}is there and is no usual file; choose another name")
+    for name in inputs:
+        if os.path.exists(name) and os.path.samefile(name, path):
+            raise DataError(f"{told}would replace {name}, which is read; choose another name")
+    with open_regular(path) as file:
+        start = struct.unpack("<256i", file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"))
+    ours = is_data(start) or start[0] in (MODEL_MAGIC, UNET_CU_MODEL_MAGIC)
+    if ours and not (replaces and replaces(start)):
+        raise DataError(f"{told}holds a model or data; choose another name, or move it away")

@@ -1,0 +1,232 @@
+"""The network: guided-diffusion's UNetModel (Dhariwal & Nichol 2021), with its module names, hence its state_dict."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from common.flags import Config
+from common.random_numbers import DROPOUT, INIT, random_words, to_normals
+
+
+class GroupNorm32(nn.GroupNorm):
+    """Statistics in float32 even where activations are bf16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float() if x.dtype == torch.bfloat16 else x
+        # not F.group_norm, which refuses one image of 1x1 with a channel a group: its output is then the bias
+        return torch.group_norm(wide, self.num_groups, self.weight, self.bias, self.eps).to(x.dtype)
+
+
+class PhiloxDropout(nn.Module):
+    """Dropout whose mask is a function of (seed, step, sample, layer). draw: see UNetModel.dropout_draw."""
+
+    layer = 0  # which of the model's it is
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.threshold = int(float(np.float32(p)) * 2**32)
+        self.scale = float(np.float32(1) / (np.float32(1) - np.float32(p)))
+
+    def forward(self, x: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.threshold == 0:
+            return x
+        B, C, H, W = x.shape
+        seed, step, first_sample = draw.unbind()
+        words = random_words(seed, DROPOUT | self.layer << 8, step, first_sample + torch.arange(B, device=x.device), H * W * C)
+        keep = (words >= self.threshold).view(B, H, W, C).permute(0, 3, 1, 2)
+        return torch.where(keep, x * self.scale, 0)
+
+
+class ResBlock(nn.Module):
+    """x (B, C, H, W), emb (B, 4 * num_channels) -> (B, out, H, W), or half or twice H and W."""
+
+    def __init__(self, config: Config, channels: int, out: int, up: bool = False, down: bool = False):
+        super().__init__()
+        self.use_scale_shift_norm = config.use_scale_shift_norm
+        self.in_layers = nn.Sequential(GroupNorm32(32, channels), nn.SiLU(), nn.Conv2d(channels, out, 3, padding=1))
+        self.resample = nn.Upsample(scale_factor=2) if up else nn.AvgPool2d(2) if down else nn.Identity()
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * config.num_channels, 2 * out if config.use_scale_shift_norm else out))
+        self.out_layers = nn.Sequential(GroupNorm32(32, out), nn.SiLU(), PhiloxDropout(config.dropout), nn.Conv2d(out, out, 3, padding=1))
+        self.skip_connection = nn.Identity() if out == channels else nn.Conv2d(channels, out, 1)
+
+    def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+        norm, silu, conv = self.in_layers
+        h = conv(self.resample(silu(norm(x))))
+        emb = self.emb_layers(emb).to(h.dtype)[:, :, None, None]
+        norm, silu, dropout, conv = self.out_layers
+        if self.use_scale_shift_norm:
+            scale, shift = emb.chunk(2, dim=1)
+            h = norm(h) * (1 + scale) + shift
+        else:
+            h = norm(h + emb)
+        return self.skip_connection(self.resample(x)) + conv(dropout(silu(h), draw))
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention over the H * W pixels of x (B, C, H, W)."""
+
+    def __init__(self, config: Config, channels: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads if config.num_head_channels == -1 else channels // config.num_head_channels
+        self.use_new_attention_order = config.use_new_attention_order
+        self.norm = GroupNorm32(32, channels)
+        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        self.proj_out = nn.Conv1d(channels, channels, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, C, H, W = x.shape
+        qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
+        if self.use_new_attention_order:  # rows: q, k, v, then heads
+            q, k, v = qkv.view(B, 3, self.num_heads, -1, H * W).transpose(3, 4).unbind(1)
+        else:  # rows: heads, then q, k, v
+            q, k, v = qkv.view(B, self.num_heads, 3, -1, H * W).transpose(3, 4).unbind(2)
+        if qkv.dtype == torch.bfloat16:  # flash attention, which fp32 does without, wants the channels of a pixel side by side
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        h = F.scaled_dot_product_attention(q, k, v)  # (B, heads, H * W, C / heads)
+        return x + self.proj_out(h.transpose(2, 3).reshape(B, C, H * W)).view(B, C, H, W)
+
+
+class EmbedSequential(nn.Sequential):
+    """Layers in a row; residual blocks also see the embedding and the dropout draw."""
+
+    def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x, emb, draw) if isinstance(layer, ResBlock) else layer(x)
+        return x
+
+
+class UNetModel(nn.Module):
+    """x (B, in_channels, H, W), timesteps (B) [, y (B) class labels] -> (B, out_channels, H, W)."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.class_cond, self.use_checkpoint, self.bf16, self.patch = config.class_cond, config.use_checkpoint, False, config.patch
+        width, levels = config.num_channels, len(config.channel_mult)
+        learnt = config.conv_resample and not config.resblock_updown  # whether convolutions alone halve and double
+        up_heads = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
+        self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
+        if config.class_cond:
+            self.label_emb = nn.Embedding(config.num_classes + config.null_class, 4 * width)
+
+        def block(ch: int, level: int, heads: int) -> EmbedSequential:
+            out = config.channels(level)
+            attention = [AttentionBlock(config, out, heads)] if config.has_attention(level) else []
+            return EmbedSequential(ResBlock(config, ch, out), *attention)
+
+        ch = config.channels(0)
+        self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels * self.patch**2, ch, 3, padding=1))])
+        skips = [ch]
+        for level in range(levels):
+            for _ in range(config.num_res_blocks):
+                self.input_blocks.append(block(ch, level, config.num_heads))
+                ch = config.channels(level)
+                skips.append(ch)
+            if level < levels - 1:
+                halve = nn.Conv2d(ch, ch, 3, stride=2, padding=1) if learnt else nn.AvgPool2d(2)
+                down = ResBlock(config, ch, ch, down=True) if config.resblock_updown else nn.Sequential(OrderedDict(op=halve))
+                self.input_blocks.append(EmbedSequential(down))
+                skips.append(ch)
+        self.middle_block = EmbedSequential(ResBlock(config, ch, ch), AttentionBlock(config, ch, config.num_heads), ResBlock(config, ch, ch))
+        self.output_blocks = nn.ModuleList()
+        for level in reversed(range(levels)):
+            for _ in range(config.num_res_blocks + 1):
+                self.output_blocks.append(block(ch + skips.pop(), level, up_heads))
+                ch = config.channels(level)
+            if level > 0:
+                conv = nn.Conv2d(ch, ch, 3, padding=1) if learnt else nn.Identity()
+                double = nn.Sequential(OrderedDict(up=nn.Upsample(scale_factor=2), conv=conv))
+                self.output_blocks[-1].append(ResBlock(config, ch, ch, up=True) if config.resblock_updown else double)
+        self.out = nn.Sequential(GroupNorm32(32, ch), nn.SiLU(), nn.Conv2d(ch, config.out_channels * self.patch**2, 3, padding=1))
+
+        frequencies = np.exp(-math.log(config.max_period) * np.arange(width // 2) / (width // 2)).astype(np.float32)
+        self.register_buffer("frequencies", torch.from_numpy(frequencies), persistent=False)
+        # Which masks dropout draws: those of (seed, step, the batch's first sample in the step).
+        self.register_buffer("dropout_draw", torch.zeros(3, dtype=torch.int64), persistent=False)
+        for k, dropout in enumerate(module for module in self.modules() if isinstance(module, PhiloxDropout)):
+            dropout.layer = k
+
+    def timestep_embedding(self, t: torch.Tensor) -> torch.Tensor:
+        angles = t[:, None].double() * self.frequencies.double()
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.time_embed[0].weight.dtype)
+
+    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        def run(block: nn.Module, h: torch.Tensor) -> torch.Tensor:
+            """With --use_checkpoint backward() computes it once more; dropout is a function of the draw, so no generator's state is kept."""
+            if self.use_checkpoint and self.training:
+                return checkpoint(block, h, emb, self.dropout_draw, use_reentrant=False, preserve_rng_state=False)
+            return block(h, emb, self.dropout_draw)
+
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            emb = self.time_embed(self.timestep_embedding(timesteps))
+            if self.class_cond:
+                emb = emb + self.label_emb(y)
+            h, skips = F.pixel_unshuffle(x, self.patch) if self.patch > 1 else x, []
+            for block in self.input_blocks:
+                h = run(block, h)
+                skips.append(h)
+            h = run(self.middle_block, h)
+            for block in self.output_blocks:
+                h = run(block, torch.cat([h, skips.pop()], dim=1))
+            out = F.pixel_shuffle(self.out(h), self.patch) if self.patch > 1 else self.out(h)
+            return out.to(x.dtype)
+
+
+# ======================================================================================================================
+# its parameters: in a state_dict, and one after the other in a flat array
+
+
+def parameter_shapes(config: Config) -> dict[str, torch.Size]:
+    """Of the model's state_dict, in its order."""
+    with torch.device("meta"):  # shapes without memory
+        return {name: p.shape for name, p in UNetModel(config).named_parameters()}
+
+
+def parameter_count(config: Config) -> int:
+    return sum(shape.numel() for shape in parameter_shapes(config).values())
+
+
+def to_state_dict(config: Config, flat: np.ndarray | torch.Tensor) -> dict[str, torch.Tensor]:
+    """state_dict of a flat array (a view)."""
+    shapes = parameter_shapes(config)
+    parts = torch.as_tensor(flat).split([s.numel() for s in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
+
+
+def initial_weights(config: Config) -> np.ndarray:
+    """A flat array, as in a .bin file: parameters one after the other in state_dict order. Distributed as guided-diffusion's: kaiming-uniform
+    convolutions and linears, zeroed output projections. Element e of parameter p is a function of (seed, p, e), as in the C++ program."""
+    tensors = []
+    with torch.device("meta"):
+        model = UNetModel(config)
+    for p, (name, parameter) in enumerate(model.named_parameters()):
+        owner_name, _, kind = name.rpartition(".")
+        owner, count = model.get_submodule(owner_name), parameter.numel()
+        values = torch.zeros(count)
+        if isinstance(owner, nn.GroupNorm):
+            values.fill_(kind == "weight")
+        elif not owner_name.endswith(("out_layers.3", "proj_out")) and owner_name != "out.2":
+            words = random_words(config.seed, INIT, 0, torch.tensor([p]), count + count % 2)[0]
+            if isinstance(owner, nn.Embedding):
+                values = to_normals(words)[:count]
+            else:
+                bound = float(np.float32(1 / math.sqrt(owner.weight[0].numel())))
+                values = (2 * ((words[:count] >> 8).float() * 2.0**-24) - 1) * bound
+        tensors.append(values)
+    return torch.cat(tensors).numpy()
+
+
+def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torch.device | str = "cpu", precision: str = "fp32") -> UNetModel:
+    """A model in eval mode whose parameters are views of weights, a flat array (if that is on the device already)."""
+    model = UNetModel(config).to(device)
+    model.bf16 = precision == "bf16"
+    flat = torch.as_tensor(weights).to(device)
+    for p, part in zip(model.parameters(), to_state_dict(config, flat).values()):
+        p.data = part
+    return model.eval()

@@ -1,0 +1,135 @@
+"""From pictures to arrays: of a file, of a folder. This module needs numpy, Pillow and tqdm."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import BinaryIO, TextIO
+
+import numpy as np
+from PIL import Image, ImageOps
+from tqdm import tqdm
+
+from common.data_files import Data
+from common.files import DataError, open_regular
+from common.flags import Config
+from common.program import printable
+
+IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+def say(text: str, file: TextIO) -> None:
+    """Prints a line, beside the progress bar if there is one."""
+    tqdm.write(printable(text), file=file)
+
+
+def progress(items: Iterable, total: int | None = None) -> Iterable:
+    """The items under a progress bar; without one if stderr is not a terminal."""
+    return tqdm(items, total=total, unit=" images", disable=None)
+
+
+def image_to_array(image: Image.Image, image_size: tuple[int, int], channels: int, resample: Image.Resampling | None = None) -> np.ndarray:
+    """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized (by Lanczos)."""
+    image = ImageOps.exif_transpose(image)  # photographs that are stored lying on their side
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # 16-bit and float grey, which convert() would clip at 255 and cut off at 0 and 1
+        values, white = np.asarray(image), 1 if image.mode == "F" else 65535
+        if not (values.min() >= 0 and values.max() <= white):
+            raise DataError(f"its grey values are from {values.min():g} to {values.max():g}, not from 0 to {white}")
+        image = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("L" if channels == 1 else "RGB")
+    image = ImageOps.fit(image, (image_size[1], image_size[0]), method=resample or Image.Resampling.LANCZOS)
+    array = np.asarray(image)
+    return np.ascontiguousarray(array[None] if channels == 1 else array.transpose(2, 0, 1))
+
+
+def list_images(data_dir: str) -> tuple[list[str], list[int] | None, list[str]]:
+    """All images below a folder in sorted order, their labels or None, and the names of the classes.
+
+    The class of an image is the first folder below data_dir on its path. Hidden files and folders are left out; links
+    are followed, each folder once. If images also lie in data_dir itself, nothing says their class, and there are no
+    labels.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    found: list[tuple[str, ...]] = []
+    visited: set[str] = set()
+    for folder, subfolders, files in os.walk(data_dir, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in visited:  # links may lead here twice, or in circles
+            subfolders.clear()
+            continue
+        visited.add(real)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        prefix = () if folder == data_dir else tuple(os.path.relpath(folder, data_dir).split(os.sep))
+        for name in files:
+            if name.lower().endswith(IMAGE_EXTENSIONS) and not name.startswith("."):
+                found.append((*prefix, name))
+    if not found:
+        raise DataError(f"there are no images in {data_dir} (looked for {' '.join(IMAGE_EXTENSIONS)})")
+    found.sort()
+    return [os.path.join(data_dir, *parts) for parts in found], *label_by_folder(found)
+
+
+def label_by_folder(found: list[tuple[str, ...]]) -> tuple[list[int] | None, list[str]]:
+    """Labels or None, and the names of the classes, of pictures whose paths have these parts."""
+    class_names = sorted({parts[0] for parts in found if len(parts) > 1})
+    loose = [parts[0] for parts in found if len(parts) == 1]
+    if class_names and loose:
+        say(
+            f"prepare_data: no labels, because {len(loose)} images (the first is {loose[0]}) lie beside "
+            f"the {len(class_names)} sub-folders and belong to none of them",
+            sys.stderr,
+        )
+        class_names = []
+    if not class_names:
+        return None, []
+    number = {name: index for index, name in enumerate(class_names)}
+    return [number[parts[0]] for parts in found], class_names
+
+
+def decode_images(
+    paths: list[str], image_size: tuple[int, int], channels: int, kept: list[int], open_picture: Callable[[str], BinaryIO] = open_regular
+) -> Iterator[np.ndarray]:
+    """Yields the images that can be read and appends their indices to `kept`; names the others on stderr."""
+    for index, path in enumerate(progress(paths)):
+        try:
+            with open_picture(path) as file, Image.open(file) as image:
+                array = image_to_array(image, image_size, channels)
+        except Exception as error:  # noqa: BLE001 (Pillow's decoders raise nearly anything on a damaged file)
+            reason = "Pillow cannot identify it" if isinstance(error, Image.UnidentifiedImageError) else error
+            say(f"prepare_data: skipped {path}: {reason}", sys.stderr)
+            continue
+        kept.append(index)
+        yield array
+    if len(kept) < len(paths):
+        say(f"prepare_data: skipped {len(paths) - len(kept)} of {len(paths)} images as broken", sys.stderr)
+    if not kept:
+        raise DataError("none of the images could be read")
+
+
+def load_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> tuple[np.ndarray, np.ndarray | None, list[str]]:
+    """All images below a folder, in memory: uint8 (N, C, H, W), int32 labels or None, and the names of the classes.
+
+    Same images, order and labels as `--data_dir` writes. image_size is (height, width), channels 1 (grey) or 3 (RGB).
+    """
+    paths, labels, class_names = list_images(data_dir)
+    images = np.empty((len(paths), channels, *image_size), np.uint8)
+    kept: list[int] = []
+    for position, image in enumerate(decode_images(paths, image_size, channels, kept)):
+        images[position] = image
+    return images[: len(kept)], None if labels is None else np.array(labels, np.int32)[kept], class_names
+
+
+def open_pictures(path: str, config: Config) -> Data:
+    """Reads the images in a folder, cropped to the configuration's size; sub-folders are classes."""
+    try:
+        images, labels, names = load_folder(path, config.image_size, config.in_channels)
+    except DataError as e:
+        raise DataError(f"--data_dir {path}: {e}") from None
+    return Data(path, images, labels, len(names) if labels is not None else 0)

@@ -1,0 +1,197 @@
+"""What every Python program does: it ends in one sentence, whatever goes wrong, and on Ctrl-C at once.
+
+A program calls begin() before it imports PyTorch, which takes seconds: until then a Ctrl-C would print a page of traceback, and --help and a mistake
+in the command line need no PyTorch. This module needs Python alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib.util
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+
+class UserError(Exception):
+    """What one sentence explains: run_program() prints it after the program's name, and exits with 1."""
+
+
+def printable(text: object) -> str:
+    """The text with escapes for what a terminal would obey: a file's name may hold anything."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+# ======================================================================================================================
+# packages
+
+PREPARING = ("numpy", "PIL", "tqdm")  # what prepare_data.py imports as it begins
+TRAINING = ("numpy", "torch")  # train_unet.py
+SAMPLING = ("numpy", "torch", "PIL", "tqdm")  # generate.py
+
+
+def how_to_install(missing: str, names: str = "") -> str:
+    """A sentence with the command that installs a missing package, and others that will be needed."""
+    names = names or {"PIL": "pillow"}.get(missing, missing)
+    command = f"{sys.executable} -m pip install {names}"
+    if sys.prefix == sys.base_prefix:  # Debian's Python, for one, takes packages in virtual environments only
+        command = f"python3 -m venv .venv && .venv/bin/pip install {names}"
+        return f"Python's package {missing} is missing; install it with `{command}`, and use .venv/bin/python"
+    return f"Python's package {missing} is missing; install it with `{command}`"
+
+
+def need_packages(packages: tuple[str, ...]) -> None:
+    """UserError if one of these is missing, with the command that installs it and what may be needed later."""
+    names = "torch numpy pillow safetensors tqdm matplotlib" if "torch" in packages else "numpy pillow tqdm"
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(how_to_install(package, names))
+
+
+# ======================================================================================================================
+# signals
+
+
+def leave(number: int, _: object) -> None:
+    """Ends the program at once. That is for moments in which it has nothing to tidy up."""
+    program = os.path.splitext(os.path.basename(sys.argv[0]))[0]
+    os.write(2, f"{program}: interrupted\n".encode())
+    os._exit(128 + number)
+
+
+def interrupt(number: int, _: object) -> None:
+    """Raises KeyboardInterrupt, on whose way out temporary files are removed. The second signal doesn't wait for that."""
+    signal.signal(number, leave)
+    raise KeyboardInterrupt(number)
+
+
+def take(handler: object, *numbers: int) -> None:
+    """Makes this the handler of these signals. One that is ignored, as in the background of a script, stays ignored."""
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def exit_code(error: KeyboardInterrupt) -> int:
+    """As a shell has it for a program that a signal has ended."""
+    return 128 + (error.args[0] if error.args else signal.SIGINT)
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[list[str]]:
+    """A list that stays empty until SIGINT, SIGTERM or SIGHUP, so that the step in hand can be finished."""
+    received: list[str] = []
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # or under nohup
+        signals.append(signal.SIGHUP)
+    handlers = {s: signal.signal(s, lambda n, _: received.append(signal.Signals(n).name)) for s in signals}
+    try:
+        yield received
+    finally:
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+
+
+# ======================================================================================================================
+# from the command line to the exit code
+
+
+def standard_streams() -> None:
+    """Opens the standard streams that are closed (>&-): or else the next file that is opened would take their place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
+
+
+def begin(program: str, parse: Callable[[list[str]], Any], packages: tuple[str, ...], *signals: int) -> None:
+    """Before packages are imported: --help, a mistake in the command line (parse raises a UserError) and a missing package end the program here.
+    While they are imported SIGINT and `signals` end it at once."""
+    take(leave, signal.SIGINT, *signals)
+
+    def check(argv: list[str]) -> None:
+        parse(argv)
+        need_packages(packages)
+
+    if code := run_program(program, check):
+        sys.exit(code)
+
+
+def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
+    """Runs a program, and returns the exit code, that of body or 0; a mistake ends in one sentence and exit code 1, Ctrl-C in 130."""
+    code = 1
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        take(interrupt, signal.SIGINT)
+        standard_streams()
+        done = body(sys.argv[1:]) or 0
+        sys.stdout.flush()
+        return done
+    except KeyboardInterrupt as e:
+        sentence, code = "interrupted", exit_code(e)
+    except UserError as e:
+        sentence = str(e)
+    except OSError as e:
+        if isinstance(e, BrokenPipeError):  # or Python tries to write the rest once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sentence = f"{e.filename or 'a file'}: {e.strerror}"
+    except ModuleNotFoundError as e:
+        sentence = how_to_install(e.name or "")
+    except RuntimeError as e:
+        if type(e).__name__ != "OutOfMemoryError":  # torch's
+            raise
+        sentence = "the GPU's memory is full; a smaller --batch_size or a --microbatch needs less"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    sentence = re.sub(r"[\x00-\x1f\x7f]\s*", " ", sentence)  # what a file says may have several lines
+    print(f"{program}: {sentence}", file=sys.stderr)
+    return code
+
+
+class Parser(argparse.ArgumentParser):
+    """Of programs whose flags are not train_unet.py's: a mistake is a UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch("unrecognized arguments: (--[^ =]*).*", message, re.DOTALL)
+        nearest = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
+        message += "".join(f"; did you mean {flag}?" for flag in nearest)
+        raise UserError(f"{printable(message)} (--help lists the flags)")
+
+
+class Screen:
+    """What a run tells; on a terminal its status is one line, drawn anew. stop: the list that ends the run, also when nobody reads (| head)."""
+
+    def __init__(self, stop: list[str]):
+        self.stop, self.terminal, self.shown = stop, sys.stdout.isatty(), -math.inf
+
+    def print(self, text: str, end: str = "\n") -> None:
+        try:
+            print(text, end=end, flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.stop.append("SIGPIPE")
+
+    def tell(self, text: str) -> None:
+        self.print("\n" * self.terminal + text)
+
+    def tell_any(self, text: str) -> None:
+        """What may be nothing."""
+        if text:
+            self.tell(text)
+
+    def status(self, line: str) -> None:
+        """line: its parts stand between | and |; those that matter least go where there is no room."""
+        columns = shutil.get_terminal_size().columns if self.terminal else len(line) + 1
+        for part in "norm", "lr", "[^|]* images", "[^|]* ms", "skipped", "val", "ETA":
+            if len(line) >= columns:
+                line = re.sub(rf" \| {part}[^|]*(?= \||$)", "", line)
+        self.print("\r\033[K" * self.terminal + line[: columns - 1], end="" if self.terminal else "\n")
+        self.shown = time.perf_counter()

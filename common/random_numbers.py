@@ -1,0 +1,47 @@
+"""Random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+Its key is the seed, and its counter (block, sample, step, purpose). There is no state, so any step of any run can be reproduced alone, on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE, CLASS_DROPOUT, KNOWN_NOISE, BACK_NOISE = range(13)
+MASK = 0xFFFFFFFF  # 32 bits
+
+
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, seed: Any) -> tuple[Any, Any, Any, Any]:
+    """Four 32-bit words for a counter of four such words: Python ints, int64 arrays or int64 tensors, broadcast.
+    A product of 32-bit numbers fits in 64 bits; that int64 takes its upper half for negative is undone by & MASK."""
+    k0, k1 = seed & MASK, seed >> 32
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (p1 >> 32) & MASK ^ c1 ^ k0, p1 & MASK, (p0 >> 32) & MASK ^ c3 ^ k1, p0 & MASK
+        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
+    return c0, c1, c2, c3
+
+
+def random_words(seed: Any, purpose: int, step: Any, samples: torch.Tensor, count: int) -> torch.Tensor:
+    """(len(samples), count) words: element e of a sample is word e % 4 of its block e / 4."""
+    blocks = torch.arange((count + 3) // 4, device=samples.device).split(2**16)  # whose words stay in the cache
+    words = [torch.stack(philox(part, samples[:, None], step, purpose, seed), dim=-1).flatten(1) for part in blocks]
+    return torch.cat(words, dim=1)[:, :count]
+
+
+def to_normals(words: torch.Tensor) -> torch.Tensor:
+    """Standard normals from words (..., 2n), pair by pair (Box & Muller 1958), in double, rounded to float."""
+    u = ((words >> 9).double() + 0.5) * 2.0**-23
+    radius, angle = (-2 * u[..., 0::2].log()).sqrt(), 2 * math.pi * u[..., 1::2]
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2).float()
+
+
+def normals(seed: int, purpose: int, step: int, samples: torch.Tensor, chw: tuple[int, int, int]) -> torch.Tensor:
+    """Normals (B, C, H, W) for these samples; elements are counted over (H, W, C)."""
+    C, H, W = chw
+    count = C * H * W
+    z = to_normals(random_words(seed, purpose, step, samples, count + count % 2))[:, :count]
+    return z.view(-1, H, W, C).permute(0, 3, 1, 2).contiguous()
