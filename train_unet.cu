@@ -3160,30 +3160,121 @@ struct LogSummary {
 //                 \___ a microbatch: again for the next one, whose gradients are added ________________/
 //   host          reads images, replays all this as one graph, up to STEPS_AHEAD steps ahead of what the log has seen
 
-// Whatever changes from step to step lies in device memory. Two batches take turns: one is copied, one is trained on.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- the learning rate, the verdict on a step, averages of the weights
+// Both kinds of device compute these on the device, so that no step waits for the host.
+
+// The learning rate of a step (counted from 0), as a factor of --lr: it rises in warmup_steps, and then stays, or falls
+// to 0 along a line or half a cosine.
+HD static inline double lr_factor(const AdamW& h, int64_t step) {
+    const double warm = h.warmup_steps > 0 ? fmin(1.0, (double)(step + 1) / h.warmup_steps) : 1.0;
+    const double steps = fmax((double)(h.max_steps - h.warmup_steps), 1.0); // after the warm-up
+    const double progress = fmin(fmax((step - h.warmup_steps) / steps, 0.0), 1.0);
+    if (h.lr_schedule == 1) return warm * (1 - progress);
+    if (h.lr_schedule == 2) return warm * 0.5 * (1 + cos(M_PI * progress));
+    return warm;
+}
+
+// A loss or a norm is suspicious when it is not finite or, once 100 steps are known, beyond twice the running mean plus
+// ten standard deviations. Training comes to that only when it breaks.
+HD static inline bool suspicious(double x, double n, double mean, double var) {
+    if (!(fabs(x) <= DBL_MAX)) return true;
+    return n >= 100 && x > 2 * mean + 10 * sqrt(var);
+}
+
+// Mean and variance of the latest 1 / rate values.
+HD static inline void running_moments(double* mean, double* var, double x, double rate) {
+    const double d = x - *mean;
+    *mean += rate * d;
+    *var = (1 - rate) * (*var + rate * d * d);
+}
+
+// Whether a step is sane. If it is, the guard remembers what it was like.
+HD static inline bool healthy(Guard* g, double loss, double norm) {
+    if (suspicious(loss, g->n, g->mean_loss, g->var_loss)) return false;
+    if (suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
+    const double rate = fmax(1 / (g->n + 1), 0.01);
+    running_moments(&g->mean_loss, &g->var_loss, loss, rate);
+    running_moments(&g->mean_norm, &g->var_norm, norm, rate);
+    g->n++;
+    return true;
+}
+
+// The losses of samples, summed by quarter of the noise levels.
+struct LossSums {
+    double sum[4];
+    int count[4];
+};
+HD static inline void add_loss(LossSums* s, double loss, int quarter) {
+    for (int q = 0; q < 4; q++) { // a loop over constant indices, so that a kernel can keep s in registers
+        if (q != quarter) continue;
+        s->sum[q] += loss;
+        s->count[q]++;
+    }
+}
+
+// Closes a step whose grad_norm is in state: what its loss was, and whether the weights may be touched.
+HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
+    state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
+    for (int q = 0; q < 4; q++) {
+        state->loss_q[q] = losses.count[q] ? losses.sum[q] / losses.count[q] : 0;
+        state->count_q[q] = losses.count[q];
+    }
+    state->ok = healthy(&state->guard, state->loss, state->grad_norm);
+    state->lr = (float)(h.lr * lr_factor(h, state->step));
+    state->updates += state->ok;
+    state->bad_total += !state->ok;
+    state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
+}
+
+// A weight's average over all updates, once p is its newest value: an exponential one, or, with a rate above 1, the one
+// of a power function with that exponent (Karras et al. 2024, eq. 2). step: see power_step.
+HD static inline float ema_step(float ema, float p, float rate, float step) {
+    return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
+}
+// The share that the newest weights get: 1 - rate or, for a power function, 1 - (1 - 1 / updates)^(rate + 1).
+HD static inline float power_step(float rate, int64_t updates) {
+    return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- what a trainer holds
+// Whatever changes from step to step lies in device memory, so that a step can be recorded once and replayed. Two batches
+// take turns: one is copied to the device while the other one is trained on.
+// "Slice": this rank's part of a flat array of all parameters; alone, that is all of it. micro: a microbatch's samples.
 struct Trainer {
     UNet net;
     Dataset data;
     Objective objective;
     AdamW adamw;
-    Slice own;                  // this rank's; on the device:
-    float *params, *grads;      // flat; params, if ranks have a copy: only plain_size and the slice are valid
-    act *copy, *ema_copy;       // flat, see Weights
-    float *received, *sum;      // flat; others' gradients of the slice; all ranks' sum, in received's own part
-    float *m, *v;               // slices, of the moments
-    std::vector<float*> emas;   // slices, of the averages: one for each rate
-    double* squares;            // of the sum's pieces, all ranks'
-    StepState *state, *records; // device; records (RECORDS): the latest steps, for the log
-    Upload batch[2];            // images (B, C, H, W), then labels (B)
-    Graph graph[2];
-    float *target, *t;      // (micro, H, W, C), (B)
-    NoiseLevel* levels;     // (B)
-    NoiseLevel* teachers;   // (micro); null: nobody is tuned
-    float* teacher_t;       // (micro)
-    int64_t* last_step;     // of the run, whose gap between student and teacher validation takes
-    int* quarters;          // (B), of the noise levels
-    float* history;         // (T, HISTORY + 1), see remember_losses; null: t is drawn without
-    double *loss, *weights; // (B), (T)
+    Slice own; // which part is this rank's
+
+    // Flat arrays of floats, one for each parameter.
+    float* params; // the weights in fp32; where ranks read a copy: only the first plain_size and the slice are valid
+    float* grads;  // of the microbatch that is computed
+    act *copy, *ema_copy; // what the network reads: the weights, the average; see Weights
+    float* received;      // gradients of other ranks, for the slice; null: there are none
+    float* sum;           // of all gradients of the step: the slice, where received has its own part
+    // Slices.
+    float *m, *v;             // AdamW's moments
+    std::vector<float*> emas; // the averages, one for each --ema_rate
+
+    double* squares;            // of the sum, by pieces: all ranks'
+    StepState *state, *records; // what a step leaves; (RECORDS) the latest ones, for the log
+    Upload batch[2];            // images (B, C, H, W), and behind them labels (B)
+    Graph graph[2];             // a step on each of the two
+    float* target;              // (micro, H, W, C): what the network should answer
+    float* t;                   // (B): what it is told
+    NoiseLevel* levels;         // (B)
+    int* quarters;              // (B), of the noise levels
+    double* loss;               // (B)
+    // --objective ect
+    NoiseLevel* teachers; // (micro); null: nobody is tuned
+    float* teacher_t;     // (micro)
+    int64_t* last_step;   // of the run: validation takes the gap between student and teacher that it has
+    // --schedule_sampler loss-second-moment
+    float* history;  // (T, HISTORY + 1), see remember_losses; null: another sampler
+    double* weights; // (T)
 };
 constexpr int RECORDS = 128;
 
@@ -3193,26 +3284,37 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.data = data;
     plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
     tr.objective = make_objective(c);
-    const int schedule = c.lr_schedule == "constant" ? 0 : c.lr_schedule == "linear" ? 1 : 2;
+    int schedule = 0; // constant
+    if (c.lr_schedule == "linear") schedule = 1;
+    if (c.lr_schedule == "cosine") schedule = 2;
     tr.adamw = {c.lr,     c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], //
                 schedule, c.warmup_steps, c.max_steps};
-    const int N = world.size, samples = std::max(c.batch_size, N * tr.net.B);
+    const int N = world.size;
+    const int samples = std::max(c.batch_size, N * tr.net.B); // of a step, or of validation's batches
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), pieces = whole / PIECE;
     tr.grads = device_alloc<float>(whole);
+    // What ranks write into each other's memory: weights, squares and losses in one piece, and the copy.
     tr.params = (float*)open_alloc(whole * sizeof(float) + (pieces + samples) * sizeof(double));
-    tr.squares = (double*)(tr.params + whole), tr.loss = tr.squares + pieces; // what else ranks write for each other
-    tr.copy = act_bytes() < sizeof(float) ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
+    tr.squares = (double*)(tr.params + whole);
+    tr.loss = tr.squares + pieces;
+    const bool has_copy = act_bytes() < sizeof(float);
+    tr.copy = has_copy ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
-    tr.sum = N > 1 ? tr.received : c.batch_size > c.micro() ? device_alloc<float>(whole) : tr.grads;
+    if (N > 1) tr.sum = tr.received;
+    else if (c.batch_size > c.micro()) tr.sum = device_alloc<float>(whole);
+    else tr.sum = tr.grads; // of the only microbatch
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
-    tr.m = device_alloc<float>(tr.own.owned()), tr.v = device_alloc<float>(tr.own.owned());
+    tr.m = device_alloc<float>(tr.own.owned());
+    tr.v = device_alloc<float>(tr.own.owned());
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole); // see whole_array
-    tr.state = device_alloc<StepState>(1), tr.records = device_alloc<StepState>(RECORDS);
+    tr.state = device_alloc<StepState>(1);
+    tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
     tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
     tr.levels = device_alloc<NoiseLevel>(samples);
-    tr.t = device_alloc<float>(samples), tr.quarters = device_alloc<int>(samples);
+    tr.t = device_alloc<float>(samples);
+    tr.quarters = device_alloc<int>(samples);
     if (tr.objective.tuning.on()) {
         tr.objective.tuning.step = &tr.state->step;
         tr.teachers = device_alloc<NoiseLevel>(tr.net.B);
@@ -3221,119 +3323,60 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     }
     if (c.schedule_sampler == "uniform") return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
-    tr.objective.weights = tr.weights = device_alloc<double>(c.diffusion_steps); // 0: every t is as likely
+    tr.weights = device_alloc<double>(c.diffusion_steps); // zeros: every t is as likely
+    tr.objective.weights = tr.weights;
     return tr;
 }
 
-// Of these images, samples first .. first + B - 1, whose levels are drawn and whose labels net has: the loss, in
-// tr->loss + first, and its gradient, in output_gradient, which in training is that of a mean over the step's batch.
-// Validation has draws of its own, and drops and flips nothing. A teacher is asked first, with the student's draws.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- a step
+
+// The loss of samples first .. first + B - 1 of a step, whose images these are, whose levels are drawn, and whose labels
+// net has. Leaves the loss in tr->loss + first and its gradient in output_gradient; in training that is the gradient of
+// a mean over the step's whole batch. Validation has draws of its own, and drops and flips nothing. With --objective ect
+// the teacher is asked first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const Dataset& d, const uint8_t* images, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
     UNet* net = &tr->net;
-    RandomKey level = key, noise = key, flip = key;
-    level.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
-    noise.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE, flip.purpose = RANDOM_FLIP;
+    RandomKey level_key = key, noise_key = key, flip_key = key;
+    level_key.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
+    noise_key.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE;
+    flip_key.purpose = RANDOM_FLIP;
+    const bool flips = training && c.random_flip;
     float *x = tensor_data<float>(net, net->input), *out = tensor_data<float>(net, net->output);
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
+        q_sample_forward(x, tr->target, levels, teacher, images, flips, noise_key, flip_key, B, d.C, d.H, d.W, d.bytes);
         net->t = t;
-        const bool flips = training && c.random_flip;
-        q_sample_forward(x, tr->target, levels, teacher, images, flips, noise, flip, B, d.C, d.H, d.W, d.bytes);
         unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     };
-    if (o.tuning.on()) {
-        draw_teachers(tr->teachers, tr->teacher_t, B, o, level);
+    const bool tunes = o.tuning.on();
+    if (tunes) {
+        draw_teachers(tr->teachers, tr->teacher_t, B, o, level_key);
         forward(tr->teacher_t, tr->teachers, nullptr);
         mark({"draw t, noise; q_sample"});
     }
     const NoiseLevel* const levels = tr->levels + first;
-    forward(tr->t + first, levels, o.tuning.on() ? out : nullptr);
+    forward(tr->t + first, levels, tunes ? out : nullptr);
+
     mark({"loss and its gradient"});
     const float factor = training ? 1.0f / c.batch_size : 1;
     double* const loss = tr->loss + first;
     float* const dout = output_gradient(net);
-    if (o.tuning.on())
-        tuning_loss_forward_backward(loss, dout, out, tr->target, levels, o.tuning.c, factor, B,
-                                     c.H * c.W * c.in_channels);
-    else
-        loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, c.H * c.W, c.in_channels,
-                              c.out_channels());
+    const int HW = c.H * c.W, C = c.in_channels;
+    if (tunes) tuning_loss_forward_backward(loss, dout, out, tr->target, levels, o.tuning.c, factor, B, HW * C);
+    else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// The learning rate of a step (0-based), as a factor of lr.
-HD static inline double lr_factor(const AdamW& h, int64_t step) {
-    const double warm = h.warmup_steps > 0 ? fmin(1.0, (double)(step + 1) / h.warmup_steps) : 1.0;
-    const double progress =
-        fmin(fmax((step - h.warmup_steps) / fmax((double)(h.max_steps - h.warmup_steps), 1.0), 0.0), 1.0);
-    if (h.lr_schedule == 1) return warm * (1 - progress);
-    if (h.lr_schedule == 2) return warm * 0.5 * (1 + cos(M_PI * progress));
-    return warm;
-}
-
-// A value is suspicious when it is not finite or, once 100 steps are known, beyond twice the running mean plus ten
-// standard deviations: training passes that only when it breaks.
-HD static inline bool suspicious(double x, double n, double mean, double var) {
-    return !(fabs(x) <= DBL_MAX) || (n >= 100 && x > 2 * mean + 10 * sqrt(var));
-}
-
-HD static inline void running_moments(double* mean, double* var, double x, double rate) {
-    const double d = x - *mean;
-    *mean += rate * d;
-    *var = (1 - rate) * (*var + rate * d * d);
-}
-
-// Whether a step is sane; if so, the guard knows from now on what it was like.
-HD static inline bool healthy(Guard* g, double loss, double norm) {
-    if (suspicious(loss, g->n, g->mean_loss, g->var_loss) || suspicious(norm, g->n, g->mean_norm, g->var_norm))
-        return false;
-    const double rate = fmax(1 / (g->n + 1), 0.01);
-    running_moments(&g->mean_loss, &g->var_loss, loss, rate);
-    running_moments(&g->mean_norm, &g->var_norm, norm, rate);
-    g->n++;
-    return true;
-}
-
-// An average after some updates of the weights, of which p is the newest. step: 1 - its rate or, where that is above 1
-// and so the exponent of a power function (Karras et al. 2024, eq. 2), power_step.
-HD static inline float ema_step(float ema, float p, float rate, float step) {
-    return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
-}
-HD static inline float power_step(float rate, int64_t updates) { // 1 - (1 - 1 / updates)^(rate + 1)
-    return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
-}
-
-// Losses of samples, summed by quarter of the noise levels.
-struct LossSums {
-    double sum[4];
-    int count[4];
-};
-HD static inline void add_loss(LossSums* s, double loss, int quarter) {
-    for (int q = 0; q < 4; q++)
-        if (q == quarter) s->sum[q] += loss, s->count[q]++;
-}
-
-// Closes a step, whose grad_norm is in state: its loss, in all and by quarter, and whether the weights may be touched.
-HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
-    state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
-    for (int q = 0; q < 4; q++) {
-        state->loss_q[q] = losses.count[q] ? losses.sum[q] / losses.count[q] : 0;
-        state->count_q[q] = losses.count[q];
-    }
-    state->ok = healthy(&state->guard, state->loss, state->grad_norm);
-    state->lr = (float)(h.lr * lr_factor(h, state->step));
-    state->updates += state->ok, state->bad_total += !state->ok;
-    state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
-}
-
-// Everyone's parts of the first n floats of a flat array to everyone. bytes: of a piece of this array. slice: where
-// the own parts lie, one behind the other; null: in their places.
+// Ranks only: everyone's parts of the first n floats of a flat array to everyone. bytes: of PIECE elements of this array.
+// slice: where the own parts lie, one behind the other; null: they are in their places.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
-        char* const all = (char*)flat + own.at(s, 0) / PIECE * bytes;
+        char* const segment = (char*)flat + own.at(s, 0) / PIECE * bytes;
         const size_t part = own.pieces * bytes;
-        all_gather(all, slice ? (const char*)slice + s * part : all + own.rank * part, part, MAIN_LANE);
+        const char* const mine = slice ? (const char*)slice + s * part : segment + own.rank * part;
+        all_gather(segment, mine, part, MAIN_LANE);
     }
     end_exchange();
 }
@@ -3380,7 +3423,10 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         const Dropout dropout{c.dropout, seed, step, first};
         const RandomKey key{seed, 0, step, first};
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
-        if (k) mark({"draw t, noise; q_sample"}), meet();            // received is read, and free again
+        if (k > 0) {
+            mark({"draw t, noise; q_sample"});
+            meet(); // everyone has read received, and it is free again
+        }
         tr->net.labels = (int*)(batch.device + tr->data.labels_at(images)) + k * B;
         forward_and_loss(tr, tr->objective, tr->data, batch.device + k * B * tr->data.image_bytes(), first, B, key,
                          dropout, true);
