@@ -4,69 +4,72 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    163  Part I. The program
-//    166     1. Types at the interface: what operations are called with
-//    381     2. The interface: all that the program asks of a device
-//    592     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    652     4. Errors, files and pictures: what Part III does for the program
-//    759     5. Configuration: flags, presets, help, what can work and what cannot
-//   1308     6. The network: a list of layers, made of guided-diffusion's flags
-//   1742     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1901     8. Forward and backward: two walks over the list
-//   1985     9. Diffusion: noise schedules, objectives, samplers
-//   2178         the level of a training sample, drawn, and its share of the loss
-//   2328         samplers
-//   2741    10. Data: .bin files that may be larger than memory, the order of their images
-//   2936    11. Model files: weights and checkpoints, initial weights
-//   3124    12. The log, put together for the run's page
-//   3153    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3495    14. A run: log, guard, checkpoints, resume, samples
-//   4252    15. main: the command line, then a run or samples
-//   4523  Part II. The device
-//   4526    16. What all devices share: activations, patches of pixels
-//   4556    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4618    18. The GPU: what all kernels share
-//   4800         Activations: pieces of 16 bytes
-//   4981         each_kernel: a thread for an element
-//   4996         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5114         Swizzle: how rows lie in shared memory
-//   5123         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5266         building blocks of Hopper's kernels (sm_90a)
-//   5452    19. Small operations: resampling, embeddings, diffusion
-//   5455         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5569         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5793         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6044    20. Group norm
-//   6047         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6381         groupnorm_backward_whole: an image's slab in shared memory
-//   6642    21. Attention
-//   6702         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7028         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7121         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7567    22. Convolution
-//   7583         ConvOut: results, 4 channels of a pixel at a time
-//   7746         conv_halo: 3x3, stride 1, any GPU
-//   7988         conv_gather: any kernel size and stride, any GPU
-//   8139         conv_few: the first and the last layer
-//   8249         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8604         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8669         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   8963         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9231         conv_weight_tma: weight gradients (sm_90a)
-//   9441    23. The optimiser
-//   9444         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9591    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9594         groupnorm_backward
-//   9662         attention: forward and, where a has dout, backward
-//   9702         convolution: forward and input gradient
-//   9923         convolution: weight gradients
-//  10135    25. The GPU: memory, copies, repeated work
-//  10304    26. Ranks: who they are, what their hosts tell each other
-//  10928    27. Between ranks: from device to device
-//  11108  Part III. Tools: errors, files, pictures, the run's page
-//  11111    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11482    29. Pictures: PNG files, grids of images
-//  11565    30. The run's page: index.html
+//    167  Part I. The program
+//    170     1. Types at the interface: what operations are called with
+//    385     2. The interface: all that the program asks of a device
+//    596     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    656     4. Errors, files and pictures: what Part III does for the program
+//    763     5. Configuration: flags, presets, help, what can work and what cannot
+//   1312     6. The network: a list of layers, made of guided-diffusion's flags
+//   1746     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1905     8. Forward and backward: two walks over the list
+//   1989     9. Diffusion: noise schedules, objectives, samplers
+//   2182         the level of a training sample, drawn, and its share of the loss
+//   2332         samplers
+//   2745    10. Data: .bin files that may be larger than memory, the order of their images
+//   2966    11. Model files: weights and checkpoints, initial weights
+//   3181    12. The log, put together for the run's page
+//   3210    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3221         the learning rate, the verdict on a step, averages of the weights
+//   3298         what a trainer holds
+//   3389         a step
+//   3598    14. A run: log, guard, checkpoints, resume, samples
+//   4355    15. main: the command line, then a run or samples
+//   4626  Part II. The device
+//   4629    16. What all devices share: activations, patches of pixels
+//   4659    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4721    18. The GPU: what all kernels share
+//   4903         Activations: pieces of 16 bytes
+//   5084         each_kernel: a thread for an element
+//   5099         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5217         Swizzle: how rows lie in shared memory
+//   5226         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5369         building blocks of Hopper's kernels (sm_90a)
+//   5555    19. Small operations: resampling, embeddings, diffusion
+//   5558         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5672         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5896         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6147    20. Group norm
+//   6150         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6484         groupnorm_backward_whole: an image's slab in shared memory
+//   6745    21. Attention
+//   6805         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7131         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7224         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7670    22. Convolution
+//   7686         ConvOut: results, 4 channels of a pixel at a time
+//   7849         conv_halo: 3x3, stride 1, any GPU
+//   8091         conv_gather: any kernel size and stride, any GPU
+//   8242         conv_few: the first and the last layer
+//   8352         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8707         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8772         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9066         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9334         conv_weight_tma: weight gradients (sm_90a)
+//   9544    23. The optimiser
+//   9547         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9694    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9697         groupnorm_backward
+//   9765         attention: forward and, where a has dout, backward
+//   9805         convolution: forward and input gradient
+//  10026         convolution: weight gradients
+//  10238    25. The GPU: memory, copies, repeated work
+//  10407    26. Ranks: who they are, what their hosts tell each other
+//  11031    27. Between ranks: from device to device
+//  11211  Part III. Tools: errors, files, pictures, the run's page
+//  11214    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11585    29. Pictures: PNG files, grids of images
+//  11668    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -118,6 +121,7 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cfloat>
@@ -2739,20 +2743,24 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 
 // =====================================================================================================================
 // 10. Data: .bin files that may be larger than memory, the order of their images
-// Images (N, C, H, W), uint8 or float32, and labels (N); unet.cu's files, too.
+// A data file is a header, images (N, C, H, W) of uint8 or float32, and labels (N) (docs/FORMATS.md). It stays on the
+// disk: a step reads its own images, which the system was asked to fetch some batches earlier. unet.cu's files are
+// read, too.
 
 constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
 constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
 
 struct Dataset : InputFile {
-    int64_t count = 0;
-    int C = 0, H = 0, W = 0, classes = 0, bytes = 1; // bytes of a value
-    uint32_t header_crc = 0;                         // names the file's content
-    std::vector<int32_t> labels;                     // none: no classes
-    std::vector<uint32_t> image_crc;                 // none: not known
-    int64_t asked = 0;                               // up to here in the stream, the system was asked for images
-    std::string error;                               // why an image could not be used
+    int64_t count = 0; // N
+    int C = 0, H = 0, W = 0;
+    int classes = 0;                 // 0: images have no labels
+    int bytes = 1;                   // of a value: 1 (uint8) or 4 (float32)
+    uint32_t header_crc = 0;         // it covers all other checksums, so it stands for the file's whole content
+    std::vector<int32_t> labels;     // (N), or empty
+    std::vector<uint32_t> image_crc; // (N), or empty: not known
+    int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
+    std::string error;               // why an image could not be used
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); }
@@ -2797,13 +2805,21 @@ static Dataset open_dataset(const std::string& path) {
          text("is not a data file (it starts with %d, not %d); %s", s[0], DATA_MAGIC, hint));
     must(!ours || s[1] == 1 || with_table, path,
          text("is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py", s[1]));
-    if (!ours) h = Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}}; // as ours says it, without checksums
-    d.count = s[2], d.C = s[3], d.H = s[4], d.W = s[5], d.classes = s[6], d.bytes = s[7], d.header_crc = s[8];
-    if (d.count < 1 || d.C < 1 || d.C > 64 || d.H < 1 || d.H > 4096 || d.W < 1 || d.W > 4096 || d.classes < 0 ||
-        (d.bytes != 1 && d.bytes != 4))
+    if (!ours) h = Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}}; // as our files say it, without checksums
+    d.count = s[2];
+    d.C = s[3];
+    d.H = s[4];
+    d.W = s[5];
+    d.classes = s[6];
+    d.bytes = s[7];
+    d.header_crc = s[8];
+    const bool sizes = d.count >= 1 && d.C >= 1 && d.C <= 64 && d.H >= 1 && d.H <= 4096 && d.W >= 1 && d.W <= 4096;
+    const bool values = d.classes >= 0 && (d.bytes == 1 || d.bytes == 4);
+    if (!sizes || !values)
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(),
             d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
-    const size_t columns = (d.classes > 0) + with_table, rest = columns * d.count * sizeof(int32_t);
+    const size_t columns = (d.classes > 0) + with_table; // behind the images: labels, and each image's checksum
+    const size_t rest = columns * d.count * sizeof(int32_t);
     const size_t size = d.image_at(d.count) + rest;
     must(size == d.size, path,
          text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
@@ -2812,7 +2828,7 @@ static Dataset open_dataset(const std::string& path) {
     const std::string damaged = "checksum is wrong, so it was damaged; make it again";
     must(!ours || crc32(0, h.slot, 1024) == d.header_crc, path, "its header's " + damaged);
     // The checksum of the rest: of all of it (version 1), or of labels and the images' checksums (version 2).
-    std::vector<int32_t> behind(columns * d.count); // the images
+    std::vector<int32_t> behind(columns * d.count);
     d.read(behind.data(), rest, d.image_at(d.count));
     if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
     const bool whole = size <= READ_AT_START;
@@ -2908,25 +2924,39 @@ static void take_data_dir(Config* c, const std::string& where) {
 // The first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see step_gradients.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
-// Images (own, C, H, W) and after them labels (own), for the device: of positions first .. first + B - 1 of the endless
-// shuffled stream this rank's microbatches, some without their class; or, not for training, all of these positions of
-// the file. False: an image can't be used, and nothing was sent.
+// Which image of the file is at this position of the stream: in training an endless one, of one shuffled epoch after the
+// other; else the file's own order, again and again.
+static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
+    const int64_t epoch = position / d.count, in_epoch = position % d.count;
+    return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
+}
+
+// Sends a batch to the device: images (own, C, H, W), then labels (own). It is of B samples, at positions first ..
+// first + B - 1 of the stream, of which `own` are this rank's. In training these are its microbatches, one behind the
+// other, and some images lose their class (--class_dropout); else they are all.
+// False: an image can't be used, and nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
-    const int own = training ? B / world.size : B, micro = c.micro();
-    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
-    auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; }; // of the batch
-    const int64_t n = d->count;
-    auto image = [&](int64_t g) { return training ? permuted_index(c.seed, g % n, g / n, n) : g % n; };
-    for (d->asked = std::max(d->asked, first); d->asked < first + (BATCHES_AHEAD + 1) * (int64_t)B; d->asked += B)
+    const int micro = c.micro();
+    const int own = training ? B / world.size : B;
+    // The k-th of the own samples is this sample of the batch.
+    auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
+    auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
+
+    // Ask the system to fetch images of batches to come, as far as it was not asked before.
+    const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
+    for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
         for (int k = 0; k < own; k++)
             posix_fadvise(d->file, d->image_at(image(d->asked + sample(k))), d->image_bytes(), POSIX_FADV_WILLNEED);
+
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
+    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
     for (int k = 0; k < own; k++) {
         const int64_t b = sample(k), i = image(first + b);
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
+        labels[k] = d->labels.empty() ? 0 : d->labels[i];
         const uint32_t draw = philox(c.seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0];
-        labels[k] = draw < classless ? c.num_classes : d->labels.empty() ? 0 : d->labels[i];
+        if (draw < classless) labels[k] = c.num_classes; // which stands for no class
     }
     send(batch);
     return true;
@@ -2934,7 +2964,9 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 
 // =====================================================================================================================
 // 11. Model files: weights and checkpoints, initial weights
-// A header, then fp32 tensors in state_dict order, as in PyTorch: weights [, EMA] [, moments [, more EMAs] [, losses]].
+// A model file is a header and then arrays of all parameters in fp32: the weights; with HAS_EMA their average; with
+// HAS_TRAINING AdamW's two moments, further averages, and --schedule_sampler's losses. In each array the tensors come in
+// the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
 
 constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
 constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_DIFFUSION = 41, SLOT_PATCH_SIZE = 56,
@@ -2962,8 +2994,10 @@ static bool slot_is_used(const Header& h, int slot) {
 // The configuration as header slots (docs/FORMATS.md lists them), words as their number; take_model_file reads them.
 static Header model_header(const Config& config, int contents, int64_t step) {
     Header h{{MODEL_MAGIC, 1, contents}};
-    h.set(SLOT_STEP, step), h.set(SLOT_SEED, config.seed);
-    h.slot[6] = config.H, h.slot[7] = config.W;
+    h.set(SLOT_STEP, step);
+    h.set(SLOT_SEED, config.seed);
+    h.slot[6] = config.H;
+    h.slot[7] = config.W;
     for (const Flag& f : FLAGS) { // those on which others depend come first
         if (!f.slot || (f.slot > SLOT_STEP && !(contents & HAS_TRAINING)) || !slot_is_used(h, f.slot)) continue;
         const std::vector<std::string> words = choices(f);
@@ -3002,8 +3036,10 @@ struct ModelFile : InputFile {
     }
     StepState state() const { // where the run was
         StepState s{};
-        s.step = header.get<int64_t>(SLOT_STEP), s.updates = header.slot[SLOT_UPDATES];
-        s.bad_total = header.slot[SLOT_BAD], s.bad_in_row = header.slot[SLOT_BAD + 1];
+        s.step = header.get<int64_t>(SLOT_STEP);
+        s.updates = header.slot[SLOT_UPDATES];
+        s.bad_total = header.slot[SLOT_BAD];
+        s.bad_in_row = header.slot[SLOT_BAD + 1];
         s.guard = header.get<Guard>(SLOT_GUARD);
         return s;
     }
@@ -3041,12 +3077,21 @@ static ModelFile open_model(const std::string& path) {
     return m;
 }
 
-// One parameter between our layout and PyTorch's, the only place where they differ: ours is (N, I, J, block), theirs
-// (N, J, I, block): OHWI against OIHW; with the old attention order qkv's rows, [q k v][head] against [head][q k v].
+// Copies one parameter between our layout and PyTorch's. This is the only place where they differ: ours is (N, I, J,
+// block), theirs (N, J, I, block).
+//   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
+//   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
+//   old order of attention
 static void permute_param(const Config& c, const Param& p, float* to, const float* from, bool to_file) {
     size_t N = 1, I = 1, J = 1;
-    if (p.heads && !c.use_new_attention_order) I = 3, J = p.heads;
-    else if (p.shape.size() == 4) N = p.shape[0], I = p.shape[2] * p.shape[3], J = p.shape[1];
+    if (p.heads && !c.use_new_attention_order) {
+        I = 3;
+        J = p.heads;
+    } else if (p.shape.size() == 4) {
+        N = p.shape[0];
+        I = p.shape[2] * p.shape[3];
+        J = p.shape[1];
+    }
     const size_t block = p.size / (N * I * J);
     for (size_t n = 0; n < N; n++)
         for (size_t i = 0; i < I; i++)
@@ -3060,10 +3105,12 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
 static void check_size(const ModelFile& m, const UNet& net) {
     const size_t n = net.num_params, bytes = 1024 + n * sizeof(float);
     const int* s = m.header.slot;
-    const bool ours = s[0] == MODEL_MAGIC, longer = s[8] || s[9]; // what follows unet.cu's weights
-    if (ours ? m.header.get<size_t>(SLOT_PARAMS) != n
-             : m.size < bytes || (m.size > bytes && !longer) || s[4] != net.config.out_channels())
-        die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
+    bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
+    if (s[0] == UNET_CU_MODEL_MAGIC) {    // its header names no number of parameters
+        const bool longer = s[8] || s[9]; // moments follow its weights
+        holds = (m.size == bytes || (m.size > bytes && longer)) && s[4] == net.config.out_channels();
+    }
+    if (!holds) die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
 
 static bool all_finite(const float* v, size_t n) {
@@ -3098,23 +3145,33 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// Initial weights, distributed as guided-diffusion's: uniform in +-1/sqrt(fan_in) (convolutions and linears, biases
-// too), standard normal class embeddings, norms 1 and 0, zero in the last layer of every block.
+// Four random values of a parameter, from its element 4 n on. bound: of uniform ones. The order is that of PyTorch's
+// layout, so train_unet.py draws the same weights.
+static std::array<float, 4> draw_weights(const UNet& net, size_t param, size_t n, float bound) {
+    const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
+    std::array<float, 4> v = {};
+    if (net.params[param].init == INIT_NORMAL) {
+        normals(v.data(), words);
+        return v;
+    }
+    for (int i = 0; i < 4; i++) v[i] = (2 * ((words.w[i] >> 8) * 0x1p-24f) - 1) * bound;
+    return v;
+}
+
+// Initial weights, distributed as guided-diffusion's: convolutions and linear layers, with their biases, are uniform in
+// +-1 / sqrt(fan_in); class embeddings are standard normal; norms are 1 and 0; the last layer of every block is zero.
 static std::vector<float> init_params(const UNet& net) {
     std::vector<float> flat(net.flat_size), value;
-    float bound = 0; // of a bias, too, which follows its weight
+    float bound = 0; // 1 / sqrt(fan_in): of a weight, and of the bias that follows it
     for (size_t k = 0; k < net.params.size(); k++) {
         const Param& p = net.params[k];
         if (p.shape.size() > 1) bound = (float)(1 / std::sqrt((double)p.size / p.shape[0]));
         value.assign(p.size, p.init == INIT_ONE ? 1.0f : 0.0f);
-        if (p.init == INIT_UNIFORM || p.init == INIT_NORMAL)
-            for (size_t e = 0; e < p.size; e += 4) { // in PyTorch's layout: train_unet.py draws the same weights
-                const Words r = philox((uint64_t)net.config.seed, (uint32_t)(e / 4), (uint32_t)k, 0, RANDOM_INIT);
-                float z[4] = {};
-                if (p.init == INIT_NORMAL) normals(z, r);
-                for (size_t i = 0; i < 4 && e + i < p.size; i++)
-                    value[e + i] = p.init == INIT_NORMAL ? z[i] : (2 * ((r.w[i] >> 8) * 0x1p-24f) - 1) * bound;
-            }
+        const bool random = p.init == INIT_UNIFORM || p.init == INIT_NORMAL;
+        for (size_t e = 0; random && e < p.size; e += 4) {
+            const std::array<float, 4> four = draw_weights(net, k, e / 4, bound);
+            std::copy_n(four.begin(), std::min<size_t>(4, p.size - e), value.begin() + e);
+        }
         permute_param(net.config, p, &flat[p.offset], value.data(), false);
     }
     return flat;
