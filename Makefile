@@ -96,6 +96,7 @@ test_emulated: python
 
 # Every call of a short run fails once (a part of make test, in some), and processes are killed for ten minutes.
 test_faults: train_unet_cpu python
+	$(if $(HAS_NVCC),$(if $(GPU),,$(MAKE) -C dev BUILD=emulated bench))
 	TRAIN_UNET_FAILURES=all TRAIN_UNET_FAULT_SECONDS=600 $(PYTEST) dev/test/test_failures.py dev/test/test_faults.py
 
 test_launches: $(LAUNCHES) python

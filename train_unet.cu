@@ -9,67 +9,67 @@
 //    385     2. The interface: all that the program asks of a device
 //    596     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    656     4. Errors, files and pictures: what Part III does for the program
-//    763     5. Configuration: flags, presets, help, what can work and what cannot
-//   1312     6. The network: a list of layers, made of guided-diffusion's flags
-//   1746     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1905     8. Forward and backward: two walks over the list
-//   1989     9. Diffusion: noise schedules, objectives, samplers
-//   2182         the level of a training sample, drawn, and its share of the loss
-//   2332         samplers
-//   2745    10. Data: .bin files that may be larger than memory, the order of their images
-//   2966    11. Model files: weights and checkpoints, initial weights
-//   3181    12. The log, put together for the run's page
-//   3210    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3221         the learning rate, the verdict on a step, averages of the weights
-//   3298         what a trainer holds
-//   3389         a step
-//   3598    14. A run: log, guard, checkpoints, resume, samples
-//   4355    15. main: the command line, then a run or samples
-//   4626  Part II. The device
-//   4629    16. What all devices share: activations, patches of pixels
-//   4659    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4721    18. The GPU: what all kernels share
-//   4903         Activations: pieces of 16 bytes
-//   5084         each_kernel: a thread for an element
-//   5099         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5217         Swizzle: how rows lie in shared memory
-//   5226         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5369         building blocks of Hopper's kernels (sm_90a)
-//   5555    19. Small operations: resampling, embeddings, diffusion
-//   5558         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5672         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5896         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6147    20. Group norm
-//   6150         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6484         groupnorm_backward_whole: an image's slab in shared memory
-//   6745    21. Attention
-//   6805         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7131         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7224         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7670    22. Convolution
-//   7686         ConvOut: results, 4 channels of a pixel at a time
-//   7849         conv_halo: 3x3, stride 1, any GPU
-//   8091         conv_gather: any kernel size and stride, any GPU
-//   8242         conv_few: the first and the last layer
-//   8352         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8707         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8772         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9066         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9334         conv_weight_tma: weight gradients (sm_90a)
-//   9544    23. The optimiser
-//   9547         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9694    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9697         groupnorm_backward
-//   9765         attention: forward and, where a has dout, backward
-//   9805         convolution: forward and input gradient
-//  10026         convolution: weight gradients
-//  10238    25. The GPU: memory, copies, repeated work
-//  10407    26. Ranks: who they are, what their hosts tell each other
-//  11031    27. Between ranks: from device to device
-//  11211  Part III. Tools: errors, files, pictures, the run's page
-//  11214    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11585    29. Pictures: PNG files, grids of images
-//  11668    30. The run's page: index.html
+//    764     5. Configuration: flags, presets, help, what can work and what cannot
+//   1313     6. The network: a list of layers, made of guided-diffusion's flags
+//   1747     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1906     8. Forward and backward: two walks over the list
+//   1990     9. Diffusion: noise schedules, objectives, samplers
+//   2183         the level of a training sample, drawn, and its share of the loss
+//   2333         samplers
+//   2746    10. Data: .bin files that may be larger than memory, the order of their images
+//   2967    11. Model files: weights and checkpoints, initial weights
+//   3182    12. The log, put together for the run's page
+//   3211    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3222         the learning rate, the verdict on a step, averages of the weights
+//   3299         what a trainer holds
+//   3390         a step
+//   3599    14. A run: log, guard, checkpoints, resume, samples
+//   4356    15. main: the command line, then a run or samples
+//   4627  Part II. The device
+//   4630    16. What all devices share: activations, patches of pixels
+//   4660    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4722    18. The GPU: what all kernels share
+//   4904         Activations: pieces of 16 bytes
+//   5085         each_kernel: a thread for an element
+//   5100         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5218         Swizzle: how rows lie in shared memory
+//   5227         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5370         building blocks of Hopper's kernels (sm_90a)
+//   5556    19. Small operations: resampling, embeddings, diffusion
+//   5559         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5673         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5897         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6148    20. Group norm
+//   6151         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6485         groupnorm_backward_whole: an image's slab in shared memory
+//   6746    21. Attention
+//   6806         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7132         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7225         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7671    22. Convolution
+//   7687         ConvOut: results, 4 channels of a pixel at a time
+//   7850         conv_halo: 3x3, stride 1, any GPU
+//   8092         conv_gather: any kernel size and stride, any GPU
+//   8243         conv_few: the first and the last layer
+//   8353         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8708         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8773         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9067         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9335         conv_weight_tma: weight gradients (sm_90a)
+//   9545    23. The optimiser
+//   9548         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9695    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9698         groupnorm_backward
+//   9766         attention: forward and, where a has dout, backward
+//   9806         convolution: forward and input gradient
+//  10027         convolution: weight gradients
+//  10239    25. The GPU: memory, copies, repeated work
+//  10411    26. Ranks: who they are, what their hosts tell each other
+//  11036    27. Between ranks: from device to device
+//  11216  Part III. Tools: errors, files, pictures, the run's page
+//  11219    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11608    29. Pictures: PNG files, grids of images
+//  11691    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -710,6 +710,7 @@ struct AtomicFile {
     void discard();
     void fail(const char* what, const char* advice);
 };
+static void remove_unfinished(); // AtomicFiles that are neither there nor given up yet: the program ends with an error
 // Result: why it could not be written, or "".
 static std::string try_write_file(const Folder& folder, const std::string& name, const std::string& content);
 // Gives a file of a folder a second name, in place of what has that name; a copy, where there are no hard links.
@@ -10302,7 +10303,10 @@ static size_t act_bytes() { return device.bf16 ? sizeof(bf16) : sizeof(float); }
 
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
-    if (cudaMalloc(&p, bytes) != cudaSuccess)
+    const cudaError_t error = cudaMalloc(&p, bytes);
+    if (error != cudaSuccess && error != cudaErrorMemoryAllocation)
+        die("CUDA: %s (cudaMalloc of %zu bytes)", cudaGetErrorString(error), bytes);
+    if (error != cudaSuccess)
         die("%.2f GiB of GPU memory could not be had (%.2f of %.2f GiB are free); a smaller --batch_size or a "
             "--microbatch needs less",
             bytes / 0x1p30, device_available() / 0x1p30, properties.totalGlobalMem / 0x1p30);
@@ -10509,6 +10513,7 @@ static NoteKind receive(int socket, std::string* content) {
     while (ranks.said.exchange(true)) pause(); // another thread says something, and then ends the process
     fprintf(stderr, "train_unet: %s\n", why.c_str());
     post(LEAVE);
+    remove_unfinished();
     tell_page(why);
     _exit(1);
 }
@@ -11217,6 +11222,7 @@ static void refuse(const std::string& why) {
     fflush(stdout);
     if (world.size > 1) end_ranks(why);
     fprintf(stderr, "train_unet: %s\n", why.c_str());
+    remove_unfinished();
     tell_page(why);
     exit(1);
 }
@@ -11398,6 +11404,14 @@ void Folder::remove_leftovers(const std::vector<std::string>& starts) const {
     }
 }
 
+static std::set<const AtomicFile*> unfinished;
+static std::mutex finishing; // guards it
+
+static void remove_unfinished() { // another thread may be writing: it goes on in what has no name any more
+    const std::lock_guard lock(finishing);
+    for (const AtomicFile* file : unfinished) file->folder.remove(file->temporary);
+}
+
 AtomicFile::AtomicFile(const Folder& folder, const std::string& name) : folder(folder), name(name) {
     folder.remove_leftovers({name + ".tmp"});
     int number = getpid(); // another host may have such a process, too
@@ -11407,7 +11421,12 @@ AtomicFile::AtomicFile(const Folder& folder, const std::string& name) : folder(f
         if (file >= 0) flock(file, LOCK_EX | LOCK_NB);
         // Such a file may be there already, or be gone: removed as left over before it was locked.
     } while (file < 0 ? errno == EEXIST : !folder.has(temporary) && !folder.is_removed());
-    if (file < 0) fail("can't be written", "choose a folder that exists and is yours");
+    if (file < 0) {
+        fail("can't be written", "choose a folder that exists and is yours");
+        return;
+    }
+    const std::lock_guard lock(finishing);
+    unfinished.insert(this);
 }
 
 void AtomicFile::write(const void* data, size_t n) {
@@ -11430,12 +11449,16 @@ void AtomicFile::commit() {
         return fail("writing failed", "what was there before is untouched");
     close(file);
     fsync(at); // the new name, too, must survive a power cut
+    const std::lock_guard lock(finishing);
+    unfinished.erase(this);
 }
 
 void AtomicFile::discard() {
     if (file >= 0) close(file);
     if (file >= 0) folder.remove(temporary);
     file = -1;
+    const std::lock_guard lock(finishing);
+    unfinished.erase(this);
 }
 
 void AtomicFile::fail(const char* what, const char* advice) {

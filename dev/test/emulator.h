@@ -3,6 +3,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <functional>
 #include <memory>
 
 // Bytes of a kernel's parameters, and where each of them begins (-1 behind the last one). ptx: the module's text, ending in 0.
@@ -22,3 +23,7 @@ CUresult emulated_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint3
                              const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box,
                              const cuuint32_t* step, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// What fake_cudart.cpp has for fake_nccl.cpp.
+bool fake_failure(const char* call);                             // counts a call; whether it shall fail
+void fake_work(cudaStream_t stream, std::function<void()> work); // the next thing that a stream does

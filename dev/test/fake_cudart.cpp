@@ -9,9 +9,13 @@
 //
 // With FAKE_FORGET=3 the third cudaStreamWaitEvent is not heard: what a program that forgot it would do.
 //
+// Calls fail as those of the system do in failing_calls.cpp, whose variables these are: with FAIL_CALL=cudaMalloc FAIL_AT=3 the third cudaMalloc fails. With
+// FAIL_FOR above 1 so do all calls behind it, whatever their names, as after a kernel that crashed. FAIL_REPORT names a file for what failed, and the count.
+//
 // What was chosen can be read in the file that FAKE_LAUNCHES names, if any: a line for each launch, tensor map and allocation.
 //
-// Linked with emulator.cpp, to a binary that holds its code as PTX, it runs the kernels as well.
+// Linked with emulator.cpp, to a binary that holds its code as PTX, it runs the kernels as well, but for those whose names begin with one
+// of the words in FAKE_IDLE: a run whose network does nothing takes a tenth of the time.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cxxabi.h>
@@ -27,7 +31,9 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -235,11 +241,20 @@ void run_kernel(const Kernel& k, dim3 grid, dim3 block, size_t dynamic, long clu
     act({.stream = stream, .kernel = kernel, .early = early});
 }
 
+bool is_idle(const Kernel& k) {
+    static const char* const given = getenv("FAKE_IDLE");
+    std::istringstream words(given ? given : "");
+    for (std::string word; words >> word;)
+        if (k.name.compare(0, word.size(), word) == 0) return true;
+    return false;
+}
+
 cudaError_t check_launch(const void* function, dim3 grid, dim3 block, size_t dynamic, long cluster, void** arguments,
                          cudaStream_t stream, bool early = false) {
     const Kernel& k = kernels()[function];
     const bool naive = k.name.find("_v0") != std::string::npos || k.name.find("_v1") != std::string::npos;
-    if (emulate && !(naive && grid.x > 32)) run_kernel(k, grid, block, dynamic, cluster, arguments, stream, early);
+    if (emulate && !is_idle(k) && !(naive && grid.x > 32))
+        run_kernel(k, grid, block, dynamic, cluster, arguments, stream, early);
     const long threads = (long)block.x * block.y * block.z, shared = k.shared + (long)dynamic,
                largest = gpu()["block_shared"];
     const long registers = round_up(round_up(threads, 32) / 32, 4) * round_up(32 * k.registers, 256);
@@ -297,6 +312,38 @@ long cluster_size(const cudaLaunchConfig_t* config) {
     return size;
 }
 
+// What FAIL_CALL, FAIL_AT, FAIL_FOR and FAIL_REPORT say.
+class Failures {
+    std::mutex mutex; // calls may come from several threads
+    long count = 0;   // of the wanted calls
+    bool failed = false, for_ever = false;
+    FILE* report = nullptr;
+
+    static long number(const char* name) { return getenv(name) ? atol(getenv(name)) : 0; }
+
+  public:
+    Failures() {
+        if (const char* path = getenv("FAIL_REPORT")) report = fopen(path, "w");
+        for_ever = number("FAIL_FOR") > 1;
+    }
+    ~Failures() {
+        if (report) fprintf(report, "count %ld\n", count);
+    }
+    // Counts a call. Whether it fails.
+    bool take(const char* name) {
+        static const char* const wanted = getenv("FAIL_CALL");
+        static const long first = number("FAIL_AT");
+        if (!wanted) return false;
+        const std::lock_guard lock(mutex);
+        const bool now = !strcmp(name, wanted) && ++count == first;
+        if (!now && !(failed && for_ever)) return false;
+        if (now && report) fprintf(report, "failed %ld %s\n", count, name);
+        if (report) fflush(report);
+        failed = true;
+        return true;
+    }
+};
+
 struct Summary {
     ~Summary() { fprintf(stderr, "fake GPU %d: %ld launches of %zu kernels\n", current, launches, launched.size()); }
 } summary;
@@ -337,6 +384,7 @@ struct LaunchConfig { // of kernel<<<...>>>, between the two calls that nvcc mak
 CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* memory, const cuuint64_t* size,
                 const cuuint64_t* stride, const cuuint32_t* box, const cuuint32_t* step, CUtensorMapInterleave inter,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+    if (fake_failure("cuTensorMapEncodeTiled")) return CUDA_ERROR_UNKNOWN;
     record("tensor map");
     for (cuuint32_t i = 0; i < rank; i++) record(" %u of %lu", box[i], (unsigned long)size[i]);
     record("\n");
@@ -360,7 +408,17 @@ const char* find_ptx(const void* wrapper) {
     fprintf(stderr, "fake GPU: no PTX with %s in this binary\n", target.c_str()), exit(9);
 }
 
+// The call that stands at the head of every function of CUDA's that may fail.
+#define MAY_FAIL(ERROR) \
+    if (fake_failure(__func__)) return ERROR
+
 } // namespace
+
+bool fake_failure(const char* name) {
+    static Failures failures;
+    return failures.take(name);
+}
+void fake_work(cudaStream_t stream, std::function<void()> work) { act({.stream = stream, .run = std::move(work)}); }
 
 extern "C" {
 
@@ -406,13 +464,16 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
                                cudaStream_t stream) {
+    MAY_FAIL(cudaErrorUnknown);
     return check_launch((const void*)kernel, grid, block, shared, 1, arguments, stream);
 }
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
                              cudaStream_t stream) { // before CUDA 13
+    MAY_FAIL(cudaErrorUnknown);
     return check_launch(function, grid, block, shared, 1, arguments, stream);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void** arguments) {
+    MAY_FAIL(cudaErrorUnknown);
     check_overlap(c, function);
     return check_launch(function, c->gridDim, c->blockDim, c->dynamicSmemBytes, cluster_size(c), arguments, c->stream,
                         is_early(c));
@@ -420,6 +481,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* functio
 
 // ----- kernels
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void* function) {
+    MAY_FAIL(cudaErrorUnknown);
     if (!gpu()["code"]) return cudaErrorNoKernelImageForDevice;
     const Kernel& k = kernels()[function];
     *a = {};
@@ -428,6 +490,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void* function) {
     return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+    MAY_FAIL(cudaErrorUnknown);
     Kernel& k = kernels()[function];
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
     k.dynamic_shared = value;
@@ -438,6 +501,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
     return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* n, const void* function, const cudaLaunchConfig_t* c) {
+    MAY_FAIL(cudaErrorUnknown);
     const Kernel& k = kernels()[function];
     *n = (int)clusters_at_once(k, cluster_size(c), (long)c->blockDim.x * c->blockDim.y * c->blockDim.z,
                                k.shared + (long)c->dynamicSmemBytes);
@@ -446,26 +510,32 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* n, const void* function, const c
 
 // ----- the GPU
 cudaError_t cudaGetDeviceCount(int* n) {
+    MAY_FAIL(cudaErrorUnknown);
     *n = gpu()["error"] ? 0 : (int)gpu()["count"];
     return (cudaError_t)gpu()["error"];
 }
 cudaError_t cudaDriverGetVersion(int* version) {
+    MAY_FAIL(cudaErrorUnknown);
     *version = (int)gpu()["driver"];
     return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int number) {
+    MAY_FAIL(cudaErrorUnknown);
     current = number;
     return number < gpu()["count"] ? cudaSuccess : cudaErrorInvalidDevice;
 }
 cudaError_t cudaGetDevice(int* number) {
+    MAY_FAIL(cudaErrorUnknown);
     *number = current;
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+    MAY_FAIL(cudaErrorUnknown);
     *value = 1;
     return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+    MAY_FAIL(cudaErrorUnknown);
     *properties = cudaDeviceProp{};
     strcpy(properties->name, "a described GPU");
     properties->major = (int)gpu()["capability"] / 10, properties->minor = (int)gpu()["capability"] % 10;
@@ -476,10 +546,12 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult*) {
+    MAY_FAIL(cudaErrorUnknown);
     *f = (void*)encode;
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* low, int* high) {
+    MAY_FAIL(cudaErrorUnknown);
     *low = 0, *high = -5;
     return cudaSuccess;
 }
@@ -491,38 +563,60 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 // ----- memory
 cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
+    MAY_FAIL(cudaErrorUnknown);
     *available = *total = (size_t)1 << 40;
     return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** p, size_t bytes) {
+    MAY_FAIL(cudaErrorMemoryAllocation);
     record("cudaMalloc %zu\n", bytes);
     return give_memory(p, bytes);
 }
 cudaError_t cudaFree(void* p) {
+    MAY_FAIL(cudaErrorUnknown);
     device.finish();
     return take_memory(p);
 }
-cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return give_memory(p, bytes); }
-cudaError_t cudaFreeHost(void* p) { return take_memory(p); }
+cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
+    MAY_FAIL(cudaErrorMemoryAllocation);
+    return give_memory(p, bytes);
+}
+cudaError_t cudaFreeHost(void* p) {
+    MAY_FAIL(cudaErrorUnknown);
+    return take_memory(p);
+}
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    MAY_FAIL(cudaErrorUnknown);
     if (wanted(bytes)) act({.stream = stream, .run = [=] { memcpy(to, from, bytes); }});
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
+    MAY_FAIL(cudaErrorUnknown);
     if (wanted(bytes)) act({.stream = stream, .run = [=] { memset(p, value, bytes); }});
     return cudaSuccess;
 }
 
 // ----- streams, events, graphs
-#define SUCCEEDS(function, ...) \
-    cudaError_t function(__VA_ARGS__) { return cudaSuccess; }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return give_name(s); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return give_name(s); }
+#define SUCCEEDS(function, ...)         \
+    cudaError_t function(__VA_ARGS__) { \
+        MAY_FAIL(cudaErrorUnknown);     \
+        return cudaSuccess;             \
+    }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) {
+    MAY_FAIL(cudaErrorUnknown);
+    return give_name(s);
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) {
+    MAY_FAIL(cudaErrorUnknown);
+    return give_name(s);
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+    MAY_FAIL(cudaErrorUnknown);
     device.finish(s);
     return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
+    MAY_FAIL(cudaErrorUnknown);
     static const char* const forget = getenv("FAKE_FORGET");
     if (++waits != (forget ? atol(forget) : 0)) act({.stream = s, .wait = e});
     const Moment& m = recorded[e];
@@ -532,21 +626,31 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+    MAY_FAIL(cudaErrorUnknown);
     capture = std::make_shared<Captured>(Captured{s, {}});
     return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* g) {
+    MAY_FAIL(cudaErrorUnknown);
     *g = (cudaGraph_t) new std::shared_ptr<Captured>(std::exchange(capture, nullptr));
     return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    MAY_FAIL(cudaErrorUnknown);
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
-cudaError_t cudaEventCreate(cudaEvent_t* e) { return give_name(e); }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return give_name(e); }
+cudaError_t cudaEventCreate(cudaEvent_t* e) {
+    MAY_FAIL(cudaErrorUnknown);
+    return give_name(e);
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {
+    MAY_FAIL(cudaErrorUnknown);
+    return give_name(e);
+}
 SUCCEEDS(cudaEventDestroy, cudaEvent_t)
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
+    MAY_FAIL(cudaErrorUnknown);
     act({.stream = s, .record = e});
     static long number = 0;
     recorded[e] = {s, ++number};
@@ -554,31 +658,38 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
 }
 SUCCEEDS(cudaEventRecordWithFlags, cudaEvent_t, cudaStream_t, unsigned) // dev/bench's clock
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    MAY_FAIL(cudaErrorUnknown);
     device.finish(e);
     return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
+    MAY_FAIL(cudaErrorUnknown);
     *ms = 1;
     return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long) {
+    MAY_FAIL(cudaErrorUnknown);
     *e = (cudaGraphExec_t)g;
     return cudaSuccess;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* n) {
+    MAY_FAIL(cudaErrorUnknown);
     *n = 1;
     return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
+    MAY_FAIL(cudaErrorUnknown);
     act({.stream = s, .run = [graph = *(std::shared_ptr<Captured>*)e] { launch_graph(*graph); }});
     return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
+    MAY_FAIL(cudaErrorUnknown);
     delete (std::shared_ptr<Captured>*)e;
     return cudaSuccess;
 }
 SUCCEEDS(cudaGraphDestroy, cudaGraph_t)
-SUCCEEDS(cudaIpcGetMemHandle, cudaIpcMemHandle_t*, void*)
-SUCCEEDS(cudaIpcOpenMemHandle, void**, cudaIpcMemHandle_t, unsigned)
+// Ranks do not open memory for each other here: they have NCCL.
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return cudaErrorNotSupported; }
+cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return cudaErrorNotSupported; }
 
 } // extern "C"
