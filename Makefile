@@ -63,12 +63,12 @@ train_unet_cuda: $(SOURCES)
 	@echo "train_unet_cuda: code for compute capability $(call dotted,$(ARCHS))$(if $(PTX),; newer GPUs' drivers compile $(call dotted,$(PTX))'s as the program starts)"
 	@echo "train_unet_cuda: $(if $(NCCL),several GPUs through $(NCCL_LIBRARY),one GPU; libnccl-dev or the Python package nvidia-nccl-cu12 would make it several)"
 
-# dev/bench.cu, which is the trainer, too, and not the CUDA runtime but dev/test/fake_cudart.cpp, which checks every launch. It is told what ptxas says of the kernels. Unless ARCH says otherwise, for A100, RTX 30
+# dev/benchmarks/bench.cu, which is the trainer, too, and not the CUDA runtime but dev/test/fake_cudart.cpp, which checks every launch. It is told what ptxas says of the kernels. Unless ARCH says otherwise, for A100, RTX 30
 # and 40 (80) and H100 (90a): the others take another two minutes to compile.
 LAUNCH_ARCHS = $(if $(filter file,$(origin ARCH)),80 90a,$(ARCHS))
 LAUNCHES = train_unet_launches_$(subst $() ,_,$(strip $(LAUNCH_ARCHS)))
-$(LAUNCHES): $(SOURCES) dev/bench.cu dev/timing.h dev/test/fake_cudart.cpp dev/test/emulator.h
-	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(LAUNCH_ARCHS)) -Xptxas -v -cudart none $(NCCL_FLAGS) dev/bench.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
+$(LAUNCHES): $(SOURCES) dev/benchmarks/bench.cu dev/benchmarks/timing.h dev/test/fake_cudart.cpp dev/test/emulator.h
+	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(LAUNCH_ARCHS)) -Xptxas -v -cudart none $(NCCL_FLAGS) dev/benchmarks/bench.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
 		|| { cat $@.ptxas; exit 1; }
 
 train_unet_asan: $(SOURCES)
@@ -122,7 +122,7 @@ fuzz:
 	done; exit $${failed:-0}
 
 lint: python
-	clang-format --dry-run --Werror train_unet.cu dev/*.cu dev/*.h dev/test/*.cpp
+	clang-format --dry-run --Werror train_unet.cu dev/*.h dev/*/*.cu dev/*/*.h dev/*/*.cpp
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) dev/map.py --check
@@ -131,24 +131,24 @@ map:
 	@python3 dev/map.py
 
 bench_cpu: train_unet_cpu data
-	$(PYTHON) dev/bench_cpu.py
+	$(PYTHON) dev/benchmarks/bench_cpu.py
 
 dev/bench_cpu dev/bench_cuda:
 	@$(MAKE) --no-print-directory -C dev $(notdir $@)
 
 bench_data: $(if $(GPU),train_unet_cuda dev/bench_cuda)
-	$(PYTHON) dev/bench_data.py $(FLAGS)
+	$(PYTHON) dev/benchmarks/bench_data.py $(FLAGS)
 
 bench: $(if $(GPU),dev/bench_cuda)
-	$(PYTHON) dev/bench.py --chart assets/bench.png --output assets/bench.json
+	$(PYTHON) dev/benchmarks/bench.py --chart assets/bench.png --output assets/bench.json
 
 bench_gpus: dev/bench_cuda
-	$(PYTHON) dev/bench_gpus.py
+	$(PYTHON) dev/benchmarks/bench_gpus.py
 
 # The other recipe is what ./train_unet did before its defaults were chosen by pictures.
 speedrun: train_unet python
 	@mkdir -p out_speedrun
-	for name in fashion32 emoji64; do $(PYTHON) dev/speedrun.py --data_file data/$$name.bin --recipes "" "--preset $(if $(filter cuda,$(BUILD)),unet64,fashion32)" \
+	for name in fashion32 emoji64; do $(PYTHON) dev/benchmarks/speedrun.py --data_file data/$$name.bin --recipes "" "--preset $(if $(filter cuda,$(BUILD)),unet64,fashion32)" \
 		--seeds 0,1,2 --output out_speedrun/$$name.json --plot out_speedrun/$$name.png $(FLAGS) || exit; done
 
 profile: dev/bench_$(BUILD)

@@ -1905,7 +1905,7 @@ static void plan_memory(UNet* net, int B, bool training) {
 // =====================================================================================================================
 // 8. Forward and backward: two walks over the list
 
-// What the device is to do next, told to whoever listens: dev/bench.cu, which puts a time stamp before it.
+// What the device is to do next, told to whoever listens: dev/benchmarks/bench.cu, which puts a time stamp before it.
 // BACKWARD: all gradients but that of a convolution's weights.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT };
 struct Operation {

@@ -299,7 +299,7 @@ UPSAMPLERS = "there are no upsamplers here; --image_size is the size of what is 
 SAMPLING_PROGRAM = "python generate.py takes it; here it is --sample N --init FILE with --sampler"
 ELSEWHERE = dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS) | dict.fromkeys(["large_size", "small_size", "base_samples"], UPSAMPLERS)
 ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], SAMPLING_PROGRAM)
-ELSEWHERE |= dict.fromkeys(["bench", "profile"], "python dev/bench_torch.py times PyTorch, make profile the program")
+ELSEWHERE |= dict.fromkeys(["bench", "profile"], "python dev/benchmarks/bench_torch.py times PyTorch, make profile the program")
 
 
 def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str = "") -> dict[str, Any]:

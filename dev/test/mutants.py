@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 DEV = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(DEV), str(DEV / "test")]
+sys.path[:0] = [str(DEV / "pairs"), str(DEV / "test")]
 
 os.environ["BUILD"] = "emulated"
 import harness  # noqa: E402

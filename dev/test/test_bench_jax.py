@@ -1,4 +1,4 @@
-"""dev/bench_jax.py computes what train_unet.py does: loss and every gradient in fp32, same weights and inputs.
+"""dev/benchmarks/bench_jax.py computes what train_unet.py does: loss and every gradient in fp32, same weights and inputs.
 
 Without JAX all but the last are skipped.
 """
@@ -18,7 +18,7 @@ import train_unet
 from common.flags import Config
 from common.model import UNetModel
 
-sys.path.insert(0, str(ROOT / "dev"))
+sys.path.insert(0, str(ROOT / "dev/benchmarks"))
 HAS_JAX = importlib.util.find_spec("jax") is not None
 needs_jax = pytest.mark.skipif(not HAS_JAX, reason="JAX is optional (pip install jax)")
 if HAS_JAX:
@@ -116,13 +116,13 @@ def test_bench() -> None:
 
 @needs_jax
 def test_refuses() -> None:
-    command = [sys.executable, "dev/bench_jax.py", "--preset", "adm64"]
+    command = [sys.executable, "dev/benchmarks/bench_jax.py", "--preset", "adm64"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "class_cond" in done.stderr
 
 
 def test_without_jax() -> None:
     """One sentence, exit code 1; bench.py says what is left out."""
-    program = "import runpy, sys; sys.modules['jax'] = None; runpy.run_path('dev/bench_jax.py', run_name='__main__')"
+    program = "import runpy, sys; sys.modules['jax'] = None; runpy.run_path('dev/benchmarks/bench_jax.py', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "JAX is not installed" in done.stderr

@@ -86,7 +86,7 @@ def test_the_twin_has_the_same_flags(run: Callable) -> None:
     assert (
         listed.keys() - {"num_gpus", "exchange", "rank_timeout", "compare_runs"} <= train_unet.FLAGS.keys()
     )  # the twin is one process without a page
-    with pytest.raises(train_unet.UserError, match="--bench: .*dev/bench_torch.py"):
+    with pytest.raises(train_unet.UserError, match="--bench: .*dev/benchmarks/bench_torch.py"):
         train_unet.parse_flags(["--bench", "20"], train_unet.FLAGS)
     for name, flag in train_unet.FLAGS.items():
         if name in listed and name != "device":  # where the twin has CPUs, too

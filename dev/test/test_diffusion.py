@@ -34,7 +34,7 @@ from common import model_files
 from common.config import make_config
 from common.model import GroupNorm32
 
-sys.path.insert(0, str(ROOT / "dev"))
+sys.path.insert(0, str(ROOT / "dev/pairs"))
 torch.set_num_threads(1)
 
 PLAIN = dict(channel_mult=(1, 2), attention_resolutions=(4,), num_head_channels=32)

@@ -21,23 +21,25 @@ from common.data_files import read_data
 SOURCES = [
     "train_unet.cu",
     "dev/reference.h",
-    "dev/harness.h",
-    "dev/harness.py",
+    "dev/pairs/harness.h",
+    "dev/pairs/harness.py",
     "train_unet.py",
     *(f"common/{path.name}" for path in sorted((ROOT / "common").glob("*.py"))),
     "prepare_data.py",
 ]
 DOCS = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 PAGES = ["README.md", "dev/README.md", "data/README.md", *(page for page in DOCS if page != "docs/LEARNT.md")]  # a lab book names what was
+WORKSHOP = [ROOT / "dev/pairs", ROOT / "dev/benchmarks"]
 SCRIPTS = [
     *ROOT.glob("*.py"),
     *(ROOT / "common").glob("*.py"),
     *(ROOT / "dev").glob("*.py"),
+    *(path for folder in WORKSHOP for path in sorted(folder.glob("*.py"))),
     ROOT / "train_unet.cu",
-    ROOT / "dev/harness.h",
-    *(ROOT / "dev").glob("*.cu"),
+    ROOT / "dev/pairs/harness.h",
+    *(path for folder in WORKSHOP for path in sorted(folder.glob("*.cu"))),
 ]
-OTHERS = set("unet.cu diffusion.cu image_sample.py image_train.py NAME.cu NAME.py dev/NAME.cu".split())  # other people's, and patterns
+OTHERS = set("unet.cu diffusion.cu image_sample.py image_train.py NAME.cu NAME.py dev/pairs/NAME.cu".split())  # other people's, and patterns
 
 
 def code_of(page: str) -> str:
@@ -108,7 +110,7 @@ def test_make_targets(page: str) -> None:
     """`make X`, wherever it is written as code."""
     targets = {folder: set(re.findall(r"^([\w ]+?):(?!=)", (ROOT / folder / "Makefile").read_text(), re.M)) for folder in (".", "dev")}
     targets = {folder: {word for line in lines for word in line.split()} for folder, lines in targets.items()}
-    targets["dev"] |= {path.stem for path in (ROOT / "dev").glob("*.cu")}
+    targets["dev"] |= {path.stem for place in WORKSHOP for path in place.glob("*.cu")}
     for words in re.findall(r"(?:^|[`(;] ?)make((?: -C dev)?(?: [\w]+)+)(?=[`\n ;)&]| [A-Z]+=)", code_of(page), re.M):
         folder, _, names = ("dev", "", words[len(" -C dev") :]) if words.startswith(" -C dev") else (".", "", words)
         for name in names.split():
@@ -127,8 +129,10 @@ def test_files(page: str) -> None:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             assert heading in [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in headings], f"{page} leads to {target}"
     for name in re.findall(r"(?<![\w/.<-])((?:common|dev|docs|data|assets)/[\w./]+\w|\w+\.(?:cu|py))(?![\w.*])", code_of(page)):
-        near = [ROOT / name, folder / name, ROOT / "dev" / name, ROOT / "dev/test" / name]
-        built = re.fullmatch(r"dev/\w+|data/\w+\.bin", name) and (list(ROOT.glob(f"{name.removesuffix('_cuda').removesuffix('_cpu')}.*")))
+        near = [place / name for place in (ROOT, folder, ROOT / "dev", ROOT / "dev/test", *WORKSHOP)]
+        built = re.fullmatch(r"data/\w+\.bin", name) and (ROOT / f"{name}.gz").exists()
+        if program := re.fullmatch(r"dev/(\w+?)(_cuda|_cpu|_emulated)?", name):
+            built = any((place / f"{program[1]}.cu").exists() for place in WORKSHOP)
         known = name in OTHERS or any(path.exists() for path in near) or built
         assert known, f"{page} names {name}, which is not there"
 

@@ -237,7 +237,7 @@ IMPORTS = {
     "train_unet.py": "torch",
     "generate.py": "torch",
     "prepare_data.py --data_dir x --output_name y.bin": "numpy",
-    "dev/quality.py --split x": "torch",
+    "dev/benchmarks/quality.py --split x": "torch",
 }
 
 
@@ -346,7 +346,7 @@ def test_other_programs_replace_nothing_of_worth(data: Path, tmp_path: Path) -> 
     prepare = [*python, ROOT / "prepare_data.py", "--data_dir", "pictures", "--image_size", 8, "--output_name"]
     refuse([*prepare, "pictures/a.png"], tmp_path, "--output_name pictures/a.png: would replace pictures/a.png, which is read")
     refuse([*prepare, model], tmp_path, f"--output_name {model}: holds a model or data")
-    judge = [*python, ROOT / "dev/quality.py", "--data_file", ROOT / "data/fashion32.bin", "--samples", "d.bin", "--plot"]
+    judge = [*python, ROOT / "dev/benchmarks/quality.py", "--data_file", ROOT / "data/fashion32.bin", "--samples", "d.bin", "--plot"]
     refuse([*judge, "d.bin"], tmp_path, "--plot d.bin: would replace d.bin, which is read")
     call([*TWIN, "--convert", model, "weights.pt"], tmp_path)
     call([*TWIN, "--convert", model, "weights.pt"], tmp_path)  # again

@@ -545,7 +545,7 @@ def test_what_is_no_regular_file_in_python(
 ) -> None:
     """A sentence from each reader, where a pipe, say, would be waited for without end. (A folder of that name may be one of diffusers'.)"""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "dev")
+    monkeypatch.syspath_prepend(ROOT / "dev/benchmarks")
     import quality
 
     import generate

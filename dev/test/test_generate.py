@@ -196,7 +196,7 @@ def test_packages_that_are_not_here(model: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("program", ["generate", "train_unet", "prepare_data", "quality", "speedrun"])
 def test_help_works_without_packages(program: str) -> None:
     """-S: without site-packages. Anything but --help ends in a sentence with the command that installs what is missing."""
-    path = ROOT / ("dev" if program in ("quality", "speedrun") else ".") / f"{program}.py"
+    path = ROOT / ("dev/benchmarks" if program in ("quality", "speedrun") else ".") / f"{program}.py"
 
     def run(*words: str) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, *words[:1], str(path), *words[1:]], **captured)

@@ -56,7 +56,7 @@ def data(make_data: Callable) -> Path:
 def test_losses_follow_the_cpu(data: Path, tmp_path: Path, model: list[str], batch: int) -> None:
     """fp32: only the order of sums differs, 1e-4 after 20 steps as in test_training.py. bf16: every activation is rounded by up to 2^-8 and
     a loss averages thousands of them, so that the first losses agree to 2^-9 (what is random averages out); later ones drift apart, as small batches amplify any difference.
-    (What a whole forward and backward pass may differ by in bf16 is derived and checked in dev/unet.py.)"""
+    (What a whole forward and backward pass may differ by in bf16 is derived and checked in dev/pairs/unet.py.)"""
     words = [*RUN, *model, "--data_file", data, "--batch_size", batch]
     cpu, _ = train("cpu", tmp_path / "cpu", 20, *words)
     exact, _ = train("cuda", tmp_path / "exact", 20, *words, "--precision", "fp32")

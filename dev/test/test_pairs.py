@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import torch
 
-DEV = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(DEV))
+FOLDER = Path(__file__).resolve().parents[1] / "pairs"
+sys.path.insert(0, str(FOLDER))
 
 import harness  # noqa: E402
 
-NAMES = sorted(path.stem for path in DEV.glob("*.cu") if path.stem not in ("bench", "pairs"))
+NAMES = sorted(path.stem for path in FOLDER.glob("*.cu") if path.stem != "pairs")
 torch.set_num_threads(1)  # a spinning team of threads suffers from every neighbour
 PAIRS: dict[str, harness.Pair] = {name: importlib.import_module(name).PAIR for name in NAMES}
 PRECISIONS = harness.precisions()

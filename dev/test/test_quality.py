@@ -1,4 +1,4 @@
-"""dev/quality.py: the figures on sets whose figures are known, the split, and what it refuses."""
+"""dev/benchmarks/quality.py: the figures on sets whose figures are known, the split, and what it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common import model_files
 from common.config import make_config
 from common.samples import save_png
 
-sys.path.insert(0, str(ROOT / "dev"))
+sys.path.insert(0, str(ROOT / "dev/benchmarks"))
 import quality
 
 

@@ -1,4 +1,4 @@
-"""dev/speedrun.py: what it says of pictures whose faults are known, when a run has come to a quality, and a short run of it."""
+"""dev/benchmarks/speedrun.py: what it says of pictures whose faults are known, when a run has come to a quality, and a short run of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conftest import ROOT, TINY_MODEL, TINY_RUN, binary_path, environment, make_
 
 from common.program import UserError
 
-sys.path.insert(0, str(ROOT / "dev"))
+sys.path.insert(0, str(ROOT / "dev/benchmarks"))
 import quality
 import speedrun
 import speedrun_rivals
@@ -79,7 +79,18 @@ def test_a_run(tmp_path: Path, make_data: object) -> None:
     images = make_images(700, 1, 8, 8)
     file = make_data("d.bin", images, np.arange(700) % 7, 7)
     recipe = " ".join(map(str, [*TINY_MODEL, *TINY_RUN, "--timestep_respacing", 4, "--max_steps", 4]))
-    command = [sys.executable, ROOT / "dev/speedrun.py", "--data_file", file, "--program", binary_path("cpu"), "--recipes", recipe, "--moments", 2]
+    command = [
+        sys.executable,
+        ROOT / "dev/benchmarks/speedrun.py",
+        "--data_file",
+        file,
+        "--program",
+        binary_path("cpu"),
+        "--recipes",
+        recipe,
+        "--moments",
+        2,
+    ]
     command += ["--seeds", "3", "--judge", "judge.pt", "--output", "o.json", "--plot", "o.png"]
     for _ in range(2):  # the second time with the judge of the first
         done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment(1), capture_output=True, text=True, timeout=300)
@@ -103,7 +114,9 @@ def test_what_it_refuses(tmp_path: Path, make_data: object) -> None:
         (["--rivals", "guided", "--recipes"], "it needs --rival_seconds"),
         (["--recipes"], "--recipes: names none"),
     ):
-        done = subprocess.run([sys.executable, str(ROOT / "dev/speedrun.py"), *map(str, words)], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "dev/benchmarks/speedrun.py"), *map(str, words)], capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 1 and told in done.stderr and done.stderr.count("\n") == 1
 
 

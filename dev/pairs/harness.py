@@ -2,8 +2,8 @@
 
 A pair NAME.py says what its inputs are, what PyTorch makes of them, and how long the sums are; then main() gives it
 
-    python dev/NAME.py             build dev/NAME, check every case
-    python dev/NAME.py --bench     run dev/NAME's benchmark with PyTorch's time for the same shape beside each row
+    python dev/pairs/NAME.py             build dev/NAME, check every case
+    python dev/pairs/NAME.py --bench     run dev/NAME's benchmark with PyTorch's time for the same shape beside each row
 
 Names tie the two halves together. An output `out` has its incoming gradient in the input `dout`; the gradient of an
 input `x` comes back as `dx`. If the inputs hold an array `dx` too, it is an addend, likewise `dx_add`. `out.v0` is
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-DEV = Path(__file__).resolve().parent
+DEV = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(DEV.parent))
 
 from common.random_numbers import DROPOUT, random_words
@@ -130,7 +130,7 @@ class Pair:
 
     A case is a dict of sizes and choices, the pair's own; on a GPU `sms` may say how many multiprocessors the plans shall count with (few: then a small
     case goes the ways of large layers), `block_shared` how many bytes of shared memory a block can have, and `takes` which way that is. `only`: in this
-    precision. `exact`: no sum is rounded, so that every kernel has the same bits, in whatever order it sums; without which of dev/timing.h's BENCH_WITHOUT
+    precision. `exact`: no sum is rounded, so that every kernel has the same bits, in whatever order it sums; without which of dev/benchmarks/timing.h's BENCH_WITHOUT
     other kernels take the case. `on`: see test_pairs.py.
 
     inputs(case, rng)         what goes into the file: float32 arrays (activations NHWC); ints, floats and text

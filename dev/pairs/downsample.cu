@@ -8,7 +8,7 @@
 //               by one thread per image and channel: on a GPU most of the time
 //   shipped     downsample_forward, downsample_backward; on a GPU 16 bytes of channels to a thread, and the sums are taken on the way
 //
-//   make -C dev downsample && dev/downsample       python dev/downsample.py [--bench]
+//   make -C dev downsample && dev/downsample       python dev/pairs/downsample.py [--bench]
 #include "resample.h"
 
 static void downsample_forward_v0(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {

@@ -1,4 +1,4 @@
-"""How long training waits for its data, from memory and from the disk: python dev/bench_data.py [--gib 5]
+"""How long training waits for its data, from memory and from the disk: python dev/benchmarks/bench_data.py [--gib 5]
 
 Writes a file of 64x64 RGB images (random ones: no disk can make them smaller) and times load_batch of the program that ships, beside two simpler ways,
 while a device is busy for as long as an H200 is with a step of unet64. Where all images come from the disk (its pages are dropped first; no image is
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from common.data_files import write_data
 
@@ -93,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="out_bench_data") as folder:
         program, path = f"{folder}/bench_data", Path(folder, "data.bin")
         compiler = "-std=c++20 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -Wno-unused-function"
-        subprocess.run([os.environ.get("CXX", "g++"), *compiler.split(), "-o", program, ROOT / "dev/bench_data.cpp"], check=True)
+        subprocess.run([os.environ.get("CXX", "g++"), *compiler.split(), "-o", program, ROOT / "dev/benchmarks/bench_data.cpp"], check=True)
         write_data(str(path), random_images(count))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         print(f"{count} images of 64x64, {path.stat().st_size / 2**30:.1f} GiB on the disk; this machine has {memory:.0f} GiB of memory")

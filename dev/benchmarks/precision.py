@@ -1,17 +1,22 @@
 """What fp32 means: errors of our products, of PyTorch's in fp32 and of its in TF32 against float64, on shapes of the presets, and of a whole
 model's output and gradients (needs a GPU).
 
-python dev/precision.py          a row for each output: root mean square of the error over that of the result; for all gradients of a model
-                                 together the root mean square of that
+python dev/benchmarks/precision.py    a row for each output: root mean square of the error over that of the result; for all gradients of a model
+                                      together the root mean square of that
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pairs"))
+
 from attention import PAIR as ATTENTION
 from conv1x1 import PAIR as CONV1X1
 from conv3x3 import PAIR as CONV3X3

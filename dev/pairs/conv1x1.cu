@@ -11,7 +11,7 @@
 //   shipped     conv_forward with kernel = 1: the tiles of the 3x3 convolution with a single tap
 //   cublas      (GPU) cuBLASLt's products, one for each of the two tensors, in a column of their own: see cublas.h
 //
-//   make -C dev conv1x1 && dev/conv1x1       python dev/conv1x1.py [--bench]
+//   make -C dev conv1x1 && dev/conv1x1       python dev/pairs/conv1x1.py [--bench]
 #include "conv.h"
 
 int main(int argc, char** argv) {

@@ -8,7 +8,7 @@
 //   version 0   everything in float, as PyTorch's code does it
 //   shipped     timestep_embedding_forward: f_i rounded to float, the product and its sine in double; label_embedding_forward and _backward
 //
-//   make -C dev timestep_embedding && dev/timestep_embedding       python dev/timestep_embedding.py [--bench]
+//   make -C dev timestep_embedding && dev/timestep_embedding       python dev/pairs/timestep_embedding.py [--bench]
 #include "harness.h"
 
 static void timestep_embedding_forward_v0(float* out, const float* t, int B, int dim, int max_period) {

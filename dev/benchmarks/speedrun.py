@@ -1,19 +1,19 @@
 """How many seconds of training until the pictures are good? Quality against seconds, of ./train_unet with any flags.
 
-    make speedrun                                          what ./train_unet alone does, and what it did before, on both sets of data/
-    python dev/speedrun.py --data_file data/emoji64.bin --recipes "" "--objective edm --sampler heun" --seeds 0,1,2
-    python dev/speedrun.py --rivals lucidrains,diffusers,guided            and beside it what others' programs do in the same seconds
-    python dev/speedrun.py --recipes --rivals guided --rival_seconds 60 --judge F.pt --earlier first.json      one table of two calls
+    make speedrun                                                                     what ./train_unet alone does, and what it did before, on both sets of data/
+    python dev/benchmarks/speedrun.py --data_file data/emoji64.bin --recipes "" "--objective edm --sampler heun" --seeds 0,1,2
+    python dev/benchmarks/speedrun.py --rivals lucidrains,diffusers,guided            and beside it what others' programs do in the same seconds
+    python dev/benchmarks/speedrun.py --recipes --rivals guided --rival_seconds 60 --judge F.pt --earlier first.json      one table of two calls
 
 Every fifth image of the data is held out; everyone trains on the others. At --moments moments of a run, samples are drawn (--samples, or as many as
 there are training images, at most 5,000) and compared with the training images and, beside that, with the held-out ones: a model that copies its
 training images is close to the former and no closer than they are to the latter.
 
-- Distance: the Frechet distance of dev/quality.py's features. They come from a small classifier that this program trains on the training images
+- Distance: the Frechet distance of dev/benchmarks/quality.py's features. They come from a small classifier that this program trains on the training images
   with fixed seeds, by their labels, or without labels with each image as a class of its own. Everyone in a table is judged by the same features.
 - Seconds: of training alone, by the program's own clock. Start-up, compilation, checkpoints and sampling are left out.
   A recipe is flags of ./train_unet, but for those of files, seeds and intervals, which this program gives.
-- Rivals: dev/speedrun_rivals.py says what they are. They train for --rival_seconds, by default as long as our longest run.
+- Rivals: dev/benchmarks/speedrun_rivals.py says what they are. They train for --rival_seconds, by default as long as our longest run.
 - Plain: the share of samples that are a form of one colour; grain: of those that are noisy everywhere. See plain_form and has_grain.
 """
 
@@ -23,7 +23,7 @@ import argparse
 import pathlib
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from common import program

@@ -19,7 +19,7 @@
 //   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass), update_weights;
 //               for ect draw_teachers, tuning_loss_forward_backward (two passes: the slope depends on the whole sample's distance)
 //
-//   make -C dev ddpm_loss && dev/ddpm_loss       python dev/ddpm_loss.py [--bench]
+//   make -C dev ddpm_loss && dev/ddpm_loss       python dev/pairs/ddpm_loss.py [--bench]
 #include "harness.h"
 
 // squares (B, HW, C): scratch

@@ -10,7 +10,7 @@
 //   version 0   ddpm as the paper writes it, from alpha_bar, in double, with the noise in memory; NAME.py has ddim's
 //   shipped     draw_normals (x_T), sampler_timesteps, sampler_step, and next_step to count: no number comes from the host in between
 //
-//   make -C dev sampler_step && dev/sampler_step       python dev/sampler_step.py [--bench]
+//   make -C dev sampler_step && dev/sampler_step       python dev/pairs/sampler_step.py [--bench]
 #include "harness.h"
 
 // alpha_bar_t, alpha_bar_s: of this step and of the next, z: noise, or null in the last step

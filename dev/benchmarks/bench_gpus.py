@@ -1,7 +1,7 @@
 """Several GPUs of this machine against one, for train_unet's GPU build (dev/bench_cuda; by itself and with --exchange nccl)
 and for PyTorch (DistributedDataParallel, compiled, the whole step one CUDA graph) in the same run: make bench_gpus, or
 
-  python dev/bench_gpus.py [--gpus 2,4] [--only unet64] [--skip_torch] [--output bench_gpus.json]
+  python dev/benchmarks/bench_gpus.py [--gpus 2,4] [--only unet64] [--skip_torch] [--output bench_gpus.json]
 
 Weak scaling: the same batch a GPU; the step's time over that of one GPU, 1 at best. Strong scaling: one batch shared; how
 many times as fast, at best the number of GPUs, as one that takes it at once, and as one that takes the same run (the same
@@ -39,7 +39,7 @@ def command_of(model: str, program: str, gpus: int, batch: int, steps: int) -> l
         exchange = ["--exchange", "auto" if program == OURS[0] else "nccl"]
         return ["dev/bench_cuda", *words, *(["--num_gpus", str(gpus), *exchange] if gpus > 1 else [])]
     start = [sys.executable, *([*MASTER, str(gpus)] if gpus > 1 else [])]
-    return [*start, "dev/bench_torch.py", *words, "--bench_parts", "step"]
+    return [*start, "dev/benchmarks/bench_torch.py", *words, "--bench_parts", "step"]
 
 
 def measure(commands: dict[tuple[str, int], list[str]], turns: int, timeout: float) -> dict[tuple[str, int], list[dict[str, Any]]]:

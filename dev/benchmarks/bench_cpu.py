@@ -1,4 +1,4 @@
-"""The CPU build beside PyTorch (eager), same model, same draws, same threads, in one run: python dev/bench_cpu.py [--steps 40] [flags of train_unet]
+"""The CPU build beside PyTorch (eager), same model, same draws, same threads, in one run: python dev/benchmarks/bench_cpu.py [--steps 40] [flags of train_unet]
 
 Prints the median step of each program and its spread (10th to 90th percentile), GFLOP/s, and the peak memory of the process. The two take turns,
 so that a slow phase of the machine hits both.
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run_program(command: list[str], flags: list[str], steps: int, threads: int) -> tuple[list[float], float]:

@@ -4,7 +4,7 @@
 #define TRAIN_UNET_NO_MAIN
 #include <sys/mman.h>
 
-#include "../train_unet.cu"
+#include "../../train_unet.cu"
 
 int main(int, char** argv) {
     const int B = atoi(argv[2]), steps = atoi(argv[3]);

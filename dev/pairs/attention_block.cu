@@ -6,7 +6,7 @@
 //
 //   shipped     the composition below; whatever it is made of has a pair of its own, with its naive versions
 //
-//   make -C dev attention_block && dev/attention_block       python dev/attention_block.py [--bench]
+//   make -C dev attention_block && dev/attention_block       python dev/pairs/attention_block.py [--bench]
 #include "block.h"
 
 struct AttentionBlock {

@@ -1,9 +1,9 @@
 """train_unet's GPU build (dev/bench_cuda) beside PyTorch (compiled, the whole step one CUDA graph) and, where it is installed, JAX: make bench, or
-python dev/bench.py [--only unet64] [--skip_torch] [--skip_jax] [--chart bench.png] [--output bench.json]
+python dev/benchmarks/bench.py [--only unet64] [--skip_torch] [--skip_jax] [--chart bench.png] [--output bench.json]
 
 Prints, for each model, batch and precision, the median milliseconds of a training step or of a forward pass of each program, the spread (10th
 to 90th percentile), the others' time over ours, and each step's peak memory. The programs take turns at going first, each run a process of its
-own; what fails is a line below the table. What a step is: docs/BENCHMARKS.md, dev/bench_torch.py and dev/bench_jax.py.
+own; what fails is a line below the table. What a step is: docs/BENCHMARKS.md, dev/benchmarks/bench_torch.py and dev/benchmarks/bench_jax.py.
 """
 
 import argparse
@@ -19,9 +19,9 @@ import sys
 import time
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 OURS, TORCH, JAX = "train_unet", "PyTorch", "JAX"
-COMMANDS = {OURS: ["dev/bench_cuda"], TORCH: [sys.executable, "dev/bench_torch.py"], JAX: [sys.executable, "dev/bench_jax.py"]}
+COMMANDS = {OURS: ["dev/bench_cuda"], TORCH: [sys.executable, "dev/benchmarks/bench_torch.py"], JAX: [sys.executable, "dev/benchmarks/bench_jax.py"]}
 COLORS = {OURS: "darkblue", TORCH: "lightsteelblue", JAX: "lightgrey"}
 CORES = os.cpu_count() or 1
 
@@ -197,7 +197,7 @@ def main() -> None:
     probe = "import torch; print(f'{torch.cuda.get_device_name()}, PyTorch {torch.__version__}')"
     found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     if found.returncode:
-        sys.exit("bench: there is no GPU here that PyTorch can use; python dev/bench_cpu.py compares the CPU builds")
+        sys.exit("bench: there is no GPU here that PyTorch can use; python dev/benchmarks/bench_cpu.py compares the CPU builds")
     why_no_jax = "" if args.skip_jax else missing_jax()
     if why_no_jax:
         print(f"JAX is left out: {why_no_jax}; pip install 'jax[cuda13]' adds its column")

@@ -1,13 +1,13 @@
 """How good are the pictures? Frechet distance, precision and recall between samples and images that no model was trained on.
 
-    python dev/quality.py --split out_quality                        writes out_quality/train.bin and out_quality/held_out.bin
+    python dev/benchmarks/quality.py --split out_quality                        writes out_quality/train.bin and out_quality/held_out.bin
     ./train_unet --preset fashion32 --data_file out_quality/train.bin --output_dir out_quality/native
     ./train_unet --sample 2000 --init out_quality/native/model_0001000.bin --output out_quality/samples.bin
-    python dev/quality.py --samples out_quality/samples.bin          the figures of a file of samples (or of images)
-    python dev/quality.py --runs out_quality/native out_torch        the figures of every checkpoint of these runs, whose samples it draws
-    python dev/quality.py --runs ... --plot out_quality/quality.png  and how they change over training
-    python dev/quality.py --features inception --weights F.pth --data_file data/emoji64.bin --samples samples.bin
-                                                                     FID and more as papers report them, of 50,000 samples against that data
+    python dev/benchmarks/quality.py --samples out_quality/samples.bin          the figures of a file of samples (or of images)
+    python dev/benchmarks/quality.py --runs out_quality/native out_torch        the figures of every checkpoint of these runs, whose samples it draws
+    python dev/benchmarks/quality.py --runs ... --plot out_quality/quality.png  and how they change over training
+    python dev/benchmarks/quality.py --features inception --weights F.pth --data_file data/emoji64.bin --samples samples.bin
+                                                                                FID and more as papers report them, of 50,000 samples against that data
 
 The split: data/fashion32.bin (10,000 images) without its last 2,000, which are held out. Nothing sees these but the last line of the
 measurement: a model must be trained on train.bin (a run's checkpoint says what it was trained on, and any other is refused), and so is the
@@ -35,7 +35,7 @@ import argparse
 import pathlib
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from common import program

@@ -16,8 +16,8 @@
 #include <memory>
 #include <type_traits>
 
-#include "../train_unet.cu"
-#include "timing.h"
+#include "../../train_unet.cu"
+#include "../benchmarks/timing.h"
 
 #ifdef __CUDACC__ // of one layer; the program's are of several at once
 static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout,

@@ -1,6 +1,6 @@
-"""PyTorch at its fastest, timed: the rival of dev/bench.py's table.
+"""PyTorch at its fastest, timed: the rival of dev/benchmarks/bench.py's table.
 
-  python dev/bench_torch.py --preset unet64 --batch_size 32 --bench 20
+  python dev/benchmarks/bench_torch.py --preset unet64 --batch_size 32 --bench 20
 
 prints a line of JSON. torchrun --nproc_per_node 2 starts it on two GPUs, which share the batch: DistributedDataParallel. It takes train_unet.py's flags, and --bench (how many), --bench_mode and --bench_parts.
 """
@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common import program
 from common.flags import FLAGS, Config, flag, parse_flags

@@ -1,4 +1,4 @@
-"""What dev/speedrun.py compares ./train_unet with: three well-known ways to train a diffusion model, as their authors publish them.
+"""What dev/benchmarks/speedrun.py compares ./train_unet with: three well-known ways to train a diffusion model, as their authors publish them.
 
 Each rival keeps its own model, objective, optimizer, schedule, average of the weights and sampler. What would only cost it time is left out: all images
 wait in the GPU's memory, networks are compiled, cuDNN chooses by trying, and samples come from a compiled network in half precision. Where the

@@ -8,7 +8,7 @@
 #define TRAIN_UNET_NO_MAIN
 #include <sys/mman.h>
 
-#include "../train_unet.cu"
+#include "../../train_unet.cu"
 #include "timing.h"
 
 // ---------------------------------------------------------------------------------------------------------------------

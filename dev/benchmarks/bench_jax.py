@@ -1,4 +1,4 @@
-"""JAX's side of make bench, written for XLA: python dev/bench_jax.py --preset unet64 --batch_size 32 --bench 20
+"""JAX's side of make bench, written for XLA: python dev/benchmarks/bench_jax.py --preset unet64 --batch_size 32 --bench 20
 
 Takes train_unet's flags and prints a line of JSON as dev/bench does. JAX is optional (pip install "jax[cuda13]");
 where it is missing, one sentence says so and the exit code is 1. dev/test/test_bench_jax.py compares loss and
@@ -45,7 +45,7 @@ except ModuleNotFoundError:
 import jax.numpy as jnp
 from jax import lax
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.config import make_config
 from common.flags import FLAGS, Config, format_value, parse_flags
 from common.program import UserError

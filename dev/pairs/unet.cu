@@ -7,7 +7,7 @@
 //
 //   shipped     build_unet, plan_memory, unet_forward, unet_backward
 //
-//   make -C dev unet && dev/unet       python dev/unet.py [--bench]
+//   make -C dev unet && dev/unet       python dev/pairs/unet.py [--bench]
 #include "harness.h"
 
 // A network with random parameters in device memory, ready to run.

@@ -15,7 +15,7 @@
 //   shipped     attention_forward, attention_backward: on a CPU matrix products per head, on a GPU one fused kernel each way, in which a block of queries
 //               shares each tile of keys and values in shared memory, and (bf16) tensor cores multiply
 //
-//   make -C dev attention && dev/attention       python dev/attention.py [--bench]
+//   make -C dev attention && dev/attention       python dev/pairs/attention.py [--bench]
 #include "harness.h"
 
 // qkv (B, T, 3C), head by head

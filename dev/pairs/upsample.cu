@@ -9,7 +9,7 @@
 //   shipped     upsample_forward, upsample_backward; on a GPU 16 bytes of channels to a thread, each input read once and written four times, and summed up
 //               on the way
 //
-//   make -C dev upsample && dev/upsample       python dev/upsample.py [--bench]
+//   make -C dev upsample && dev/upsample       python dev/pairs/upsample.py [--bench]
 #include "resample.h"
 
 static void upsample_forward_v0(act* out, Stats* stats, const act* x, int B, int H, int W, int C) {

@@ -6,7 +6,7 @@
 //   version 0   a number of the result at a time
 //   shipped     to_patches, from_patches: a number of the pixels at a time, the same both ways
 //
-//   make -C dev patches && dev/patches       python dev/patches.py [--bench]
+//   make -C dev patches && dev/patches       python dev/pairs/patches.py [--bench]
 #include "harness.h"
 
 static void to_patches_v0(float* out, const float* x, int B, int H, int W, int C, int p) {

@@ -17,7 +17,7 @@
 //                run ahead. conv_backward_input gathers (each input pixel asks which outputs read it), conv_backward_weight sums over pixels, so
 //                that no two threads add to one number
 //
-//   make -C dev conv3x3 && dev/conv3x3       python dev/conv3x3.py [--bench]
+//   make -C dev conv3x3 && dev/conv3x3       python dev/pairs/conv3x3.py [--bench]
 #include "conv.h"
 
 int main(int argc, char** argv) {

@@ -10,7 +10,7 @@
 //   shipped     linear_forward, linear_backward; on a GPU a weight that is read serves 32 rows of x at once
 //   cublas      (GPU) cuBLASLt's fp32 products, in a column of their own: see cublas.h
 //
-//   make -C dev linear && dev/linear       python dev/linear.py [--bench]
+//   make -C dev linear && dev/linear       python dev/pairs/linear.py [--bench]
 #include "cublas.h"
 
 static void linear_forward_v0(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,

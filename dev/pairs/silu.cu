@@ -8,7 +8,7 @@
 //   shipped     silu_forward, silu_backward: on a CPU an inlined exp that vectorises; on a GPU version 0 with the hardware's reciprocal, since in the
 //               network n is 8,192 and the launch is what it costs: 1 us, whichever version
 //
-//   make -C dev silu && dev/silu       python dev/silu.py [--bench]
+//   make -C dev silu && dev/silu       python dev/pairs/silu.py [--bench]
 #include "harness.h"
 
 static void silu_forward_v0(float* out, const float* x, size_t n) {

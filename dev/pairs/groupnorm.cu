@@ -17,7 +17,7 @@
 //               one pass, since the sums come with x; groupnorm_backward: one pass for the sums of dz and dz * x, one for dx, or both in one where an
 //               image fits on the chip
 //
-//   make -C dev groupnorm && dev/groupnorm       python dev/groupnorm.py [--bench]
+//   make -C dev groupnorm && dev/groupnorm       python dev/pairs/groupnorm.py [--bench]
 #include "harness.h"
 
 // What the naive versions read, element by element.

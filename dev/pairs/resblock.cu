@@ -10,7 +10,7 @@
 //
 //   shipped     the composition below; whatever it is made of has a pair of its own, with its naive versions
 //
-//   make -C dev resblock && dev/resblock       python dev/resblock.py [--bench]
+//   make -C dev resblock && dev/resblock       python dev/pairs/resblock.py [--bench]
 #include "block.h"
 
 struct ResBlock {

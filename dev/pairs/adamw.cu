@@ -10,7 +10,7 @@
 //   version 0   one pass per line of the formula, as an optimizer built from tensor operations runs it: 92 n bytes, six launches (H200, 20.5 M: 484 us)
 //   shipped     sum_gradients, judge_step, adamw_update; what changes from step to step lies in device memory (StepState)
 //
-//   make -C dev adamw && dev/adamw       python dev/adamw.py [--bench]
+//   make -C dev adamw && dev/adamw       python dev/pairs/adamw.py [--bench]
 #include "harness.h"
 
 static void adamw_update_v0(float* params, float* ema, float* m, float* v, float* grads, double norm, float lr,
