@@ -4,72 +4,73 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    167  Part I. The program
-//    170     1. Types at the interface: what operations are called with
-//    385     2. The interface: all that the program asks of a device
-//    596     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    656     4. Errors, files and pictures: what Part III does for the program
-//    764     5. Configuration: flags, presets, help, what can work and what cannot
-//   1313     6. The network: a list of layers, made of guided-diffusion's flags
-//   1747     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1906     8. Forward and backward: two walks over the list
-//   1990     9. Diffusion: noise schedules, objectives, samplers
-//   2183         the level of a training sample, drawn, and its share of the loss
-//   2333         samplers
-//   2746    10. Data: .bin files that may be larger than memory, the order of their images
-//   2967    11. Model files: weights and checkpoints, initial weights
-//   3182    12. The log, put together for the run's page
-//   3211    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3222         the learning rate, the verdict on a step, averages of the weights
-//   3299         what a trainer holds
-//   3390         a step
-//   3599    14. A run: log, guard, checkpoints, resume, samples
-//   4356    15. main: the command line, then a run or samples
-//   4627  Part II. The device
-//   4630    16. What all devices share: activations, patches of pixels
-//   4660    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4722    18. The GPU: what all kernels share
-//   4904         Activations: pieces of 16 bytes
-//   5085         each_kernel: a thread for an element
-//   5100         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5218         Swizzle: how rows lie in shared memory
-//   5227         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5370         building blocks of Hopper's kernels (sm_90a)
-//   5556    19. Small operations: resampling, embeddings, diffusion
-//   5559         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5673         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5897         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6148    20. Group norm
-//   6151         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6485         groupnorm_backward_whole: an image's slab in shared memory
-//   6746    21. Attention
-//   6806         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7132         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7225         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7671    22. Convolution
-//   7687         ConvOut: results, 4 channels of a pixel at a time
-//   7850         conv_halo: 3x3, stride 1, any GPU
-//   8092         conv_gather: any kernel size and stride, any GPU
-//   8243         conv_few: the first and the last layer
-//   8353         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8708         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8773         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9067         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9335         conv_weight_tma: weight gradients (sm_90a)
-//   9545    23. The optimiser
-//   9548         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9695    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9698         groupnorm_backward
-//   9766         attention: forward and, where a has dout, backward
-//   9806         convolution: forward and input gradient
-//  10027         convolution: weight gradients
-//  10239    25. The GPU: memory, copies, repeated work
-//  10411    26. Ranks: who they are, what their hosts tell each other
-//  11036    27. Between ranks: from device to device
-//  11216  Part III. Tools: errors, files, pictures, the run's page
-//  11219    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11608    29. Pictures: PNG files, grids of images
-//  11691    30. The run's page: index.html
+//    168  Part I. The program
+//    171     1. Types at the interface: what operations are called with
+//    386     2. The interface: all that the program asks of a device
+//    597     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    657     4. Errors, files and pictures: what Part III does for the program
+//    765     5. Configuration: flags, presets, help, what can work and what cannot
+//   1314     6. The network: a list of layers, made of guided-diffusion's flags
+//   1748     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1907     8. Forward and backward: two walks over the list
+//   1991     9. Diffusion: noise schedules, objectives, samplers
+//   2184         the level of a training sample, drawn, and its share of the loss
+//   2334         samplers
+//   2747    10. Data: .bin files that may be larger than memory, the order of their images
+//   2968    11. Model files: weights and checkpoints, initial weights
+//   3183    12. The log, put together for the run's page
+//   3212    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3223         the learning rate, the verdict on a step, averages of the weights
+//   3300         what a trainer holds
+//   3391         a step
+//   3600    14. A run: log, guard, checkpoints, resume, samples
+//   4357    15. main: the command line, then a run or samples
+//   4628  Part II. The device
+//   4631    16. What all devices share: activations, patches of pixels
+//   4661    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4723    18. The GPU: what all kernels share
+//   4905         Activations: pieces of 16 bytes
+//   5086         each_kernel: a thread for an element
+//   5101         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5219         Swizzle: how rows lie in shared memory
+//   5228         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5371         building blocks of Hopper's kernels (sm_90a)
+//   5557    19. Small operations: resampling, embeddings, diffusion
+//   5560         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5674         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5898         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6149    20. Group norm
+//   6152         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6486         groupnorm_backward_whole: an image's slab in shared memory
+//   6747    21. Attention
+//   6807         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7133         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7226         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7672    22. Convolution
+//   7688         ConvOut: results, 4 channels of a pixel at a time
+//   7851         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   7909         conv_halo: 3x3, stride 1, any GPU
+//   8248         conv_gather: any kernel size and stride, any GPU
+//   8460         conv_few: the first and the last layer
+//   8570         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8925         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8990         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9284         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9552         conv_weight_tma: weight gradients (sm_90a)
+//   9762    23. The optimiser
+//   9765         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9912    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9915         groupnorm_backward
+//   9983         attention: forward and, where a has dout, backward
+//  10023         convolution: forward and input gradient
+//  10244         convolution: weight gradients
+//  10456    25. The GPU: memory, copies, repeated work
+//  10628    26. Ranks: who they are, what their hosts tell each other
+//  11253    27. Between ranks: from device to device
+//  11433  Part III. Tools: errors, files, pictures, the run's page
+//  11436    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11825    29. Pictures: PNG files, grids of images
+//  11908    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -7847,234 +7848,388 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- conv_halo: 3x3, stride 1, any GPU
-// Used when: fp32, or Hopper's kernels (below) do not take this shape; also behind a nearest-neighbour upsampling.
-// How: A warp owns 8x8 pixels and WARP_CHANNELS channels. PIXELS ARE THE N SIDE of the product: 8 neighbouring pixels
-//   of an image row x 16 channels are one B operand, two registers; the weights are the A operand. For one kw the warp
-//   loads the 10 rows of its halo once and uses each for three taps kh; pixels as A would have to be paired anew.
+// --- operands of the portable kernels: bf16, or floats as two fp16 parts
+// conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. They are written once for
+// bf16 and for floats; all that differs between the two types is here (and in multiply and copy_channels).
 //
-//     halo of 8 x 8 pixels, one slice of channels            shared memory
-//       column 0 1 2 ...    9                                  slice s      slice s + 1 (on its way by cp.async)
-//     row 0   . . . . . . . . . .    . = border: zeros        +----------+----------+---------+---------+---------+
-//     row 1   . x x x x x x x x .        outside the image    | halo     | halo     | kw = 0  | kw = 1  | kw = 2  |
-//      ...    . x x x x x x x x .    tap (kh, kw) reads rows  | 10 x 10  | 10 x 10  | weights: 3 taps x CHANNELS  |
-//     row 8   . x x x x x x x x .    kh .. kh + 7, columns    +----------+----------+---------+---------+---------+
-//     row 9   . . . . . . . . . .    kw .. kw + 7 of it        a pixel = a row of SLICE channels, a ring of weights
-//
-//   The copies of what comes next stand between the products, without branches, so that the tensor cores need not wait
-//   for them. A pixel's row is swizzled with a key from its halo COLUMN alone: any 8 neighbouring pixels of a row are
-//   free of conflicts whatever the shift, and a step down one image row is a constant, an immediate of ldmatrix.
-// Costs: a halo is loaded once for nine taps: (10 / 8)^2 of the pixels for a tile of 8 x 8; weights once a tile.
+//                               bf16         float
+//   a chunk of 8 channels       16 bytes     32 bytes: two pieces of 4 floats as they are copied, later a piece with
+//   in shared memory                         8 high parts and one with 8 low parts (take_apart_places)
+//   registers of a fragment A   4            8: first those of the high parts, then those of the low parts
+//   registers of a fragment B   2            4: likewise
+//   take_apart_copies           nothing      turns floats into high and low parts, all scaled by a power of two
+//   multiply                    one mma      three: low x high', high x low', high x high'
+template <class T> using FragmentA = uint32_t[4 * PARTS<T>]; // 16 rows x 16 k
+template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 
-// 2 x 2 warps of 8 x 8 pixels of an image, or one of each of two images; each has all CHANNELS. A slice is PIXEL_BYTES
-// of a pixel; PER_SM blocks fit.
+// Where a chunk lies in a swizzled row of shared memory, in bytes. key: the swizzle_key of the row.
+template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
+
+// The place in the same row that is `channels` further on. It is found by XOR, for any key: a place is chunk ^ key, and
+// (chunk ^ key) ^ step = (chunk ^ step) ^ key. The row has to begin at a multiple of its length or of 128 bytes, and
+// `channels` may only set bits that are 0 in the chunk of `place`.
+template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
+    return place ^ channels * (int)sizeof(T);
+}
+
+// A fragment by ldmatrix. place: where this lane's row begins, of the four matrices of 8 x 8 that ldmatrix loads.
+template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
+    UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
+        const uint32_t from = (place ^ part * 16) + offset;
+        if (TRANSPOSED) ldmatrix_trans(a + 4 * part, a + 4 * part + 2, from);
+        else ldmatrix(a + 4 * part, a + 4 * part + 2, from);
+    }
+}
+// Two fragments B at once: four matrices are two fragments.
+template <class T, bool TRANSPOSED>
+INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
+    UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
+        const uint32_t from = (place ^ part * 16) + offset;
+        if (TRANSPOSED) ldmatrix_trans(b0 + 2 * part, b1 + 2 * part, from);
+        else ldmatrix(b0 + 2 * part, b1 + 2 * part, from);
+    }
+}
+
+// Takes apart what has been copied of both operands: each_a(f) and each_b(f) call f(address) for the chunks that this
+// thread has copied. All threads of the block's WARPS warps must call it, since floats need a barrier. a_scale and
+// b_scale become what undoes the scale. a_is_new = false: operand A was taken apart before, and its scale stays.
+template <class T, int WARPS, class A, class B>
+INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
+    if constexpr (PARTS<T> == 2) {
+        __shared__ uint32_t tops[2][WARPS]; // the largest magnitudes that each warp has seen
+        if (a_is_new) find_top(tops[0], each_a);
+        find_top(tops[1], each_b);
+        __syncthreads();
+        if (a_is_new) a_scale = take_apart_places(tops[0], each_a);
+        b_scale = take_apart_places(tops[1], each_b);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- conv_halo: 3x3, stride 1, any GPU
+// Used when: the type is fp32, or Hopper's kernels (below) do not take this shape. It also reads its input through a
+//   nearest-neighbour upsampling.
+// How: A block computes 16 x 16 pixels of one image, or 8 x 8 pixels of each of two images, for CHANNELS channels. It
+//   goes through the input channels slice by slice. Per slice it copies the tile's pixels with a border of one pixel
+//   (the halo) to shared memory, once for all nine taps.
+//
+//     a halo, for a warp of 8 x 8 pixels
+//       column 0 1 2 ...    9
+//     row 0    . . . . . . . . . .    .  the border: a neighbour's pixels, or zeros outside the image
+//     row 1    . x x x x x x x x .    x  pixels of the output tile
+//      ...     . x x x x x x x x .
+//     row 8    . x x x x x x x x .    tap (kh, kw) reads rows kh .. kh + 7 and columns kw .. kw + 7
+//     row 9    . . . . . . . . . .
+//
+//     shared memory: two halos (a pixel is a row of SLICE channels), a ring of weights, one number for each pixel
+//     +-----------+---------------+------------------+------------------+------------------+---------+
+//     | halo of   | halo of       | weights of the   | weights of the   | weights of the   | sources |
+//     | slice s   | slice s + 1   | taps with kw = 0 | taps with kw = 1 | taps with kw = 2 |         |
+//     +-----------+---------------+------------------+------------------+------------------+---------+
+//
+//   A slice takes three steps, one for each kw. What later steps need is copied by cp.async meanwhile:
+//
+//     step of slice s    kw = 0                   kw = 1                   kw = 2
+//     multiplies         kh = 0, 1, 2             kh = 0, 1, 2             kh = 0, 1, 2
+//     copies             weights kw = 2 of s      weights kw = 0 of s + 1  weights kw = 1 of s + 1
+//                        half of halo s + 1       the rest of halo s + 1
+//
+//   A warp computes 8 x 8 pixels x WARP_CHANNELS channels as products weights (A) x pixels (B): 8 neighbouring pixels
+//   of an image row and 16 input channels are one fragment B, of two registers. In a step the warp loads the 10 rows
+//   that its pixels need under this kw, and uses each for three taps. (If pixels were A, one fragment would be two
+//   image rows, and each kh would need other pairs of rows.)
+//   The copies stand between the products and have no branches, so that the tensor cores do not wait for them.
+//   A pixel's row is swizzled with a key that depends on its halo COLUMN alone. So any 8 neighbouring pixels of an image
+//   row can be read without bank conflicts, whatever kw is; and the next image row is a constant number of bytes on.
+// Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 of its pixels, once for nine taps, and all weights of its channels.
+
+// IMAGES = 1: 2 x 2 warps of 8 x 8 pixels each. IMAGES = 2: a warp for each of two images. Every warp has all CHANNELS.
+// PER_SM blocks fit on a multiprocessor.
 template <class T_, int IMAGES_, int CHANNELS_, int K_GROUPS_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
     typedef T_ T;
-    static constexpr int IMAGES = IMAGES_, ROWS = IMAGES == 1 ? 2 : 1, COLS = ROWS, CHANNELS = CHANNELS_;
-    // 16 channels for each K group
-    static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_), SLICE = PIXEL_BYTES / sizeof(T),
-                         K16 = SLICE / 16 / K_GROUPS_;
-    static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2, PIXELS = IMAGES * H * W, PER_SM = PER_SM_;
-    static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;         // twice: of this slice and of the next one
-    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // the taps of one kw; three of these in a ring
-    static constexpr int TABLE_AT = 2 * HALO_BYTES + 3 * WEIGHT_BYTES;
-    static constexpr int MAIN_BYTES = TABLE_AT + (PIXELS + 64) * 4;        // threads read a little further than PIXELS
-    static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1; // of results on their way out
+    static constexpr int IMAGES = IMAGES_;
+    static constexpr int CHANNELS = CHANNELS_;
+    static constexpr int PER_SM = PER_SM_;
+    static constexpr int ROWS = IMAGES == 1 ? 2 : 1, COLS = ROWS; // warps down and across an image
+    // A slice: 64 bytes of a pixel, or more if each K group would have less than 16 channels.
+    static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
+    static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
+    static constexpr int K16 = SLICE / 16 / K_GROUPS_; // products of 16 input channels that a K group has of a slice
+    // The halo.
+    static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2;
+    static constexpr int PIXELS = IMAGES * H * W;
+    // Shared memory.
+    static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;
+    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // of the three taps of one kw
+    static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
+    static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
+    static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // the last copies read sources beyond PIXELS
+    // The results take the same memory at the end, in two rounds if they need more.
+    static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
-    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0 && SHARED_BYTES <= RTX_30.shared_per_block &&
-                  IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES);
+    static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0, "swizzled rows begin at multiples of 128 bytes");
+    static_assert(SHARED_BYTES <= RTX_30.shared_per_block);
+    static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Where a pixel of the halo lies in the input: index * 8 + the swizzle key of its column; negative: outside.
-template <class Tile> INLINE int halo_pixel(const ConvCall& p, int n, int h, int w0, int col) {
-    const int w = w0 + col, up = p.s.upsample, index = (n * (p.H >> up) + (h >> up)) * (p.W >> up) + (w >> up);
+// Where a pixel of the halo lies in the input: its index * 8 + the swizzle key of its column; negative: outside the image.
+template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
+    const int w = w0 + column, up = p.s.upsample; // upsample: the input has half of the output's rows and columns
+    const int index = (n * (p.H >> up) + (h >> up)) * (p.W >> up) + (w >> up);
     const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
-    return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(col);
+    return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(column);
 }
 
-// acc[image row][m] += weights a of tap kh x pixels b[image row + kh]. Of floats the sum is added after all three taps.
+// The halos in shared memory, and what one thread copies of them: its chunk of every PIXELS_AT_ONCE-th pixel.
+template <class Tile> struct HaloCopies {
+    typedef typename Tile::T T;
+    static constexpr int CHUNKS = Tile::SLICE / 8;                          // of a pixel
+    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;           // by one copy of all threads
+    static constexpr int HALF = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
+    const ConvCall& p;
+    const uint32_t halos;
+    int* const sources; // of each pixel of the halo: its index in the input * 8 + its swizzle key; negative: no pixel
+    const int chunk = (int)threadIdx.x % CHUNKS, first_pixel = (int)threadIdx.x / CHUNKS;
+
+    INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
+        : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
+
+    // Before the first copy: where the pixels of the halo of the tile at (n0, h0, w0) lie in the input.
+    INLINE void find_sources(int n0, int h0, int w0) const {
+        for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
+            const int n = n0 + i / Tile::W / Tile::H, h = h0 + i / Tile::W % Tile::H - 1;
+            sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
+        }
+    }
+    // Where copy i of this thread goes, i < 2 HALF.
+    INLINE uint32_t place(int slice, int i) const {
+        uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
+        asm volatile("" : "+r"(first)); // or the compiler keeps a register for every i
+        const int key = sources[first_pixel + i * PIXELS_AT_ONCE] & 7;
+        const uint32_t halo = first + slice % 2 * Tile::HALO_BYTES;
+        return halo + chunk_place<T>(chunk, key) + i * PIXELS_AT_ONCE * Tile::PIXEL_BYTES;
+    }
+    INLINE void copy(int slice, int i) const {
+        const int c = slice * Tile::SLICE + chunk * 8;
+        const int pixel = first_pixel + i * PIXELS_AT_ONCE;
+        const int source = sources[pixel];
+        const bool channel_inside = c < p.C1, valid = channel_inside && source >= 0; // not valid: zeros
+        const T* const x = (const T*)p.x1 + (channel_inside ? c : 0);
+        const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
+        copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
+    }
+    // Where this lane's row for ldmatrix lies in a halo: two fragments of 8 neighbouring pixels. first: the pixel in
+    // column 0 of their image row. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    static INLINE uint32_t lane_place(int first, int first_column, int first_k) {
+        const int lane = threadIdx.x & 31, row_of_matrix = lane & 7, upper_k = lane >> 3 & 1, next_row = lane >> 4;
+        const int column = first_column + row_of_matrix, pixel = first + next_row * Tile::W + column;
+        const int key = swizzle_key<Tile::PIXEL_BYTES / 16>(column);
+        return channels_on<T>(pixel * Tile::PIXEL_BYTES + chunk_place<T>(upper_k, key), first_k);
+    }
+    // Calls f(address) for each chunk of this thread's.
+    INLINE auto places(int slice) const {
+        return [this, slice](auto f) {
+            UNROLL_FOR (int i = 0; i < 2 * HALF; i++)
+                if (first_pixel + i * PIXELS_AT_ONCE < Tile::PIXELS) f(place(slice, i));
+        };
+    }
+};
+
+// The ring of weights in shared memory, a stage for each kw, and what one thread copies of them: its chunk of every
+// ROWS_AT_ONCE-th row. A stage has three matrices, of the taps kh = 0, 1, 2:
+//   forward      weight is (Cout, taps, C1) in global memory: a row is an output channel, its chunks are the slice
+//   TRANSPOSED   weight is (C1, taps, Cout), and the taps come in reverse: a row is an input channel of the slice, its
+//                chunks are the block's output channels (C1, Cout: of this product, of the gradient's input and output)
+template <class Tile, bool TRANSPOSED> struct HaloWeights {
+    typedef typename Tile::T T;
+    static constexpr int ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS;
+    static constexpr int CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8;
+    static constexpr int ROW_BYTES = CHUNKS * 8 * sizeof(T);
+    static constexpr int TAP_BYTES = ROWS * ROW_BYTES;
+    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // by one copy of all threads
+    static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // of a thread
+    static constexpr int COPIES = 3 * TAP_COPIES;
+    static constexpr bool NO_THREAD_LEFT_OVER = Tile::THREADS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0;
+    const ConvCall& p;
+    const int c0; // the block's first output channel
+    const int chunk = (int)threadIdx.x % CHUNKS, first_row = (int)threadIdx.x / CHUNKS;
+    const uint32_t first_place; // of this thread's first copy
+    const int first_weight;     // index in p.weight of what it copies first
+
+    INLINE HaloWeights(const ConvCall& p, uint32_t ring, int c0)
+        : p(p),
+          c0(c0),
+          first_place(ring + first_row * ROW_BYTES + chunk_place<T>(chunk, key(first_row))),
+          first_weight(TRANSPOSED ? first_row * 9 * p.Cout + c0 + chunk * 8 : (c0 + first_row) * 9 * p.C1 + chunk * 8) {
+    }
+    static INLINE int key(int row) { return swizzle_key<ROW_BYTES / 16>(row); }
+
+    // Copy i < COPIES of a thread is row `first_row + row(i)` of tap kh(i).
+    static constexpr int kh(int i) { return i / TAP_COPIES; }
+    static constexpr int row(int i) { return i % TAP_COPIES * ROWS_AT_ONCE; }
+    INLINE bool owns(int i) const {
+        return NO_THREAD_LEFT_OVER || (first_row < ROWS_AT_ONCE && row(i) + first_row < ROWS);
+    }
+    INLINE uint32_t place(int kw, int i) const {
+        // If rows that the block copies at once are a multiple of 8, all rows of a thread have the same key.
+        const bool same_key = ROWS_AT_ONCE % 8 == 0;
+        const uint32_t toggled = same_key ? 0 : (key(first_row) ^ key(row(i) + first_row)) << 4;
+        return (first_place ^ toggled) + kw * Tile::WEIGHT_BYTES + kh(i) * TAP_BYTES + row(i) * ROW_BYTES;
+    }
+    INLINE void copy(int slice, int kw, int i) const {
+        const int k0 = slice * Tile::SLICE;
+        const int tap = TRANSPOSED ? 8 - (kh(i) * 3 + kw) : kh(i) * 3 + kw;
+        const int k = k0 + (TRANSPOSED ? row(i) + first_row : chunk * 8); // input channel
+        const int c = c0 + (TRANSPOSED ? chunk * 8 : row(i) + first_row); // output channel
+        const bool valid = k < p.C1 && c < p.Cout;                        // not valid: zeros
+        int C = TRANSPOSED ? p.Cout : p.C1;                               // channels of a tap in global memory
+        asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
+        const int further = TRANSPOSED ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
+        const T* const weight = (const T*)p.weight;
+        const uint32_t index = valid ? first_weight + further : 0;
+        copy_channels(place(kw, i), 0, weight + index, valid, owns(i));
+    }
+    // Where this lane's row for ldmatrix lies in a tap's weights. The matrices of a fragment are
+    // (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    static INLINE uint32_t lane_place(int first_k) {
+        const int lane = threadIdx.x & 31, row_of_matrix = lane & 7, upper_c = lane >> 3 & 1, upper_k = lane >> 4;
+        if (TRANSPOSED) {
+            const int k = first_k + row_of_matrix + upper_k * 8;
+            return k * ROW_BYTES + chunk_place<T>(upper_c, key(k));
+        }
+        const int c = row_of_matrix + upper_c * 8;
+        return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
+    }
+    // A fragment: weights of tap kh of the stage kw, for the m-th 16 output channels and the k-th 16 input channels.
+    // lane: where this lane's row of the first fragment lies.
+    static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
+        const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
+        if (TRANSPOSED) {
+            const int channel_bytes = m * 16 * sizeof(T);
+            const uint32_t columns =
+                CHUNKS % 4 ? lane + channel_bytes : (lane ^ channel_bytes % 128) + channel_bytes / 128 * 128;
+            load_fragment<T, true>(a, columns, tap + k * 16 * ROW_BYTES);
+        } else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
+    }
+    // Calls f(address) for each chunk of this thread's.
+    INLINE auto places(int kw) const {
+        return [this, kw](auto f) {
+            UNROLL_FOR (int i = 0; i < COPIES; i++)
+                if (owns(i)) f(place(kw, i));
+        };
+    }
+};
+
+// acc[r][m] += a (weights of tap kh) x b[r + kh] (pixels), for the warp's image rows r = 0 .. 7.
+// Floats: the tensor cores' sum of all three taps is added by fp32 units (see multiply). kh has to go 0, 1, 2 then.
 template <class T, int M>
-INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const uint32_t (&a)[4 * PARTS<T>],
-                         const uint32_t (&b)[10][2 * PARTS<T>], float scale) {
+INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
+                         const FragmentB<T> (&b)[10], float scale) {
     if constexpr (PARTS<T> == 1) {
         UNROLL_FOR (int r = 0; r < 8; r++) mma_bf16(acc[r][m], a, b[r + kh]);
     } else
         UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums are under way, as in multiply
             UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) sum[first + i / 4][i % 4] = 0;
-            UNROLL_FOR (int i = 0; i < 12; i++)
-                mma_fp16(sum[first + i % 4], a + (i < 4 ? 4 : 0), b[first + i % 4 + kh] + (i / 4 == 1 ? 2 : 0));
+            UNROLL_FOR (int part = 0; part < 3; part++) // low x high', high x low', high x high'
+                UNROLL_FOR (int r = first; r < first + 4; r++)
+                    mma_fp16(sum[r], a + 4 * (part == 0), b[r + kh] + 2 * (part == 1));
             UNROLL_FOR (int i = 0; i < 16 && kh == 2; i++)
                 acc[first + i / 4][m][i % 4] += sum[first + i / 4][i % 4] * scale;
         }
 }
 
-// A tap's weights in shared memory. TRANSPOSED: weight (C1, taps, Cout) instead of (Cout, taps, C1), taps reversed.
-template <class Tile, bool TRANSPOSED> struct HaloWeights {
-    static constexpr int ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS;
-    static constexpr int CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8; // of a row: 8 channels each
-    static constexpr int PASS = Tile::THREADS / CHUNKS, COPIES = ceil_div(ROWS, PASS);
-    static constexpr int ROW_PIECES = CHUNKS * PARTS<typename Tile::T>, ROW_BYTES = ROW_PIECES * 16;
-    static constexpr bool ALL_COPY = Tile::THREADS % CHUNKS == 0 && ROWS % PASS == 0; // no thread is left over
-    static INLINE bool owns(int row, int i) { return ALL_COPY || (row < PASS && i % COPIES * PASS + row < ROWS); }
-    static INLINE int key(int row) { return swizzle_key<ROW_PIECES>(row); }
-};
-
-// A warp's products of one kw with a slice, of pixels from x and weights from weights_at on; between them copies by
-// load_part(0), load_part(1), ...
-template <class Tile, bool TRANSPOSED, int M, class Load>
-INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights_at, int kw, float scale, Load load_part) {
+// A step: a warp's products of one kw with a slice. Copies stand between them: copy_in_gap(0), copy_in_gap(1), ...
+template <class Tile, bool TRANSPOSED, int M, class Copy>
+INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
-    typedef HaloWeights<Tile, TRANSPOSED> W;
-    constexpr int P = PARTS<T>;
+    typedef HaloWeights<Tile, TRANSPOSED> Weights;
+    // bf16 goes through all output channels for each tap. Floats go through the taps for each 16 output channels, since
+    // the three taps are summed before they are added to acc.
+    auto kh_of = [](int i) { return PARTS<T> == 1 ? i / M : i % 3; };
+    auto m_of = [](int i) { return PARTS<T> == 1 ? i % M : i / 3; };
     UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
-        // Products with 16 channels' weights of one tap: bf16 goes through the channels for each tap, floats, whose
-        // taps are summed before they are added, through the taps for each 16 channels.
-        auto tap = [](int i) { return P == 1 ? i / M : i % 3; };
-        auto channels = [](int i) { return P == 1 ? i % M : i / 3; };
-        auto load_a = [&](uint32_t(&a)[4 * P], int i) {
-            const int m = channels(i), at = kw * Tile::WEIGHT_BYTES + tap(i) * W::ROWS * W::ROW_BYTES;
-            UNROLL_FOR (int h = 0; h < P; h++) {
-                uint32_t* const to = a + 4 * h;
-                const uint32_t column =
-                    W::CHUNKS % 4 ? weights_at + m * 32 : (weights_at ^ (m * P * 32 % 128 + h * 16)) + m * P / 4 * 128;
-                if (TRANSPOSED) ldmatrix_trans(to, to + 2, column + at + k * 16 * W::ROW_BYTES);
-                else ldmatrix(to, to + 2, (weights_at ^ (k * P * 32 + h * 16)) + at + m * 16 * W::ROW_BYTES);
-            }
-        };
-        uint32_t b[10][2 * P], a[2][4 * P];
-        load_a(a[0], 0);
+        FragmentA<T> a[2];
+        FragmentB<T> b[10];
+        Weights::load(a[0], weights, kw, kh_of(0), m_of(0), k);
         UNROLL_FOR (int r = 0; r < 10; r += 2)
-            UNROLL_FOR (int h = 0; h < P; h++)
-                ldmatrix(b[r] + 2 * h, b[r + 1] + 2 * h, (x ^ (k * P * 32 + h * 16)) + r * Tile::W * Tile::PIXEL_BYTES);
+            load_fragments<T, false>(b[r], b[r + 1], channels_on<T>(x, 16 * k), r * Tile::W * Tile::PIXEL_BYTES);
         float sum[8][4];
         UNROLL_FOR (int i = 0; i < 3 * M; i++) {
-            if (i + 1 < 3 * M) load_a(a[(i + 1) % 2], i + 1); // the next product's weights are under way
-            multiply_tap<T, M>(acc, sum, channels(i), tap(i), a[i % 2], b, scale);
-            if ((i + 1) % M == 0) load_part(k * 3 + i / M); // while the tensor cores are busy
+            const int next = i + 1; // its weights are on their way during this product
+            if (next < 3 * M) Weights::load(a[next % 2], weights, kw, kh_of(next), m_of(next), k);
+            multiply_tap<T, M>(acc, sum, m_of(i), kh_of(i), a[i % 2], b, scale);
+            if (next % M == 0) copy_in_gap(k * 3 + i / M);
         }
     }
 }
 
-// TO: of the output.
+// TO: the type of the output.
 template <class Tile, bool TRANSPOSED, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvCall p) {
     typedef typename Tile::T T;
-    typedef HaloWeights<Tile, TRANSPOSED> W;
-    constexpr int P = PARTS<T>;
+    typedef HaloCopies<Tile> Halo;
+    typedef HaloWeights<Tile, TRANSPOSED> Weights;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    const int pixel_warp = Tile::pixel_warp(warp);
+
+    // The block's tile: channels from c0 on, pixels from (h0, w0) on, images from n0 on.
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS, tile = blockIdx.x / p.channel_blocks;
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::ROWS * 8, Tile::COLS * 8, Tile::IMAGES);
 
-    // --- loads: a thread copies the same 8 channels of every PASS-th row (COPIES of half a halo's), without branches
-    constexpr int CHUNKS = Tile::SLICE / 8, PASS = Tile::THREADS / CHUNKS, COPIES = ceil_div(Tile::PIXELS / 2, PASS);
-    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W::CHUNKS, w_row = tid / W::CHUNKS;
-    const T *const x1 = (const T*)p.x1, *const weight = (const T*)p.weight;
-    int* const table = (int*)(shared + Tile::TABLE_AT);
-    const int w_at = TRANSPOSED ? w_row * 9 * p.Cout + c0 + w_chunk * 8 : (c0 + w_row) * 9 * p.C1 + w_chunk * 8;
-    const uint32_t w_to = base + 2 * Tile::HALO_BYTES + w_row * W::ROW_BYTES + ((w_chunk * P ^ W::key(w_row)) << 4);
-    auto weights_to = [&](int kw, int i) {
-        const int kh = i / W::COPIES, r = i % W::COPIES * W::PASS;
-        const uint32_t other = W::PASS % 8 ? (W::key(w_row) ^ W::key(r + w_row)) << 4 : 0;
-        return (w_to ^ other) + kw * Tile::WEIGHT_BYTES + (kh * W::ROWS + r) * W::ROW_BYTES;
-    };
-    auto load_weights = [&](int slice, int kw, int i) { // i < 3 * W::COPIES: of taps (0..2, kw)
-        const int kh = i / W::COPIES, r = i % W::COPIES * W::PASS, k0 = slice * Tile::SLICE,
-                  tap = TRANSPOSED ? 8 - (kh * 3 + kw) : kh * 3 + kw;
-        const bool valid = TRANSPOSED ? k0 + r + w_row < p.C1 && c0 + w_chunk * 8 < p.Cout
-                                      : k0 + w_chunk * 8 < p.C1 && c0 + r + w_row < p.Cout;
-        int C = TRANSPOSED ? p.Cout : p.C1;
-        asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
-        const uint32_t at = w_at + (TRANSPOSED ? ((k0 + r) * 9 + tap) * C : (r * 9 + tap) * C + k0);
-        copy_channels(weights_to(kw, i), 0, weight + (valid ? at : 0), valid, W::owns(w_row, i));
-    };
-    auto halo_to = [&](int slice, int i) {
-        uint32_t to = base + row * Tile::PIXEL_BYTES;
-        asm volatile("" : "+r"(to)); // or the compiler keeps a register for every i
-        return to + slice % 2 * Tile::HALO_BYTES + ((chunk * P ^ (table[row + i * PASS] & 7)) << 4) +
-               i * PASS * Tile::PIXEL_BYTES;
-    };
-    auto load_halo = [&](int slice, int i) { // i < 2 * COPIES
-        const int c = slice * Tile::SLICE + chunk * 8, pixel = row + i * PASS, entry = table[pixel];
-        const bool inside = c < p.C1, valid = inside && entry >= 0;
-        const T* const from = pixel_of(x1 + (inside ? c : 0), valid ? (uint32_t)entry >> 3 : 0, p.C1);
-        copy_channels(halo_to(slice, i), 0, from, valid, pixel < Tile::PIXELS);
-    };
-    NO_UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++) load_weights(0, 0, i);
-    for (int i = tid; i < Tile::PIXELS; i += Tile::THREADS)
-        table[i] = halo_pixel<Tile>(p, n0 + i / Tile::W / Tile::H, h0 + i / Tile::W % Tile::H - 1, w0 - 1, i % Tile::W);
+    // The first copies: the halo of slice 0 and its weights for kw = 0 and 1.
+    const Halo halo(p, shared);
+    const Weights weights(p, base + Tile::WEIGHTS_AT, c0);
+    NO_UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) weights.copy(0, 0, i);
+    halo.find_sources(n0, h0, w0);
     __syncthreads();
-    NO_UNROLL_FOR (int i = 0; i < 2 * COPIES; i++) load_halo(0, i);
+    NO_UNROLL_FOR (int i = 0; i < 2 * Halo::HALF; i++) halo.copy(0, i);
     copies_committed();
-    NO_UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++) load_weights(0, 1, i);
+    NO_UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) weights.copy(0, 1, i);
     copies_committed();
 
-    // --- where this lane's rows for ldmatrix lie
-    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, k_group = Tile::k_group(warp);
-    const int image = pixel_warp / (Tile::ROWS * Tile::COLS), warp_row = pixel_warp / Tile::COLS % Tile::ROWS * 8,
-              warp_col = pixel_warp % Tile::COLS * 8;
-    // matrices: (row, k 0-7), (row, k 8-15), (row + 1, k 0-7), (row + 1, k 8-15); of floats, half as many k
-    uint32_t pixels_at[3];
-    UNROLL_FOR (int kw = 0; kw < 3; kw++) {
-        const int col = warp_col + l7 + kw, pixel = (image * Tile::H + warp_row + high) * Tile::W + col;
-        pixels_at[kw] = base + ((pixel * Tile::PIXEL_BYTES + ((low * P ^ swizzle_key<CHUNKS * P>(col)) << 4)) ^
-                                (k_group * Tile::K16 * P * 32));
-    }
+    // The warp's pixels within the tile, and its part of a slice; where this lane's rows for ldmatrix lie.
     constexpr int M = Tile::WARP_CHANNELS / 16;
-    // matrices: (channel 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
-    uint32_t weights_at = base + 2 * Tile::HALO_BYTES;
-    if (TRANSPOSED) { // rows are k, chunks are 8 channels
-        const int k = k_group * Tile::K16 * 16 + l7 + high * 8;
-        weights_at += k * W::ROW_BYTES + ((low * P ^ W::key(k)) << 4);
-    } else {
-        const int channel = l7 + low * 8;
-        weights_at += (channel * W::ROW_BYTES + ((high * P ^ W::key(channel)) << 4)) ^ (k_group * Tile::K16 * P * 32);
-    }
+    const int warp = (int)threadIdx.x >> 5, pixel_warp = Tile::pixel_warp(warp);
+    const int image = pixel_warp / (Tile::ROWS * Tile::COLS);
+    const int warp_row = pixel_warp / Tile::COLS % Tile::ROWS * 8, warp_col = pixel_warp % Tile::COLS * 8;
+    const int first_k = Tile::k_group(warp) * Tile::K16 * 16;
+    uint32_t lane_pixels[3]; // for each kw
+    UNROLL_FOR (int kw = 0; kw < 3; kw++)
+        lane_pixels[kw] = base + Halo::lane_place((image * Tile::H + warp_row) * Tile::W, warp_col + kw, first_k);
+    const uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_k);
 
-    __shared__ uint32_t tops[2][Tile::THREADS / 32];
-    float acc[8][M][4] = {}, x_scale = 1, scale = 1; // [image row][16 channels]: channels x 8 pixels
+    float acc[8][M][4] = {}; // [image row][16 channels]: channels x 8 pixels
+    float pixel_scale = 1, weight_scale = 1;
     for (int slice = 0; slice < p.slices; slice++) {
         UNROLL_FOR (int kw = 0; kw < 3; kw++) {
             copies_arrived<1>();
-            if constexpr (P == 2) { // what this thread has copied becomes halves
-                auto weights = [&](auto f) {
-                    UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++)
-                        if (W::owns(w_row, i)) f(weights_to(kw, i));
-                };
-                auto halo = [&](auto f) {
-                    UNROLL_FOR (int i = 0; i < 2 * COPIES; i++)
-                        if (row + i * PASS < Tile::PIXELS) f(halo_to(slice, i));
-                };
-                find_top(tops[0], weights);
-                if (kw == 0) find_top(tops[1], halo);
-                __syncthreads();
-                if (kw == 0) x_scale = take_apart_places(tops[1], halo);
-                scale = x_scale * take_apart_places(tops[0], weights);
-            }
-            __syncthreads(); // (slice, kw) has arrived everywhere; everyone is done with the step before
-            // a part of PARTS: the weights of the step after the next one, and half a halo of the next slice
-            auto load_part = [&](int part) {
-                constexpr int PARTS = 3 * Tile::K16;
-                UNROLL_FOR (int i = 0; i < 3 * W::COPIES; i++)
-                    if (i * PARTS / (3 * W::COPIES) == part) load_weights(kw ? slice + 1 : slice, (kw + 2) % 3, i);
-                UNROLL_FOR (int i = 0; i < COPIES; i++)
-                    if (kw < 2 && i * PARTS / COPIES == part) load_halo(slice + 1, kw * COPIES + i);
+            take_apart_copies<T, Tile::THREADS / 32>(pixel_scale, halo.places(slice), weight_scale, weights.places(kw),
+                                                     kw == 0);
+            __syncthreads(); // this step's operands have arrived everywhere; everyone is done with the step before
+
+            // A step has GAPS gaps between its products. The weights of the step after the next one and half of the next
+            // slice's halo are spread over them.
+            auto copy_in_gap = [&](int gap) {
+                constexpr int GAPS = 3 * Tile::K16;
+                UNROLL_FOR (int i = 0; i < Weights::COPIES; i++)
+                    if (i * GAPS / Weights::COPIES == gap) weights.copy(kw ? slice + 1 : slice, (kw + 2) % 3, i);
+                UNROLL_FOR (int i = 0; i < Halo::HALF; i++)
+                    if (kw < 2 && i * GAPS / Halo::HALF == gap) halo.copy(slice + 1, kw * Halo::HALF + i);
             };
-            const uint32_t x = pixels_at[kw] + slice % 2 * Tile::HALO_BYTES;
-            multiply_step<Tile, TRANSPOSED>(acc, x, weights_at, kw, scale, load_part);
+            const uint32_t x = lane_pixels[kw] + slice % 2 * Tile::HALO_BYTES;
+            multiply_step<Tile, TRANSPOSED>(acc, x, lane_weights, kw, pixel_scale * weight_scale, copy_in_gap);
             copies_committed();
         }
     }
 
     const int n = n0 + image, tiles = p.tiles_h * p.tiles_w;
-    store_product<Tile, TO, Tile::ROUNDS, !TRANSPOSED>(acc, shared, p.out, n0, c0, tile % tiles, tiles, [&](int k) {
+    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside
         const int h = h0 + warp_row + k / 8, w = w0 + warp_col + k % 8;
         return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
-    });
+    };
+    store_product<Tile, TO, Tile::ROUNDS, !TRANSPOSED>(acc, shared, p.out, n0, c0, tile % tiles, tiles, output_pixel);
 }
 
 template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void conv_halo(const ConvCall& c) {
@@ -8083,151 +8238,213 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
     p.tiles_w = ceil_div(p.W, Tile::COLS * 8);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     p.slices = ceil_div(p.C1, Tile::SLICE);
-    const int tiles = p.tiles_h * p.tiles_w, blocks = ceil_div(p.B, Tile::IMAGES) * tiles * p.channel_blocks;
+    const int tiles = p.tiles_h * p.tiles_w;
+    const int blocks = ceil_div(p.B, Tile::IMAGES) * tiles * p.channel_blocks;
     if (p.out.parts) *p.out.parts = tiles;
     launch_behind(conv_halo_kernel<Tile, TRANSPOSED, TO>, blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_gather: any kernel size and stride, any GPU
-// Used when: conv_halo and Hopper's kernels are not (1x1, stride 2).
-// How: one tap at a time, a row of a tile's pixels is gathered by cp.async wherever it lies.
-// Costs: the input is read once a tap, from the L2.
+// Used when: conv_halo and Hopper's kernels do not take the shape: 1x1, and stride 2.
+// How: A block computes PIXELS neighbouring pixels of one image (counted row by row) for CHANNELS channels. It goes
+//   through all taps, and for each tap through the input channels slice by slice: one step each. For a step it copies
+//   (cp.async) what each of its pixels reads under this tap, wherever that lies in the image, and the tap's weights:
+//
+//     a stage of shared memory, of STAGES in a ring        step     tap 0, slice 0 | tap 0, slice 1 | ... | tap 1, slice 0
+//     +------------------------+----------------------+
+//     | PIXELS rows            | weights of the tap   |    A slice is 128 bytes of a pixel: 64 channels of bf16, or 32
+//     | of 128 bytes           | x CHANNELS x slice   |    of floats. Those of a second input follow the first input's.
+//     +------------------------+----------------------+
+//
+//   A warp multiplies 64 of the pixels by WARP_CHANNELS of the channels.
+// Costs: the input is read once for every tap; after the first time from the L2 cache.
 
-// A tap's offset: output pixel (h, w) reads pixel (h * stride + dy, w * stride + dx) of the input. BACKWARD, turned
-// round: input pixel (h, w) is read by the output pixel whose (y, x) * stride is (h + dy, w + dx).
+// The offset of tap: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
+// BACKWARD, the other way round: input pixel (h, w) is read by the output pixel (y, x) with (y, x) * stride =
+// (h + dy, w + dx), if there is one.
 template <bool BACKWARD> INLINE void tap_offset(const ConvShape& s, int tap, int& dy, int& dx) {
     const int kh = tap / s.kernel - s.kernel / 2, kw = tap % s.kernel - s.kernel / 2;
-    dy = BACKWARD ? -kh : kh, dx = BACKWARD ? -kw : kw;
+    dy = BACKWARD ? -kh : kh;
+    dx = BACKWARD ? -kw : kw;
 }
-// The pixel (an index within its image) that the one `i` further than (h, w) reads: -1 in the padding or if there is
-// none. Small numbers make the division exact.
+// Which pixel the one that is `i` further on than (h, w) reads, as an index within its image; -1: it is in the padding,
+// or there is none. The division by W is a product with W_inverse: exact, since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, int dy, int dx) {
-    const int down = (int)((w + i + 0.5f) * W_inverse), odd = s.stride - 1; // stride is 1 or 2
-    h += down, w += i - down * (BACKWARD ? s.W : s.out_W());
-    const int y = (BACKWARD ? h : h * s.stride) + dy, x = (BACKWARD ? w : w * s.stride) + dx;
-    const int halve = BACKWARD ? odd : 0, rows = BACKWARD ? s.out_H() : s.H, columns = BACKWARD ? s.out_W() : s.W;
+    const int rows_down = (int)((w + i + 0.5f) * W_inverse);
+    h += rows_down;
+    w += i - rows_down * (BACKWARD ? s.W : s.out_W());
+    const int y = (BACKWARD ? h : h * s.stride) + dy;
+    const int x = (BACKWARD ? w : w * s.stride) + dx;
+    // BACKWARD with stride 2: only even (y, x) are an output pixel's, that of half the coordinates.
+    const int odd = s.stride - 1;
+    const int halve = BACKWARD ? odd : 0;
+    const int rows = BACKWARD ? s.out_H() : s.H, columns = BACKWARD ? s.out_W() : s.W;
     const bool inside = y >= 0 && x >= 0 && y < rows << halve && x < columns << halve;
-    return inside && !(BACKWARD && (y | x) & odd) ? (y >> halve) * columns + (x >> halve) : -1;
+    const bool is_pixel = inside && !(BACKWARD && (y | x) & odd);
+    return is_pixel ? (y >> halve) * columns + (x >> halve) : -1;
 }
 
-// For take_apart_both: N places, `PITCH` bytes apart.
+// For take_apart_copies: N places, `PITCH` bytes apart.
 template <int N, int PITCH> INLINE auto places(uint32_t first) {
     return [=](auto f) {
         UNROLL_FOR (int i = 0; i < N; i++) f(first + i * PITCH);
     };
 }
 
-// Slices of one tap's channels, 128 bytes of a pixel, in a ring of STAGES.
 template <class T_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int STAGES_>
 struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     typedef T_ T;
-    static constexpr int PIXELS = PIXEL_WARPS_ * 64, STAGES = STAGES_, WEIGHTS_AT = PIXELS * 128,
-                         STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * 128;
+    static constexpr int PIXELS = PIXEL_WARPS_ * 64;
+    static constexpr int STAGES = STAGES_;
+    static constexpr int ROW = 128;               // bytes of a pixel in shared memory
+    static constexpr int SLICE = ROW / sizeof(T); // channels of a slice
+    static constexpr int WEIGHTS_AT = PIXELS * ROW;
+    static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * ROW;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
 };
+
+// The weights of a stage, as HaloWeights has them: forward, a row is an output channel and its chunks are the slice;
+// BACKWARD, a row is an input channel of the slice and its chunks are the block's output channels.
+template <class Tile, bool BACKWARD> struct GatherWeights {
+    typedef typename Tile::T T;
+    static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
+    static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::ROW;
+    static constexpr int CHUNKS = ROW_BYTES / sizeof(T) / 8;
+    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // by one copy of all threads
+    static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // of a thread
+    static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread have the same swizzle key");
+
+    // Where this lane's row for ldmatrix lies, for the fragment of the warp's first 16 channels and of the first 16 k.
+    // Its matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    static INLINE uint32_t lane_place(int first_channel) {
+        const int lane = threadIdx.x & 31, row_of_matrix = lane & 7, upper_c = lane >> 3 & 1, upper_k = lane >> 4;
+        if (BACKWARD)
+            return (upper_k * 8 + row_of_matrix) * ROW_BYTES +
+                   chunk_place<T>(first_channel / 8 + upper_c, row_of_matrix);
+        return (first_channel + upper_c * 8 + row_of_matrix) * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
+    }
+    // The fragment of the m-th 16 of the warp's channels and the k-th 16 input channels of the slice.
+    static INLINE void load(FragmentA<T>& a, uint32_t lane, int m, int k) {
+        if (BACKWARD) load_fragment<T, true>(a, channels_on<T>(lane, 16 * m), k * 16 * ROW_BYTES);
+        else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), m * 16 * ROW_BYTES);
+    }
+};
+
 template <class Tile, bool BACKWARD>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvCall p) {
     typedef typename Tile::T T;
-    constexpr int PIXELS = Tile::PIXELS, CHANNELS = Tile::CHANNELS, STAGES = Tile::STAGES, ROW = 128, V = VEC<T>,
-                  P = PARTS<T>, SLICE = 8 * V;
-    constexpr int CHUNKS = SLICE / 8, PASS = Tile::THREADS / CHUNKS, N = PIXELS / PASS, M = Tile::WARP_CHANNELS / 16;
-    constexpr int W_ROW = BACKWARD ? CHANNELS * sizeof(T) : ROW, W_CHUNKS = W_ROW / 16 / P,
-                  W_ROWS = BACKWARD ? SLICE : CHANNELS, W_PASS = Tile::THREADS / W_CHUNKS;
+    typedef GatherWeights<Tile, BACKWARD> Weights;
+    constexpr int PIXELS = Tile::PIXELS, STAGES = Tile::STAGES, SLICE = Tile::SLICE, ROW = Tile::ROW;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pixel_warp = Tile::pixel_warp(warp),
-              channel_warp = Tile::channel_warp(warp);
-    const int c0 = blockIdx.x % p.channel_blocks * CHANNELS, tile = blockIdx.x / p.channel_blocks % p.tiles_w,
-              n = blockIdx.x / p.channel_blocks / p.tiles_w;
-    const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE), steps = slices * p.taps;
+    const int tid = threadIdx.x;
 
-    // PASS and W_PASS are multiples of 8, so all of a thread's rows have one key
-    const int chunk = tid % CHUNKS, row = tid / CHUNKS, w_chunk = tid % W_CHUNKS, w_row = tid / W_CHUNKS;
-    const uint32_t pixels_to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4);
-    const uint32_t weights_to = base + Tile::WEIGHTS_AT + w_row * W_ROW + ((w_chunk * P ^ (w_row & 7)) << 4);
-    static_assert(W_PASS % 8 == 0);
-    const bool direct = p.taps == 1 && p.s.stride == 1;
-    int source[N], tap = -1, slice = 0;
-    auto load = [&](int step) { // called for 0, 1, 2, ...
+    // The block's tile: channels from c0 on, the tile-th PIXELS pixels of image n.
+    const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS;
+    const int tile = blockIdx.x / p.channel_blocks % p.tiles_w;
+    const int n = blockIdx.x / p.channel_blocks / p.tiles_w;
+    const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE);
+    const int steps = slices * p.taps;
+
+    // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights. Both
+    // are multiples of 8, so all of a thread's rows have the same swizzle key.
+    constexpr int CHUNKS = SLICE / 8, PIXELS_AT_ONCE = Tile::THREADS / CHUNKS, COPIES = PIXELS / PIXELS_AT_ONCE;
+    const int chunk = tid % CHUNKS, row = tid / CHUNKS;
+    const int w_chunk = tid % Weights::CHUNKS, w_row = tid / Weights::CHUNKS;
+    const uint32_t pixels_to = base + row * ROW + chunk_place<T>(chunk, row & 7);
+    const uint32_t weights_to =
+        base + Tile::WEIGHTS_AT + w_row * Weights::ROW_BYTES + chunk_place<T>(w_chunk, w_row & 7);
+    const bool direct = p.taps == 1 && p.s.stride == 1; // each pixel reads the one in its place
+
+    int source[COPIES]; // of the pixels that this thread copies, under this tap
+    int tap = -1, slice = 0;
+    auto start_tap = [&] {
+        tap++;
+        int dy, dx;
+        tap_offset<BACKWARD>(p.s, tap, dy, dx);
+        const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
+        UNROLL_FOR (int i = 0; i < COPIES; i++) {
+            const int k = row + i * PIXELS_AT_ONCE, pixel = tile * PIXELS + k;
+            source[i] = direct ? pixel : source_pixel<BACKWARD>(p.s, 1.0f / p.W, h0, w0, k, dy, dx);
+            if (pixel >= p.H * p.W) source[i] = -1;
+        }
+    };
+    auto copy_step = [&](int step) { // called for 0, 1, 2, ...
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
-        if (slice == 0) {
-            int dy, dx;
-            tap_offset<BACKWARD>(p.s, ++tap, dy, dx);
-            const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
-            UNROLL_FOR (int i = 0; i < N; i++) {
-                const int k = row + i * PASS, pixel = tile * PIXELS + k;
-                source[i] = direct ? pixel : source_pixel<BACKWARD>(p.s, 1.0f / p.W, h0, w0, k, dy, dx);
-                if (pixel >= p.H * p.W) source[i] = -1;
-            }
-        }
-        const bool second = slice >= slices1;
-        const int k0 = (second ? slice - slices1 : slice) * SLICE, C = second ? p.C2 : p.C1,
-                  column = (second ? p.C1 : 0) + k0;
-        const bool k_in = k0 + chunk * 8 < C;
-        const T* const x = (const T*)(second ? p.x2 : p.x1) + (k_in ? k0 + chunk * 8 : 0);
-        const T* const weight = (const T*)p.weight;
-        UNROLL_FOR (int i = 0; i < N; i++) {
-            const bool valid = k_in && source[i] >= 0;
+        if (slice == 0) start_tap();
+        const bool second = slice >= slices1;                      // a slice of the second input
+        const int k0 = (second ? slice - slices1 : slice) * SLICE; // its first channel, in its input
+        const int weight_k0 = (second ? p.C1 : 0) + k0;            // and in the weights
+        const int C = second ? p.C2 : p.C1;
+
+        const bool chunk_inside = k0 + chunk * 8 < C;
+        const T* const x = (const T*)(second ? p.x2 : p.x1) + (chunk_inside ? k0 + chunk * 8 : 0);
+        UNROLL_FOR (int i = 0; i < COPIES; i++) {
+            const bool valid = chunk_inside && source[i] >= 0; // not valid: zeros
             const uint32_t pixel = valid ? n * p.source_pixels + source[i] : 0;
-            copy_channels(pixels_to, stage + i * PASS * ROW, pixel_of(x, pixel, C), valid);
+            copy_channels(pixels_to, stage + i * PIXELS_AT_ONCE * ROW, pixel_of(x, pixel, C), valid);
         }
-        UNROLL_FOR (int i = 0; i < W_ROWS / W_PASS; i++) {
-            const int r = w_row + i * W_PASS, c = c0 + (BACKWARD ? w_chunk * 8 : r), k = BACKWARD ? r : w_chunk * 8;
+        const T* const weight = (const T*)p.weight;
+        UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) {
+            const int r = w_row + i * Weights::ROWS_AT_ONCE;
+            const int c = c0 + (BACKWARD ? w_chunk * 8 : r); // output channel
+            const int k = BACKWARD ? r : w_chunk * 8;        // input channel, in the slice
             const bool valid = c < p.Cout && k0 + k < C;
-            const uint32_t at =
-                BACKWARD ? ((column + k) * p.taps + tap) * p.Cout + c : (c * p.taps + tap) * (p.C1 + p.C2) + column + k;
-            copy_channels(weights_to, stage + i * W_PASS * W_ROW, weight + (valid ? at : 0), valid);
+            const uint32_t index = BACKWARD ? ((weight_k0 + k) * p.taps + tap) * p.Cout + c
+                                            : (c * p.taps + tap) * (p.C1 + p.C2) + weight_k0 + k;
+            const int to = stage + i * Weights::ROWS_AT_ONCE * Weights::ROW_BYTES;
+            copy_channels(weights_to, to, weight + (valid ? index : 0), valid);
         }
         if (++slice == slices) slice = 0;
     };
     for (int step = 0; step < STAGES - 1; step++) {
-        if (step < steps) load(step);
+        if (step < steps) copy_step(step);
         copies_committed();
     }
-    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
-    uint32_t pixels_at = base + (pixel_warp * 64 + high * 8 + l7) * ROW + ((low * P ^ l7) << 4);
-    const int w_first = channel_warp * Tile::WARP_CHANNELS; // of this warp's channels
-    uint32_t weights_at = base + Tile::WEIGHTS_AT +
-                          (BACKWARD ? (high * 8 + l7) * W_ROW + (((w_first / 8 + low) * P ^ l7) << 4)
-                                    : (w_first + low * 8 + l7) * W_ROW + ((high * P ^ l7) << 4));
-    asm volatile("" : "+r"(pixels_at), "+r"(weights_at)); // or the compiler makes them anew in every step
-    float acc[8][M][4] = {}, scale = 1;                   // [8 pixels][16 channels]
+
+    // Where this lane's rows for ldmatrix lie in a stage. Pixels, two fragments at once: (pixels 0-7, k 0-7),
+    // (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    const int lane = tid & 31, warp = tid >> 5, pixel_warp = Tile::pixel_warp(warp);
+    const int row_of_matrix = lane & 7, upper_k = lane >> 3 & 1, next_8 = lane >> 4;
+    const int lane_pixel = pixel_warp * 64 + next_8 * 8 + row_of_matrix;
+    uint32_t lane_pixels = base + lane_pixel * ROW + chunk_place<T>(upper_k, row_of_matrix);
+    const int first_channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS;
+    uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_channel);
+    asm volatile("" : "+r"(lane_pixels), "+r"(lane_weights)); // or the compiler makes them anew in every step
+
+    constexpr int M = Tile::WARP_CHANNELS / 16;
+    float acc[8][M][4] = {}; // [8 pixels][16 channels]
+    float pixel_scale = 1, weight_scale = 1;
     for (int step = 0; step < steps; step++) {
         copies_arrived<STAGES - 2>();
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
-        if constexpr (P == 2) {
-            float x_scale, w_scale;
-            take_apart_both<Tile::THREADS / 32>(x_scale, places<N, PASS * ROW>(pixels_to + stage), w_scale,
-                                                places<W_ROWS / W_PASS, W_PASS * W_ROW>(weights_to + stage));
-            scale = x_scale * w_scale;
-        }
-        __syncthreads();
-        if (step + STAGES - 1 < steps) load(step + STAGES - 1);
+        take_apart_copies<T, Tile::THREADS / 32>(
+            pixel_scale, places<COPIES, PIXELS_AT_ONCE * ROW>(pixels_to + stage), weight_scale,
+            places<Weights::COPIES, Weights::ROWS_AT_ONCE * Weights::ROW_BYTES>(weights_to + stage));
+        __syncthreads(); // this step's operands have arrived everywhere; everyone is done with the step before
+        if (step + STAGES - 1 < steps) copy_step(step + STAGES - 1);
         copies_committed();
         UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
-            uint32_t b[8][2 * P], a[M][4 * P];
-            UNROLL_FOR (int h = 0; h < P; h++) {
-                const int columns = k * P * 32 + h * 16;
-                UNROLL_FOR (int r = 0; r < 8; r += 2)
-                    ldmatrix(b[r] + 2 * h, b[r + 1] + 2 * h, ((pixels_at + stage) ^ columns) + r * 8 * ROW);
-                UNROLL_FOR (int m = 0; m < M; m++)
-                    if (uint32_t* const to = a[m] + 4 * h; BACKWARD)
-                        ldmatrix_trans(to, to + 2, ((weights_at + stage) ^ (m * P * 32 + h * 16)) + k * 16 * W_ROW);
-                    else ldmatrix(to, to + 2, ((weights_at + stage) ^ columns) + m * 16 * W_ROW);
-            }
-            multiply<T, M, 8>(acc[0], 1, M, a, b, scale);
+            FragmentA<T> a[M];
+            FragmentB<T> b[8];
+            UNROLL_FOR (int r = 0; r < 8; r += 2)
+                load_fragments<T, false>(b[r], b[r + 1], channels_on<T>(lane_pixels + stage, 16 * k), r * 8 * ROW);
+            UNROLL_FOR (int m = 0; m < M; m++) Weights::load(a[m], lane_weights + stage, m, k);
+            multiply<T, M, 8>(acc[0], 1, M, a, b, pixel_scale * weight_scale);
         }
     }
-    store_product<Tile, T, (Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1), !BACKWARD>(
-        acc, shared, p.out, n, c0, tile, p.tiles_w, [&](int k) {
-            const int pixel = tile * PIXELS + pixel_warp * 64 + k;
-            return pixel < p.H * p.W ? n * p.H * p.W + pixel : -1;
-        });
+
+    constexpr int ROUNDS = Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1; // do the results fit at once?
+    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside
+        const int pixel = tile * PIXELS + pixel_warp * 64 + k;
+        return pixel < p.H * p.W ? n * p.H * p.W + pixel : -1;
+    };
+    store_product<Tile, T, ROUNDS, !BACKWARD>(acc, shared, p.out, n, c0, tile, p.tiles_w, output_pixel);
 }
 
-// Tiles lie within one image, so that they have one embedding and one image's statistics.
+// Tiles lie within one image, so that all their pixels have the same embedding and count for the same statistics.
 template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) {
     ConvCall p = c;
     p.tiles_w = ceil_div(p.H * p.W, Tile::PIXELS);
