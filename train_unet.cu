@@ -66,11 +66,11 @@
 //  10244         convolution: weight gradients
 //  10456    25. The GPU: memory, copies, repeated work
 //  10628    26. Ranks: who they are, what their hosts tell each other
-//  11253    27. Between ranks: from device to device
-//  11433  Part III. Tools: errors, files, pictures, the run's page
-//  11436    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11825    29. Pictures: PNG files, grids of images
-//  11908    30. The run's page: index.html
+//  11258    27. Between ranks: from device to device
+//  11438  Part III. Tools: errors, files, pictures, the run's page
+//  11441    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11830    29. Pictures: PNG files, grids of images
+//  11913    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -11213,23 +11213,28 @@ static std::vector<pid_t> started;
         execv("/proc/self/exe", argv);
         _exit(1);
     }
-    auto tell_all = [](int number) {
+    auto pass_on = [](int number) {
+        stop_signal = number;
         for (const pid_t process : started) kill(process, number);
     };
-    for (const auto& [number, name] : STOP_SIGNALS) signal(number, tell_all);
+    for (const auto& [number, name] : STOP_SIGNALS) signal(number, pass_on);
     double failed = INFINITY;
     int code = 0; // of the first that failed
     for (int status; !started.empty();) {
         const pid_t process = waitpid(-1, &status, failed < INFINITY ? WNOHANG : 0);
-        if (process > 0 && WIFSIGNALED(status) && failed > now() - 5)
+        const bool killed = process > 0 && WIFSIGNALED(status);
+        const bool told = killed && WTERMSIG(status) == stop_signal; // before it looked at signals itself
+        if (killed && !told && failed > now() - 5)
             fprintf(stderr, "train_unet: process %d was ended by signal %d (%s)\n", process, //
                     WTERMSIG(status), strsignal(WTERMSIG(status)));
         std::erase(started, process);
         if (process > 0 && status && !code) {
             failed = now();
-            code = WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+            code = killed ? 1 : WEXITSTATUS(status);
+            if (told) code = 128 + stop_signal;
         }
-        if (now() > failed + 5) tell_all(SIGKILL);
+        for (const pid_t process : started)
+            if (now() > failed + 5) kill(process, SIGKILL);
         if (!process) usleep(20000);
     }
     exit(code);

@@ -45,7 +45,7 @@ from common.files import DataError
 from common.formats import check_conversion, convert, post_hoc_average, read_model
 from common.model import build_model, initial_weights, parameter_count, to_state_dict
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, check_model_output, write_model
-from common.program import Screen, UserError, run_program, stop_on_signal
+from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
 from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
     random_words, to_normals,
@@ -764,6 +764,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
 def run(argv: list[str]) -> int:
     """Does what a command line says, and returns the exit code."""
     flags = parse_flags(argv, FLAGS, INTRO)
+    check_alone()
     if "convert" in flags:
         source, target = flags.pop("convert")
         check_conversion(source, target)

@@ -125,6 +125,19 @@ def begin(program: str, parse: Callable[[list[str]], Any], packages: tuple[str, 
         sys.exit(code)
 
 
+# What launchers tell each process: its rank, and how many there are (torchrun, Open MPI, MPICH, Slurm).
+LAUNCHERS = {"RANK": "WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE", "SLURM_PROCID": "SLURM_STEP_NUM_TASKS"}
+
+
+def check_alone() -> None:
+    """UserError if a launcher has started several processes: each would train the whole run, in the same folder."""
+    for rank, size in LAUNCHERS.items():
+        started = os.environ.get(size, "1")
+        if started.isdigit() and int(started) > 1 and rank in os.environ:
+            told = f"{started} processes were started, of which this is rank {os.environ[rank]}"
+            raise UserError(f"{told}; train_unet.py is one process; ./train_unet trains on several GPUs, and both read the same checkpoints")
+
+
 def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
     """Runs a program, and returns the exit code, that of body or 0; a mistake ends in one sentence and exit code 1, Ctrl-C in 130."""
     code = 1
