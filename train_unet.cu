@@ -11,66 +11,66 @@
 //    657     4. Errors, files and pictures: what Part III does for the program
 //    765     5. Configuration: flags, presets, help, what can work and what cannot
 //   1314     6. The network: a list of layers, made of guided-diffusion's flags
-//   1748     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1907     8. Forward and backward: two walks over the list
-//   1991     9. Diffusion: noise schedules, objectives, samplers
-//   2184         the level of a training sample, drawn, and its share of the loss
-//   2334         samplers
-//   2747    10. Data: .bin files that may be larger than memory, the order of their images
-//   2968    11. Model files: weights and checkpoints, initial weights
-//   3183    12. The log, put together for the run's page
-//   3212    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3223         the learning rate, the verdict on a step, averages of the weights
-//   3300         what a trainer holds
-//   3391         a step
-//   3600    14. A run: log, guard, checkpoints, resume, samples
-//   4357    15. main: the command line, then a run or samples
-//   4628  Part II. The device
-//   4631    16. What all devices share: activations, patches of pixels
-//   4661    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4723    18. The GPU: what all kernels share
-//   4905         Activations: pieces of 16 bytes
-//   5086         each_kernel: a thread for an element
-//   5101         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5219         Swizzle: how rows lie in shared memory
-//   5228         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5371         building blocks of Hopper's kernels (sm_90a)
-//   5557    19. Small operations: resampling, embeddings, diffusion
-//   5560         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5674         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5898         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6149    20. Group norm
-//   6152         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6486         groupnorm_backward_whole: an image's slab in shared memory
-//   6747    21. Attention
-//   6807         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7133         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7226         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7672    22. Convolution
-//   7688         ConvOut: results, 4 channels of a pixel at a time
-//   7851         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   7909         conv_halo: 3x3, stride 1, any GPU
-//   8248         conv_gather: any kernel size and stride, any GPU
-//   8460         conv_few: the first and the last layer
-//   8570         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8925         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8990         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9284         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9552         conv_weight_tma: weight gradients (sm_90a)
-//   9762    23. The optimiser
-//   9765         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9912    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9915         groupnorm_backward
-//   9983         attention: forward and, where a has dout, backward
-//  10023         convolution: forward and input gradient
-//  10244         convolution: weight gradients
-//  10456    25. The GPU: memory, copies, repeated work
-//  10628    26. Ranks: who they are, what their hosts tell each other
-//  11258    27. Between ranks: from device to device
-//  11438  Part III. Tools: errors, files, pictures, the run's page
-//  11441    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11830    29. Pictures: PNG files, grids of images
-//  11913    30. The run's page: index.html
+//   1918     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2098     8. Forward and backward: two walks over the list
+//   2207     9. Diffusion: noise schedules, objectives, samplers
+//   2400         the level of a training sample, drawn, and its share of the loss
+//   2550         samplers
+//   2963    10. Data: .bin files that may be larger than memory, the order of their images
+//   3184    11. Model files: weights and checkpoints, initial weights
+//   3399    12. The log, put together for the run's page
+//   3428    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3439         the learning rate, the verdict on a step, averages of the weights
+//   3516         what a trainer holds
+//   3607         a step
+//   3816    14. A run: log, guard, checkpoints, resume, samples
+//   4573    15. main: the command line, then a run or samples
+//   4844  Part II. The device
+//   4847    16. What all devices share: activations, patches of pixels
+//   4877    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4939    18. The GPU: what all kernels share
+//   5121         Activations: pieces of 16 bytes
+//   5302         each_kernel: a thread for an element
+//   5317         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5435         Swizzle: how rows lie in shared memory
+//   5444         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5587         building blocks of Hopper's kernels (sm_90a)
+//   5773    19. Small operations: resampling, embeddings, diffusion
+//   5776         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5890         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6114         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6365    20. Group norm
+//   6368         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6702         groupnorm_backward_whole: an image's slab in shared memory
+//   6963    21. Attention
+//   7023         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7349         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7442         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7888    22. Convolution
+//   7904         ConvOut: results, 4 channels of a pixel at a time
+//   8067         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8125         conv_halo: 3x3, stride 1, any GPU
+//   8464         conv_gather: any kernel size and stride, any GPU
+//   8676         conv_few: the first and the last layer
+//   8786         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9141         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9206         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9500         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9768         conv_weight_tma: weight gradients (sm_90a)
+//   9978    23. The optimiser
+//   9981         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  10128    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  10131         groupnorm_backward
+//  10199         attention: forward and, where a has dout, backward
+//  10239         convolution: forward and input gradient
+//  10460         convolution: weight gradients
+//  10672    25. The GPU: memory, copies, repeated work
+//  10844    26. Ranks: who they are, what their hosts tell each other
+//  11474    27. Between ranks: from device to device
+//  11654  Part III. Tools: errors, files, pictures, the run's page
+//  11657    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  12046    29. Pictures: PNG files, grids of images
+//  12129    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1332,20 +1332,23 @@ static void check_run(Config* c, const std::string& where) {
 
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
 
-// A parameter: shape as in PyTorch; offset in the flat arrays (parameters, gradients, moments, EMA), in floats.
+// A parameter. Its offset, in floats, is the same in all flat arrays: weights, gradients, moments, averages.
 struct Param {
     std::string name;
-    std::vector<int> shape;
+    std::vector<int> shape; // as in PyTorch
     size_t size, offset;
     ParamInit init;
     int heads; // of an attention's qkv, else 0
 };
 
-// An activation (B, H, W, C). stats: where a group norm reads it, the buffer of Stats::sums; parts: as last written.
+// An activation (B, H, W, C).
 struct Tensor {
     int H = 0, W = 0, C = 0;
-    int buffer = -1, stats = -1, parts = 1;
-    bool needs_grad = false, fp32 = false; // its layer has a backward pass; as input and output, whatever others are
+    int buffer = -1;         // where its values are
+    int stats = -1;          // where a group norm reads it: the buffer of Stats::sums
+    int parts = 1;           // of Stats, as they were last written
+    bool needs_grad = false; // the layer that writes it has a backward pass
+    bool fp32 = false;       // it is stored in fp32 even if activations are bf16: the network's input and output
 };
 
 // The gradient of one input of a layer, as buffers: d = gradient + add1 + add2.
@@ -1358,30 +1361,31 @@ enum LayerKind { TIMESTEP, LINEAR, SILU, LABEL, CONV, GROUPNORM, ATTENTION, DOWN
 struct Layer {
     LayerKind kind = CONV;
     std::string name;
-    int x1 = -1, x2 = -1, out = -1, weight = -1; // the bias, if there is one, follows its weight
-    int residual = -1;                           // CONV: added to the result, unless a skip is
-    int emb = -1, emb_offset = 0;                // columns of the embedding projections that this layer reads
-    int kernel = 1, stride = 1, upsample = 0;    // CONV
-    Activation activation = Activation::NONE;    // GROUPNORM
-    int dropout_block = -1;                      // GROUPNORM: index of the residual block whose dropout follows
-    int heads = 0;                               // ATTENTION, and the CONV that makes its qkv
-    int saved = -1;                              // buffer kept for the backward pass: mean and rstd, or rows of scores
-    int block_end = -1; // --use_checkpoint: it is computed again before that one's backward pass
-    // the plan (see plan_gradients)
-    int skip = -1;      // CONV: forward, the layer before it that it computes, too: the skip connection that it adds
-    bool fused = false; // forward, the layer behind it computes this one
-    int dout = -1, demb = -1; // gradient buffers
-    int after = -1;           // backward, this layer comes after the weight gradient of that one
-    GradPlan d1{}, d2{};
+    int x1 = -1, x2 = -1, out = -1;           // tensors: what it reads, side by side, and what it writes
+    int weight = -1;                          // a parameter; the bias, if there is one, is the next
+    int residual = -1;                        // CONV: a tensor that is added to the result, unless a skip is
+    int emb = -1, emb_offset = 0;             // the tensor of embedding projections, and where its columns begin there
+    int kernel = 1, stride = 1, upsample = 0; // CONV
+    Activation activation = Activation::NONE; // GROUPNORM
+    int dropout_block = -1;                   // GROUPNORM: index of the residual block whose dropout follows
+    int heads = 0;                            // ATTENTION, and the CONV that makes its qkv
+    int saved = -1;     // the buffer that is kept for the backward pass: mean and rstd, or rows of scores
+    int block_end = -1; // --use_checkpoint: this layer is computed again before that one's backward pass
+
+    // The plan (see plan_gradients, plan_waits, plan_fusions).
+    GradPlan d1{}, d2{};      // of x1 and x2
+    int dout = -1, demb = -1; // buffers of gradients
+    int after = -1;           // backward, this layer waits for the weight gradient of that one
+    int skip = -1;            // CONV, forward: a layer that it computes, too: the skip connection that it adds
+    bool fused = false;       // forward, the layer behind it computes this one
 };
 
-// A piece of device memory: bytes for one sample, and the first and last time at which it is in use (see
-// plan_lifetimes).
+// A piece of device memory.
 struct Buffer {
-    size_t bytes;
-    int first = INT_MAX, last = -1;
-    size_t offset = 0;
-    int again; // the buffer of the same, computed once more for the backward pass, or this one
+    size_t bytes;                   // for one sample
+    int first = INT_MAX, last = -1; // the first and the last time at which it is in use (see plan_lifetimes)
+    size_t offset = 0;              // in the arena
+    int again; // the buffer of this tensor when it is computed again (--use_checkpoint), else this one
 };
 
 struct UNet {
@@ -1390,28 +1394,32 @@ struct UNet {
     std::vector<Tensor> tensors;
     std::vector<Layer> layers;
     std::vector<Buffer> buffers;
-    size_t num_params = 0, flat_size = 0; // parameters; floats in a flat array (with padding)
-    size_t plain_size = 0;                // the first of these, which are never read from a copy
-    int input = -1, emb = -1, output = -1;
+    size_t num_params = 0;                 // without padding
+    size_t flat_size = 0;                  // floats in a flat array, with padding
+    size_t plain_size = 0;                 // the first of these, which are read in fp32 and never from a copy
+    int input = -1, emb = -1, output = -1; // tensors
     int residual_blocks = 0;
     double flops = 0; // of one image's forward pass, 2 for a multiply-add
-    int B = 0;        // set by plan_memory, as the arena is
+    // Set by plan_memory:
+    int B = 0;
     size_t arena_bytes = 0;
     char* arena = nullptr;
-    float* t = nullptr; // (B) and (B), in device memory: set by the caller before a forward pass
-    int* labels = nullptr;
+    // Set by the caller before a forward pass, in device memory:
+    float* t = nullptr;    // (B)
+    int* labels = nullptr; // (B)
 
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // none: without channels
 };
 
-// Null, too, as long as nothing has its place in memory.
+// Where a buffer lies; null for none, and as long as nothing has its place in memory.
 template <class T = act> static T* buffer_data(const UNet* net, int buffer, size_t first_byte = 0) {
-    return buffer < 0 || !net->arena ? nullptr : (T*)(net->arena + net->buffers[buffer].offset + first_byte);
+    if (buffer < 0 || !net->arena) return nullptr;
+    return (T*)(net->arena + net->buffers[buffer].offset + first_byte);
 }
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
-// Parameters of a network: fp32, and the convolutions' weights once more in the type of the activations.
+// The parameters of a network: in fp32, and the convolutions' weights once more in the type of the activations.
 struct Weights {
     const float* fp32 = nullptr;
     const act* copy = nullptr;
@@ -1421,118 +1429,266 @@ struct Weights {
 struct Walk {
     UNet* net;
     Weights weights{};
-    Dropout dropout{};
+    Dropout dropout{}; // of all blocks
     int B;
     float* grads = nullptr;
     Lane* lane = MAIN_LANE;
 };
 
 // A layer as the functions of its kind meet it: pointers where the list has indices, null where there is nothing.
+// layer_args fills it.
 struct LayerArgs {
-    const Walk& walk;
-    const Layer& layer;
-    UNet* net = walk.net;
-    const Tensor x = net->tensor(layer.x1), y = net->tensor(layer.out);
-    int B = walk.B, H = x.H, W = x.W, T = H * W, Cin = x.C, C2 = net->tensor(layer.x2).C, Cout = y.C;
-    int emb_stride = net->tensor(net->emb).C, patch = net->config.patch();
-    const act *x1 = data(layer.x1), *x2 = data(layer.x2), *residual = data(layer.residual);
-    act* out = data(layer.out);
-    Stats stats1 = stats_of(layer.x1), stats2 = stats_of(layer.x2), written = stats_of(layer.out);
-    Stats* stats = written.sums ? &written : nullptr;
-    const float *weight = param(walk.weights.fp32, 0), *bias = param(walk.weights.fp32, 1);
-    const act* copy = (const act*)param((const char*)walk.weights.copy, 0, act_bytes());
-    const float* emb = buffer_data<float>(net, net->tensor(layer.emb).buffer, layer.emb_offset * sizeof(float));
-    float* saved = buffer_data<float>(net, layer.saved);
-    const Dropout& d = walk.dropout; // of all blocks
-    const Dropout dropout{layer.dropout_block < 0 ? 0 : d.p, d.seed, d.step, d.sample0, (uint32_t)layer.dropout_block};
-    // of the backward pass
-    const act* dout = buffer_data(net, layer.dout);
-    const Grad d1 = grad(layer.d1), d2 = grad(layer.d2);
-    float *dweight = param(walk.grads, 0), *dbias = param(walk.grads, 1);
-    float* demb = buffer_data<float>(net, layer.demb, layer.emb_offset * sizeof(float));
-    // x1, out, dout and d1 of an embedding and of patches, which are fp32
-    const float *v = (const float*)x1, *dv = (const float*)dout;
-    float* o = (float*)out;
-    const GradOf<float> dv1{(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2};
+    UNet* net;
+    const Layer* layer;
+    Lane* lane;
 
+    // Shapes: of x1 (B, H, W, Cin), of x2 beside it (C2 channels), of out (B, Hout, Wout, Cout).
+    int B, H, W, Cin, C2;
+    int Hout, Wout, Cout;
+    bool fp32_in, fp32_out;
+
+    // The forward pass.
+    const act *x1, *x2, *residual;
+    act* out;
+    Stats stats1, stats2, out_stats;
+    const float *weight, *bias;
+    const act* copy;  // the weight in the activations' type
+    const float* emb; // (B, emb_stride): this layer's columns
+    int emb_stride;
+    float* saved;
+    Dropout dropout; // this layer's own
+    ConvSkip skip;   // CONV: the layer that it computes, too
+
+    // The backward pass.
+    const act* dout;
+    Grad d1, d2;
+    float *dweight, *dbias, *demb;
+
+    int tokens() const { return H * W; } // attention's T
+    Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
+    float* rstd() const { return saved + B * 32; } // of a norm, behind the means of 32 groups
     ConvShape conv() const {
-        return {B, H, W, Cin, C2, Cout, layer.kernel, layer.stride, layer.upsample, x.fp32, y.fp32};
+        return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, fp32_in, fp32_out};
     }
-    ConvSkip skip() const { // the layer that this one computes, too
-        if (layer.skip < 0) return {};
-        const LayerArgs k{walk, net->layers[layer.skip]};
-        return {k.x1, k.x2, k.copy, k.bias, k.Cin, k.C2};
-    }
-    NormShape norm() const { return {B, T, Cin, C2, 32, layer.activation, 1e-5f}; }
-    float* rstd() const { return saved + B * 32; } // of a norm, behind the mean
+    NormShape norm() const { return {B, H * W, Cin, C2, 32, layer->activation, 1e-5f}; }
 
-    template <class T = act> T* written_data(int buffer) const { // backward, what was computed once more is meant
-        return buffer_data<T>(net, buffer >= 0 && walk.grads ? net->buffers[buffer].again : buffer);
-    }
-    act* data(int t) const { return written_data(net->tensor(t).buffer); }
-    Stats stats_of(int t) const { return {written_data<double>(net->tensor(t).stats), net->tensor(t).parts}; }
-    Grad grad(GradPlan g) const { return {buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)}; }
-    template <class T> T* param(T* all, int behind, size_t each = 1) const { // the weight, or the bias behind it
-        return layer.weight < 0 || !all ? nullptr : all + net->params[layer.weight + behind].offset * each;
-    }
+    // x1, out, dout and d1 of a layer whose tensors are fp32: the embedding's, and those of patches.
+    const float* x_fp32() const { return (const float*)x1; }
+    float* out_fp32() const { return (float*)out; }
+    const float* dout_fp32() const { return (const float*)dout; }
+    GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
-// What a row of OPS says of arguments a: calls, FLOPs (2 for a multiply-add) of the forward pass, bytes of workspace.
-#define LAYER(kind, ...) .name = kind, .forward = [](LayerArgs& a) { __VA_ARGS__; }
-#define GRADIENTS(...) .backward = [](LayerArgs& a) { __VA_ARGS__; }
-#define FLOPS(...) .flops = [](const LayerArgs& a) { return __VA_ARGS__; }
-#define WORKSPACE(...) .workspace = [](const LayerArgs& a) { return Workspace{__VA_ARGS__}; }
+static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
+    UNet* const net = walk.net;
+    const Tensor x = net->tensor(layer.x1), out = net->tensor(layer.out);
+    LayerArgs a{};
+    a.net = net;
+    a.layer = &layer;
+    a.lane = walk.lane;
+    a.B = walk.B;
+    a.H = x.H;
+    a.W = x.W;
+    a.Cin = x.C;
+    a.C2 = net->tensor(layer.x2).C;
+    a.Hout = out.H;
+    a.Wout = out.W;
+    a.Cout = out.C;
+    a.fp32_in = x.fp32;
+    a.fp32_out = out.fp32;
 
-// A kind of layer: all that the list, its plan and the walks must know of it.
+    // In a backward walk a tensor that was computed again is meant.
+    auto memory_of = [&](int buffer) {
+        const bool again = walk.grads && buffer >= 0;
+        return buffer_data(net, again ? net->buffers[buffer].again : buffer);
+    };
+    auto tensor = [&](int t) { return memory_of(net->tensor(t).buffer); };
+    auto stats = [&](int t) { return Stats{(double*)memory_of(net->tensor(t).stats), net->tensor(t).parts}; };
+    a.x1 = tensor(layer.x1);
+    a.x2 = tensor(layer.x2);
+    a.residual = tensor(layer.residual);
+    a.out = tensor(layer.out);
+    a.stats1 = stats(layer.x1);
+    a.stats2 = stats(layer.x2);
+    a.out_stats = stats(layer.out);
+
+    if (layer.weight >= 0) {
+        const size_t weight = net->params[layer.weight].offset;
+        const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows: it has no bias
+        const size_t bias = last ? weight : net->params[layer.weight + 1].offset;
+        if (walk.weights.fp32) {
+            a.weight = walk.weights.fp32 + weight;
+            a.bias = walk.weights.fp32 + bias;
+        }
+        if (walk.weights.copy) a.copy = (const act*)((const char*)walk.weights.copy + weight * act_bytes());
+        if (walk.grads) {
+            a.dweight = walk.grads + weight;
+            a.dbias = walk.grads + bias;
+        }
+    }
+
+    const size_t emb_byte = layer.emb_offset * sizeof(float);
+    a.emb = buffer_data<float>(net, net->tensor(layer.emb).buffer, emb_byte);
+    a.emb_stride = net->tensor(net->emb).C;
+    a.demb = buffer_data<float>(net, layer.demb, emb_byte);
+    a.saved = buffer_data<float>(net, layer.saved);
+    a.dropout = walk.dropout;
+    a.dropout.layer = (uint32_t)layer.dropout_block;
+    if (layer.dropout_block < 0) a.dropout.p = 0;
+    if (layer.skip >= 0) {
+        const LayerArgs skip = layer_args(walk, net->layers[layer.skip]);
+        a.skip = {skip.x1, skip.x2, skip.copy, skip.bias, skip.Cin, skip.C2};
+    }
+
+    auto grad = [&](const GradPlan& g) {
+        return Grad{buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)};
+    };
+    a.dout = buffer_data(net, layer.dout);
+    a.d1 = grad(layer.d1);
+    a.d2 = grad(layer.d2);
+    return a;
+}
+
+// What each kind of layer computes, forward and backward. CONV's weight gradients are not here: several layers' are
+// computed together (see unet_backward).
+static void forward_timestep(LayerArgs& a) {
+    timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, a.net->config.max_period, a.lane);
+}
+static void forward_linear(LayerArgs& a) {
+    linear_forward(a.out_fp32(), a.x_fp32(), a.weight, a.bias, a.B, a.Cin, a.Cout, a.lane);
+}
+static void backward_linear(LayerArgs& a) {
+    linear_backward(a.d1_fp32(), a.dweight, a.dbias, a.dout_fp32(), a.x_fp32(), a.weight, a.B, a.Cin, a.Cout);
+}
+static void forward_silu(LayerArgs& a) { silu_forward(a.out_fp32(), a.x_fp32(), (size_t)a.B * a.Cin, a.lane); }
+static void backward_silu(LayerArgs& a) { silu_backward(a.d1_fp32(), a.dout_fp32(), a.x_fp32(), (size_t)a.B * a.Cin); }
+static void forward_label(LayerArgs& a) {
+    label_embedding_forward(a.out_fp32(), a.x_fp32(), a.weight, a.net->labels, a.B, a.Cin, a.lane);
+}
+static void backward_label(LayerArgs& a) {
+    const int rows = a.net->params[a.layer->weight].shape[0];
+    label_embedding_backward(a.d1_fp32(), a.dweight, a.dout_fp32(), a.net->labels, a.B, rows, a.Cin);
+}
+static void forward_conv(LayerArgs& a) {
+    conv_forward(a.out, a.stats(), a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip);
+}
+static void backward_conv(LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); }
+static void forward_norm(LayerArgs& a) {
+    groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride,
+                      a.dropout, a.norm());
+}
+static void backward_norm(LayerArgs& a) {
+    groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.rstd(), a.weight, a.bias,
+                       a.emb, a.emb_stride, a.dropout, a.norm());
+}
+static void forward_attention(LayerArgs& a) {
+    attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.tokens(), a.Cout, a.layer->heads);
+}
+static void backward_attention(LayerArgs& a) {
+    const SoftmaxRow* const rows = (SoftmaxRow*)a.saved;
+    attention_backward(a.d1.dx, a.dout, a.x1, a.out, rows, a.B, a.tokens(), a.Cout, a.layer->heads);
+}
+static void forward_downsample(LayerArgs& a) { downsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
+static void backward_downsample(LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
+static void forward_upsample(LayerArgs& a) { upsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
+static void backward_upsample(LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
+static void forward_patches(LayerArgs& a) {
+    to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, a.net->config.patch());
+}
+static void forward_pixels(LayerArgs& a) {
+    from_patches(a.out_fp32(), a.x_fp32(), a.B, a.Hout, a.Wout, a.Cout, a.net->config.patch());
+}
+static void backward_pixels(LayerArgs& a) {
+    to_patches(a.d1_fp32().dx, a.dout_fp32(), a.B, a.Hout, a.Wout, a.Cout, a.net->config.patch());
+}
+
+// Floating point operations of a forward pass, 2 for a multiply-add.
+static double no_flops(const LayerArgs&) { return 0; }
+static double linear_flops(const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; }
+static double conv_flops(const LayerArgs& a) {
+    return 2.0 * a.B * a.Hout * a.Wout * (double)a.net->params[a.layer->weight].size;
+}
+static double attention_flops(const LayerArgs& a) { return 4.0 * a.B * a.tokens() * a.tokens() * a.Cout; }
+
+// Bytes of memory that the functions of a layer need beside their arrays.
+static Workspace no_workspace(const LayerArgs&) { return {}; }
+static Workspace linear_workspace(const LayerArgs& a) {
+    return {.main = linear_backward_workspace(a.B, a.Cin, a.Cout)};
+}
+static Workspace conv_layer_workspace(const LayerArgs& a) {
+    return {.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv())};
+}
+static Workspace norm_workspace(const LayerArgs& a) {
+    return {.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm())};
+}
+static Workspace attention_workspace(const LayerArgs& a) {
+    return {.main = attention_backward_workspace(a.B, a.tokens(), a.Cout, a.layer->heads)};
+}
+
+// A kind of layer: all that the list, its plan and the walks know of it. A new kind is a word in LayerKind, its
+// functions above, and a row of OPS.
 struct Op {
+    LayerKind kind;
     const char* name;
     void (*forward)(LayerArgs&);
-    void (*backward)(LayerArgs&) = nullptr;  // gradients of inputs and parameters, but for CONV's: see unet_backward
-    enum { INPUT = 1, OUTPUT = 2, EMB = 4 }; // of the layer
-    int backward_reads = 0;
-    bool embedding = false; // computed beside the first layers
-    bool fp32 = embedding;  // whatever the activations are
-    double (*flops)(const LayerArgs&) = [](const LayerArgs&) { return 0.0; };
-    Workspace (*workspace)(const LayerArgs&) = [](const LayerArgs&) { return Workspace{}; };
+    void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
+    enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
+    int backward_reads = 0; // what the backward pass reads of the forward pass
+    bool embedding = false; // it is of the embedding's path, which is computed beside the first layers
+    bool fp32 = embedding;  // its tensors are fp32 even if activations are bf16
+    double (*flops)(const LayerArgs&) = no_flops;
+    Workspace (*workspace)(const LayerArgs&) = no_workspace;
 };
 
-static const Op OPS[] = {
-    {LAYER("timestep embedding",
-           timestep_embedding_forward(a.o, a.net->t, a.B, a.Cout, a.net->config.max_period, a.walk.lane)),
+static constexpr Op OPS[] = {
+    {.kind = TIMESTEP, .name = "timestep embedding", .forward = forward_timestep, .embedding = true},
+    {.kind = LINEAR,
+     .name = "linear",
+     .forward = forward_linear,
+     .backward = backward_linear,
+     .backward_reads = Op::INPUT,
+     .embedding = true,
+     .flops = linear_flops,
+     .workspace = linear_workspace},
+    {.kind = SILU,
+     .name = "silu",
+     .forward = forward_silu,
+     .backward = backward_silu,
+     .backward_reads = Op::INPUT,
      .embedding = true},
-    {LAYER("linear", linear_forward(a.o, a.v, a.weight, a.bias, a.B, a.Cin, a.Cout, a.walk.lane)),
-     GRADIENTS(linear_backward(a.dv1, a.dweight, a.dbias, a.dv, a.v, a.weight, a.B, a.Cin, a.Cout)),
-     .backward_reads = Op::INPUT, .embedding = true, FLOPS(2.0 * a.B * a.Cin * a.Cout),
-     WORKSPACE(.main = linear_backward_workspace(a.B, a.Cin, a.Cout))},
-    {LAYER("silu", silu_forward(a.o, a.v, size_t(a.B) * a.Cin, a.walk.lane)),
-     GRADIENTS(silu_backward(a.dv1, a.dv, a.v, size_t(a.B) * a.Cin)), .backward_reads = Op::INPUT, .embedding = true},
-    {LAYER("label embedding", label_embedding_forward(a.o, a.v, a.weight, a.net->labels, a.B, a.Cin, a.walk.lane)),
-     GRADIENTS(label_embedding_backward(a.dv1, a.dweight, a.dv, a.net->labels, a.B,
-                                        a.net->params[a.layer.weight].shape[0], a.Cin)),
-     .embedding = true},
-    {LAYER("conv", conv_forward(a.out, a.stats, a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(),
-                                a.skip())),
-     GRADIENTS(conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv())), .backward_reads = Op::INPUT,
-     FLOPS(2.0 * a.B * a.y.H * a.y.W * (double)a.net->params[a.layer.weight].size),
-     WORKSPACE(.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv()))},
-    {LAYER("group norm", groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias,
-                                           a.emb, a.emb_stride, a.dropout, a.norm())),
-     GRADIENTS(groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.rstd(),
-                                  a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm())),
+    {.kind = LABEL, .name = "label embedding", .forward = forward_label, .backward = backward_label, .embedding = true},
+    {.kind = CONV,
+     .name = "conv",
+     .forward = forward_conv,
+     .backward = backward_conv,
+     .backward_reads = Op::INPUT,
+     .flops = conv_flops,
+     .workspace = conv_layer_workspace},
+    {.kind = GROUPNORM,
+     .name = "group norm",
+     .forward = forward_norm,
+     .backward = backward_norm,
      .backward_reads = Op::INPUT | Op::EMB,
-     WORKSPACE(.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm()))},
-    {LAYER("attention", attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.T, a.Cout, a.layer.heads)),
-     GRADIENTS(attention_backward(a.d1.dx, a.dout, a.x1, a.out, (SoftmaxRow*)a.saved, a.B, a.T, a.Cout, a.layer.heads)),
-     .backward_reads = Op::INPUT | Op::OUTPUT, FLOPS(4.0 * a.B * a.T * a.T * a.Cout),
-     WORKSPACE(.main = attention_backward_workspace(a.B, a.T, a.Cout, a.layer.heads))},
-    {LAYER("downsample", downsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
-     GRADIENTS(downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
-    {LAYER("upsample", upsample_forward(a.out, a.stats, a.x1, a.B, a.H, a.W, a.Cin)),
-     GRADIENTS(upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin))},
-    {LAYER("patches", to_patches(a.o, a.v, a.B, a.H, a.W, a.Cin, a.patch)), .fp32 = true},
-    {LAYER("pixels", from_patches(a.o, a.v, a.B, a.y.H, a.y.W, a.Cout, a.patch)),
-     GRADIENTS(to_patches(a.dv1.dx, a.dv, a.B, a.y.H, a.y.W, a.Cout, a.patch)), .fp32 = true},
+     .workspace = norm_workspace},
+    {.kind = ATTENTION,
+     .name = "attention",
+     .forward = forward_attention,
+     .backward = backward_attention,
+     .backward_reads = Op::INPUT | Op::OUTPUT,
+     .flops = attention_flops,
+     .workspace = attention_workspace},
+    {.kind = DOWNSAMPLE, .name = "downsample", .forward = forward_downsample, .backward = backward_downsample},
+    {.kind = UPSAMPLE, .name = "upsample", .forward = forward_upsample, .backward = backward_upsample},
+    {.kind = PATCHES, .name = "patches", .forward = forward_patches, .fp32 = true},
+    {.kind = PIXELS, .name = "pixels", .forward = forward_pixels, .backward = backward_pixels, .fp32 = true},
 };
+
+static constexpr bool ops_are_in_order() {
+    for (size_t i = 0; i < std::size(OPS); i++)
+        if (OPS[i].kind != (LayerKind)i) return false;
+    return std::size(OPS) == PIXELS + 1; // the last kind
+}
+static_assert(ops_are_in_order(), "OPS[kind] must be the row of that kind");
 
 static int add_buffer(UNet* net, size_t bytes) {
     const int buffer = (int)net->buffers.size();
@@ -1571,7 +1727,7 @@ static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, bool fp32 
 
 // With weight: parameters that are there already.
 static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, bool fp32 = false) {
-    const ConvShape s = LayerArgs{Walk{.net = net, .B = 1}, l}.conv();
+    const ConvShape s = layer_args(Walk{.net = net, .B = 1}, l).conv();
     if (l.weight < 0) l.weight = add_params(net, l.name, {Cout, s.C1 + s.C2, l.kernel, l.kernel}, init, l.heads);
     return add_layer(net, l, Cout, s.out_H(), s.out_W(), fp32);
 }
@@ -1608,6 +1764,9 @@ static int end_block(UNet* net, size_t first) {
     return last.out;
 }
 
+// Group norm, SiLU, convolution, embedding; group norm, SiLU, dropout, convolution, plus the input: through a 1x1
+// convolution (the shortcut) where the number of channels changes. The embedding is added behind the first convolution,
+// or scales and shifts the second norm. With a resample both ways change their resolution at the first SiLU.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = net->tensor(x1).C + net->tensor(x2).C, Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
@@ -1618,7 +1777,8 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     Layer conv{.name = name + ".in_layers.2", .x1 = h, .kernel = 3, .upsample = resample == UP};
     Layer norm{.name = name + ".out_layers.0", .activation = Activation::SILU, .dropout_block = net->residual_blocks++};
     Layer& reader = c.use_scale_shift_norm ? norm : conv;
-    reader.emb = net->emb, reader.emb_offset = net->tensor(net->emb).C;
+    reader.emb = net->emb;
+    reader.emb_offset = net->tensor(net->emb).C;
     net->tensors[net->emb].C += Ce;
     norm.x1 = add_conv(net, conv, Cout);
     add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // one layer does all blocks' projections
@@ -1671,11 +1831,12 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
             skips.push_back(c.has_attention(level) ? add_attention_block(net, name + ".1", h, c.num_heads) : h);
         }
         if (level + 1 == c.mult.size()) break;
-        const std::string name = "input_blocks." + std::to_string(++block) + ".0";
-        const Layer conv{.name = name + ".op", .x1 = skips.back(), .kernel = 3, .stride = 2};
-        skips.push_back(c.resblock_updown ? add_resblock(net, name, conv.x1, -1, ch, DOWN)
-                        : c.conv_resample ? add_conv(net, conv, ch)
-                                          : add_resample(net, DOWN, conv.name, conv.x1));
+        const std::string name = "input_blocks." + std::to_string(++block) + ".0", op = name + ".op";
+        int h = skips.back();
+        if (c.resblock_updown) h = add_resblock(net, name, h, -1, ch, DOWN);
+        else if (c.conv_resample) h = add_conv(net, {.name = op, .x1 = h, .kernel = 3, .stride = 2}, ch);
+        else h = add_resample(net, DOWN, op, h);
+        skips.push_back(h);
     }
     return skips;
 }
@@ -1694,29 +1855,38 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
             if (c.has_attention(level)) h = add_attention_block(net, name + ".1", h, heads);
             if (level == 0 || i < c.num_res_blocks) continue;
             const std::string up = name + (c.has_attention(level) ? ".2" : ".1");
-            h = c.resblock_updown ? add_resblock(net, up, h, -1, ch, UP)
-                : c.conv_resample ? add_conv(net, {.name = up + ".conv", .x1 = h, .kernel = 3, .upsample = 1}, ch)
-                                  : add_resample(net, UP, up, h);
+            if (c.resblock_updown) h = add_resblock(net, up, h, -1, ch, UP);
+            else if (c.conv_resample)
+                h = add_conv(net, {.name = up + ".conv", .x1 = h, .kernel = 3, .upsample = 1}, ch);
+            else h = add_resample(net, UP, up, h);
         }
     }
     return h;
 }
 
-// In the flat arrays all blocks' embedding projections come first, their weights before their biases, so that they are
-// one matrix; then the rest, at multiples of 64 floats, convolutions' weights last if they have a copy.
+// Which of four groups a parameter belongs to. In the flat arrays groups come one after the other:
+//   0, 1  all blocks' embedding projections, their weights and then their biases, so that they are one matrix
+//   2     all others that are read in fp32
+//   3     convolutions' weights, if the kernels read a copy of them in bf16
+static int param_group(const Param& p) {
+    if (p.name.ends_with(".emb_layers.1.weight")) return 0;
+    if (p.name.ends_with(".emb_layers.1.bias")) return 1;
+    return p.shape.size() == 4 && act_bytes() < sizeof(float) ? 3 : 2;
+}
+
+// Where each parameter lies. From group 2 on each begins at a multiple of 64 floats.
 static void place_params(UNet* net) {
-    auto group = [](const Param& p) { // which of these four
-        if (p.name.ends_with(".emb_layers.1.weight")) return 0;
-        if (p.name.ends_with(".emb_layers.1.bias")) return 1;
-        return p.shape.size() == 4 && act_bytes() < sizeof(float) ? 3 : 2;
-    };
-    size_t& end = net->flat_size;
-    for (int g = 0; g < 4; g++) {
-        for (Param& p : net->params)
-            if (group(p) == g) p.offset = end, end += g < 2 ? p.size : (p.size + 63) / 64 * 64;
+    size_t end = 0;
+    for (int group = 0; group < 4; group++) {
+        for (Param& p : net->params) {
+            if (param_group(p) != group) continue;
+            p.offset = end;
+            end += group < 2 ? p.size : (p.size + 63) / 64 * 64;
+        }
         end = (end + 63) / 64 * 64;
-        if (g == 2) net->plain_size = end;
+        if (group == 2) net->plain_size = end;
     }
+    net->flat_size = end;
 }
 
 // The network of a configuration that check_model accepts.
@@ -1740,20 +1910,23 @@ static UNet build_unet(const Config& c) {
     place_params(&net);
     Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out); // of all blocks: the first parameters
     projection.weight = (int)(std::ranges::find(net.params, 0u, &Param::offset) - net.params.begin());
-    for (const Layer& l : net.layers) net.flops += OPS[l.kind].flops(LayerArgs{Walk{.net = &net, .B = 1}, l});
+    for (const Layer& l : net.layers) net.flops += OPS[l.kind].flops(layer_args(Walk{.net = &net, .B = 1}, l));
     return net;
 }
 
 // =====================================================================================================================
 // 7. The plan: what the backward pass adds where, and where in memory each buffer lies
-// A buffer lies where none lies that is in use at the same time. Time: 0 = the batch is drawn,
-// 1 + i = layer i forward, L + 1 = the loss, 2 L + 1 - i = layer i backward.
+// All of a network's activations and gradients lie in one piece of memory, the arena. Two buffers may share a place if
+// they are never in use at the same time. Time is counted in layers: 0 is when the batch is drawn, 1 + i is the forward
+// pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of layer i.
 
-// A tensor's gradient is the sum of its readers' contributions, from the last to the first. A residual's is the
-// gradient of the sum itself, passed on without a copy. The next reader that computes something adds what waits.
+// A tensor's gradient is the sum of what its readers contribute, from the last reader to the first. Each reader writes a
+// buffer of its own, to which it adds what waits there from the readers behind it. A residual's contribution is the
+// gradient of the sum itself, so it is passed on without a copy.
 static void plan_gradients(UNet* net) {
     std::vector<std::vector<int>> waiting(net->tensors.size());
-    auto contribute = [&](int x) { // to tensor x; not in place on what waits, which weight gradients may still read
+    // To tensor x. It does not add in place to what waits, because weight gradients may still have to read that.
+    auto contribute = [&](int x) {
         if (!net->tensor(x).needs_grad) return GradPlan{};
         const int d = add_buffer(net, net->buffers[net->tensors[x].buffer].bytes);
         std::vector<int> adds = std::exchange(waiting[x], {d});
@@ -1780,25 +1953,32 @@ static void plan_gradients(UNet* net) {
             if (l.block_end >= 0 && b >= 0) net->buffers[b].again = add_buffer(net, net->buffers[b].bytes);
 }
 
-// Convolutions' weight gradients are computed beside the layers that follow in the backward pass, some in one launch.
-// So what they read stays for weights_lag steps of time; then a layer waits for them.
+// Convolutions' weight gradients are computed beside the layers that follow in the backward pass, several of them in one
+// launch. So what they read must stay for so many steps of time; then a layer waits for them. Small images cost little
+// memory, so theirs may stay longer, and more of them share a launch.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
-    return x.H * x.W <= 16 * 16 ? 20 : net->config.use_checkpoint ? 2 : 6;
+    if (x.H * x.W <= 16 * 16) return 20;
+    return net->config.use_checkpoint ? 2 : 6;
 }
 
 static int first_emb_reader(const UNet* net) {
     return (int)(std::ranges::find_if(net->layers, [](const Layer& l) { return l.emb >= 0; }) - net->layers.begin());
 }
 
+// Which weight gradients each layer waits for in the backward pass.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
-    for (int i = L - 1, done = L; i >= 0; i--) { // done: weight gradients from this layer on are waited for
+    int done = L; // the weight gradients of this layer and all behind it are waited for already
+    for (int i = L - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
         for (int k = i + 1; k < done && l.dout >= 0; k++) {
             const Layer& conv = net->layers[k];
-            const bool left = l.out == net->emb && conv.demb >= 0; // it leaves a part of the gradient that l reads
-            if (conv.kind == CONV && (k > i + weights_lag(net, conv) || left)) l.after = done = k;
+            const bool too_old = k > i + weights_lag(net, conv);
+            const bool has_demb = l.out == net->emb && conv.demb >= 0; // its launch writes a part of l's dout
+            if (conv.kind != CONV || !(too_old || has_demb)) continue;
+            l.after = k;
+            done = k;
         }
     }
 }
@@ -1809,18 +1989,23 @@ static void plan_fusions(UNet* net) {
         Layer &l = net->layers[i], &skip = net->layers[i - 1];
         if (l.kind != CONV || skip.kind != CONV || l.residual != skip.out) continue;
         const Walk walk{.net = net, .B = net->B};
-        skip.fused = conv_takes_skip(LayerArgs{walk, l}.conv(), LayerArgs{walk, skip}.conv());
-        if (skip.fused) l.skip = (int)i - 1, l.residual = -1;
+        if (!conv_takes_skip(layer_args(walk, l).conv(), layer_args(walk, skip).conv())) continue;
+        skip.fused = true;
+        l.skip = (int)i - 1;
+        l.residual = -1;
     }
 }
 
+// From when to when each buffer is in use.
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     auto use = [&](int time, std::initializer_list<int> buffers) {
         for (int buffer : buffers) {
             if (buffer < 0) continue;
-            Buffer& b = net->buffers[time > L + 1 ? net->buffers[buffer].again : buffer]; // behind the loss
-            b.first = std::min(b.first, time), b.last = std::max(b.last, time);
+            const bool after_loss = time > L + 1; // there what was computed again is meant
+            Buffer& b = net->buffers[after_loss ? net->buffers[buffer].again : buffer];
+            b.first = std::min(b.first, time);
+            b.last = std::max(b.last, time);
         }
     };
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
@@ -1881,7 +2066,10 @@ static void plan_memory(UNet* net, int B, bool training) {
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
     net->B = B;
-    if (training) plan_gradients(net), plan_waits(net);
+    if (training) {
+        plan_gradients(net);
+        plan_waits(net);
+    }
     plan_fusions(net);
     plan_lifetimes(net);
     place_buffers(net, B);
@@ -1889,7 +2077,10 @@ static void plan_memory(UNet* net, int B, bool training) {
     const double available = device_available() / 0x1p30, weights = net->flat_size * a_param / 0x1p30;
     const double needed = weights + net->arena_bytes / 0x1p30;
     int fits = B;
-    while (fits && weights + net->arena_bytes / 0x1p30 > available) place_buffers(net, fits /= 2);
+    while (fits && weights + net->arena_bytes / 0x1p30 > available) {
+        fits /= 2;
+        place_buffers(net, fits);
+    }
     const std::string both = text("%.2f GiB of GPU memory and %.2f GiB are free", needed, available);
     if (!fits) die("this model needs %s: it does not fit, whatever the batch", both.c_str());
     if (fits < B)
@@ -1897,7 +2088,7 @@ static void plan_memory(UNet* net, int B, bool training) {
     net->arena = device_alloc<char>(net->arena_bytes);
     Workspace most{loss_workspace(B)}; // operations take turns with the workspace
     for (const Layer& l : net->layers) {
-        const Workspace w = OPS[l.kind].workspace(LayerArgs{Walk{.net = net, .B = B}, l});
+        const Workspace w = OPS[l.kind].workspace(layer_args(Walk{.net = net, .B = B}, l));
         most = {std::max(most.main, w.main), std::max(most.side, w.side), most.sums + w.sums};
     }
     reserve(most, training);
@@ -1906,9 +2097,8 @@ static void plan_memory(UNet* net, int B, bool training) {
 // =====================================================================================================================
 // 8. Forward and backward: two walks over the list
 
-// What the device is to do next, told to whoever listens: dev/benchmarks/bench.cu, which puts a time stamp before it.
-// BACKWARD: all gradients but that of a convolution's weights.
-enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT };
+// A hook that is called before each operation is put on its way. dev/benchmarks/bench.cu takes time stamps there.
+enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients but that of a convolution's weights
 struct Operation {
     const char* name = nullptr; // of what is no layer
     const Layer* layer = nullptr;
@@ -1919,72 +2109,98 @@ static void (*mark)(const Operation&) = [](const Operation&) {};
 static void forward_layer(const Walk& walk, const Layer& l) {
     if (l.fused) return; // the layer behind it computes this one, too
     mark({.layer = &l});
-    LayerArgs a{walk, l};
+    LayerArgs a = layer_args(walk, l);
     OPS[l.kind].forward(a);
-    walk.net->tensors[l.out].parts = a.written.parts;
+    walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
-// net's output (B, H, W, out_channels) of its input, net->t (B) and, with class_cond, net->labels (B).
+// The forward pass: net's output (B, H, W, out_channels), from its input, net->t (B) and, with class_cond, net->labels
+// (B). The embedding's layers come first in the list. They are computed beside the layers that follow, up to the first
+// one that reads the embedding.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
-    const Walk walk{net, weights, dropout, B};
-    const Layer *l = net->layers.data(), *const reader = l + first_emb_reader(net), *const end = l + net->layers.size();
+    const int L = (int)net->layers.size(), reader = first_emb_reader(net);
+    Walk walk{net, weights, dropout, B};
+    int i = 0;
     run_beside(0, [&](Lane* lane) {
-        while (OPS[l->kind].embedding) forward_layer(Walk{net, weights, dropout, B, nullptr, lane}, *l++);
+        walk.lane = lane;
+        for (; OPS[net->layers[i].kind].embedding; i++) forward_layer(walk, net->layers[i]);
     });
-    for (; l < end; forward_layer(walk, *l++))
-        if (l == reader) wait_for_side(0);
+    walk.lane = MAIN_LANE;
+    for (; i < L; i++) {
+        if (i == reader) wait_for_side(0);
+        forward_layer(walk, net->layers[i]);
+    }
 }
 
 // The buffer in which the loss leaves its gradient with respect to the output.
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
-// grads = gradients of the parameters, from output_gradient and what the forward pass of this B left in memory.
-// done(at, lane): on this lane, those from the at-th float on are complete.
+// Weight gradients of convolutions on their way through the backward pass. They wait until together they fill the GPU,
+// or until somebody needs one of them, and are then computed in one launch, on the side lane.
+struct WeightGradients {
+    UNet* net;
+    const std::function<void(size_t, Lane*)>& done; // see unet_backward
+    std::vector<WeightWork> waiting{};
+    double load = 0; // of a full launch, what waits makes up this much
+    int last = -1;   // the layer that came last
+    std::vector<int> ticket =
+        std::vector<int>(net->layers.size(), -1); // for wait_for_side, of each layer that was sent
+
+    // Puts what waits on its way. All layers from the last one on have been sent then.
+    void send() {
+        size_t complete_from = net->plain_size; // in the flat arrays, behind the convolutions that are still to come
+        for (int i = 0; i < last; i++) {
+            const Layer& l = net->layers[i];
+            if (l.kind != CONV) continue;
+            const Param& weight = net->params[l.weight];
+            complete_from = std::max(complete_from, weight.offset + weight.size);
+        }
+        run_beside(last, [&](Lane* lane) {
+            conv_backward_weights(waiting, lane);
+            if (done) done(complete_from, lane);
+        });
+        std::replace(ticket.begin() + last, ticket.end(), -1, last);
+        waiting.clear();
+        load = 0;
+    }
+    void add(int layer, const LayerArgs& a) {
+        waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
+        last = layer;
+        load += conv_weight_load(a.conv());
+        if (load >= 1 || !allowed.batches) send();
+    }
+    void wait_for(int layer) {
+        if (ticket[layer] < 0) send();
+        wait_for_side(ticket[layer]);
+    }
+};
+
+// The backward pass: grads = gradients of the parameters, from output_gradient and from what the forward pass of these B
+// samples left in memory. done(n, lane) is called when, on this lane, the gradients from the n-th float on are complete.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Lane*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
-    std::vector<WeightWork> waiting;                 // weight gradients that will be computed together
-    double load = 0;                                 // which make up so much of a full launch
-    int last = -1;                                   // the layer of the last of them
-    std::vector<int> ticket(net->layers.size(), -1); // of a layer's weight gradient, once it is on its way
-    auto compute_weights = [&] {
-        size_t left = net->plain_size; // behind all that is still to come
-        for (int i = 0; i < last; i++)
-            if (const Layer& l = net->layers[i]; l.kind == CONV)
-                left = std::max(left, net->params[l.weight].offset + net->params[l.weight].size);
-        run_beside(last, [&](Lane* lane) {
-            conv_backward_weights(waiting, lane);
-            if (done) done(left, lane);
-        });
-        std::replace(ticket.begin() + last, ticket.end(), -1, last);
-        waiting.clear(), load = 0;
-    };
-    auto wait_for_weights = [&](int layer) {
-        if (ticket[layer] < 0) compute_weights();
-        wait_for_side(ticket[layer]);
-    };
-    for (int i = (int)net->layers.size(); i-- > 0;) {
+    WeightGradients weight_gradients{net, done};
+    for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         const Layer& l = net->layers[i];
-        if (l.dout < 0) continue;
-        if (l.after >= 0) wait_for_weights(l.after);
-        for (const Layer& before : net->layers) // with --use_checkpoint: what the block's layers read
+        if (l.dout < 0) continue; // nothing that it could learn depends on it
+        if (l.after >= 0) weight_gradients.wait_for(l.after);
+        for (const Layer& before : net->layers) // with --use_checkpoint: what this block's layers read
             if (before.block_end == i) forward_layer(walk, before);
-        LayerArgs a{walk, l};
+        LayerArgs a = layer_args(walk, l);
         if (l.kind == CONV) {
-            if (l.x1 == net->input && !waiting.empty()) compute_weights(); // the embedding waits for these, not for l's
+            // The first layer's own gradient would keep those before it waiting, and the embedding waits for them.
+            if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.send();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
-            waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
-            last = i;
-            load += conv_weight_load(a.conv());
-            if (load >= 1 || !allowed.batches) compute_weights();
-            if (!a.d1.dx && !a.d2.dx) continue;
+            weight_gradients.add(i, a);
+            if (!a.d1.dx && !a.d2.dx) continue; // of the images: nobody needs a gradient
         }
         mark({.layer = &l, .pass = BACKWARD});
         OPS[l.kind].backward(a);
     }
     mark({"finish gradients"});
     finish_gradients();
-    wait_for_weights(last);
+    weight_gradients.wait_for(weight_gradients.last);
 }
 
 // =====================================================================================================================

@@ -468,7 +468,7 @@ struct ModelLayer {
     Walk walk{.net = net, .B = B};
 
     const Tensor& tensor(int i) const { return net->tensors[i]; }
-    LayerArgs args() const { return {walk, *layer}; }
+    LayerArgs args() const { return layer_args(walk, *layer); }
 };
 
 struct BenchModel {
