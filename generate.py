@@ -74,7 +74,7 @@ SHARED.remove("timestep_respacing")  # which is --steps here
 
 
 def parse_command_line(argv: list[str]) -> dict[str, Any]:
-    return parse_flags(without_classifier(argv), OWN | {name: FLAGS[name] for name in SHARED}, INTRO)
+    return parse_flags(without_classifier(argv), OWN | {name: f for name, f in FLAGS.items() if name in SHARED}, INTRO)
 
 
 def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:

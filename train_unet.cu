@@ -10,67 +10,67 @@
 //    597     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    657     4. Errors, files and pictures: what Part III does for the program
 //    765     5. Configuration: flags, presets, help, what can work and what cannot
-//   1314     6. The network: a list of layers, made of guided-diffusion's flags
-//   1918     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2098     8. Forward and backward: two walks over the list
-//   2207     9. Diffusion: noise schedules, objectives, samplers
-//   2400         the level of a training sample, drawn, and its share of the loss
-//   2550         samplers
-//   2963    10. Data: .bin files that may be larger than memory, the order of their images
-//   3184    11. Model files: weights and checkpoints, initial weights
-//   3399    12. The log, put together for the run's page
-//   3428    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3439         the learning rate, the verdict on a step, averages of the weights
-//   3516         what a trainer holds
-//   3607         a step
-//   3816    14. A run: log, guard, checkpoints, resume, samples
-//   4573    15. main: the command line, then a run or samples
-//   4844  Part II. The device
-//   4847    16. What all devices share: activations, patches of pixels
-//   4877    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4939    18. The GPU: what all kernels share
-//   5121         Activations: pieces of 16 bytes
-//   5302         each_kernel: a thread for an element
-//   5317         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5435         Swizzle: how rows lie in shared memory
-//   5444         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5587         building blocks of Hopper's kernels (sm_90a)
-//   5773    19. Small operations: resampling, embeddings, diffusion
-//   5776         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5890         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6114         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6365    20. Group norm
-//   6368         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6702         groupnorm_backward_whole: an image's slab in shared memory
-//   6963    21. Attention
-//   7023         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7349         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7442         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7888    22. Convolution
-//   7904         ConvOut: results, 4 channels of a pixel at a time
-//   8067         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8125         conv_halo: 3x3, stride 1, any GPU
-//   8464         conv_gather: any kernel size and stride, any GPU
-//   8676         conv_few: the first and the last layer
-//   8786         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9141         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9206         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9500         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9768         conv_weight_tma: weight gradients (sm_90a)
-//   9978    23. The optimiser
-//   9981         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  10128    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  10131         groupnorm_backward
-//  10199         attention: forward and, where a has dout, backward
-//  10239         convolution: forward and input gradient
-//  10460         convolution: weight gradients
-//  10672    25. The GPU: memory, copies, repeated work
-//  10844    26. Ranks: who they are, what their hosts tell each other
-//  11474    27. Between ranks: from device to device
-//  11654  Part III. Tools: errors, files, pictures, the run's page
-//  11657    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  12046    29. Pictures: PNG files, grids of images
-//  12129    30. The run's page: index.html
+//   1139     6. The network: a list of layers, made of guided-diffusion's flags
+//   1743     7. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1923     8. Forward and backward: two walks over the list
+//   2032     9. Diffusion: noise schedules, objectives, samplers
+//   2225         the level of a training sample, drawn, and its share of the loss
+//   2375         samplers
+//   2788    10. Data: .bin files that may be larger than memory, the order of their images
+//   3009    11. Model files: weights and checkpoints, initial weights
+//   3224    12. The log, put together for the run's page
+//   3253    13. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3264         the learning rate, the verdict on a step, averages of the weights
+//   3341         what a trainer holds
+//   3432         a step
+//   3641    14. A run: log, guard, checkpoints, resume, samples
+//   4398    15. main: the command line, then a run or samples
+//   4669  Part II. The device
+//   4672    16. What all devices share: activations, patches of pixels
+//   4702    17. The CPU: the device is the host; operations are in dev/reference.h
+//   4764    18. The GPU: what all kernels share
+//   4946         Activations: pieces of 16 bytes
+//   5127         each_kernel: a thread for an element
+//   5142         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5260         Swizzle: how rows lie in shared memory
+//   5269         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5412         building blocks of Hopper's kernels (sm_90a)
+//   5598    19. Small operations: resampling, embeddings, diffusion
+//   5601         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5715         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5939         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6190    20. Group norm
+//   6193         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6527         groupnorm_backward_whole: an image's slab in shared memory
+//   6788    21. Attention
+//   6848         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7174         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7267         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7713    22. Convolution
+//   7729         ConvOut: results, 4 channels of a pixel at a time
+//   7892         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   7950         conv_halo: 3x3, stride 1, any GPU
+//   8289         conv_gather: any kernel size and stride, any GPU
+//   8501         conv_few: the first and the last layer
+//   8611         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8966         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9031         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9325         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9593         conv_weight_tma: weight gradients (sm_90a)
+//   9803    23. The optimiser
+//   9806         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9953    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9956         groupnorm_backward
+//  10024         attention: forward and, where a has dout, backward
+//  10064         convolution: forward and input gradient
+//  10285         convolution: weight gradients
+//  10497    25. The GPU: memory, copies, repeated work
+//  10669    26. Ranks: who they are, what their hosts tell each other
+//  11299    27. Between ranks: from device to device
+//  11479  Part III. Tools: errors, files, pictures, the run's page
+//  11482    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
+//  11871    29. Pictures: PNG files, grids of images
+//  11954    30. The run's page: index.html
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -763,7 +763,8 @@ static std::string grid_png(const std::vector<float>& images, int n, int H, int 
 
 // =====================================================================================================================
 // 5. Configuration: flags, presets, help, what can work and what cannot
-// Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins.
+// Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins. The flags and
+// presets themselves are in common/flags.h, from which the Python programs have them, too.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -784,144 +785,29 @@ struct Flag {
     }
 };
 
-inline std::vector<Flag> FLAGS; // the rows of Config
-inline const char* heading;     // of those to come
+inline std::vector<Flag> FLAGS;                    // the rows of Config
+inline std::map<std::string, std::string> PRESETS; // what each of them sets
+inline const char* heading;                        // of the rows to come
 
-// A flag: type, name, default, help, and low, high or WORDS. SAVED: model files keep it, in this slot of their header.
+// The rows of common/flags.h, which says what they mean. A flag has a type, a name, a default, help, and low, high or
+// WORDS. SAVED: model files keep it, in this slot of their header.
 #define SAVED(slot, type, name, value, ...) \
     type name = value;                      \
     static inline const bool name##_row = (FLAGS.push_back({#name, &Config::name, slot, heading, __VA_ARGS__}), true)
 #define FLAG(type, name, ...) SAVED(0, type, name, __VA_ARGS__)
 #define WORDS(choices) 0, 0, choices
 #define HEADING(name, title) static inline const char* const name##_flags = heading = title
+#define PRESET_TEXT(flags, ...) std::string(flags) __VA_OPT__(+" " + __VA_ARGS__)
+#define PRESETS_SHARE(name, ...) static inline const std::string name = PRESET_TEXT(__VA_ARGS__)
+#define PRESET(name, ...) \
+    static inline const bool name##_preset = PRESETS.emplace(#name, PRESET_TEXT(__VA_ARGS__)).second
 
 struct Config {
     using string = std::string;
-    HEADING(start, "Start");
-    FLAG(string, preset, "", "a set of flags to start from; any other flag overrides it",
-         WORDS("quick32|quick64|fashion32|emoji64|unet64|adm|adm64|adm128|adm256|lsun256|latent32"));
-    FLAG(int, sample, 0, "draw this many images from --init FILE into --output, and stop", 0, 1e8);
-    FLAG(string, precision, "auto", "of activations; auto: bf16 on a GPU, else fp32", WORDS("auto|fp32|bf16"));
-    FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
-    FLAG(string, num_gpus, "1", "GPUs of this machine, a process each, or all; torchrun, mpirun and srun do it, too");
-    FLAG(string, exchange, "auto", "between GPUs; auto: into each other's memory, if they can", WORDS("auto|nccl"));
-    FLAG(int, rank_timeout, 20, "seconds of silence after which a process is lost and the run ends", 5, 1e6);
-    FLAG(bool, use_fp16, false, "guided-diffusion's name for --precision: True bf16, False fp32");
-    HEADING(model, "Model");
-    FLAG(string, image_size, "64", "pixels: 64, or HxW such as 48x64 (default: the data file's)");
-    SAVED(8, int, in_channels, 3, "channels of an image (default: the data file's)", 1, 64);
-    SAVED(56, int, patch_size, 0, "the network sees squares of so many pixels a side as one pixel; 0: none", 0, 8);
-    SAVED(9, int, num_channels, 64, "channels of the first level, a multiple of 32", 32, 8192);
-    SAVED(10, int, num_res_blocks, 2, "residual blocks per level", 1, 32);
-    FLAG(string, channel_mult, "", "channels of each level, as multiples of num_channels");
-    FLAG(string, attention_resolutions, "16,8", "image heights at which there is attention; may be empty");
-    SAVED(11, int, num_heads, 4, "attention heads", 1, 1024);
-    SAVED(12, int, num_head_channels, -1, "channels per head instead of num_heads; -1: use num_heads", -1, 8192);
-    SAVED(13, int, num_heads_upsample, -1, "heads in the upward half; -1: num_heads", -1, 1024);
-    SAVED(21, float, dropout, 0, "probability", 0, 0.99);
-    SAVED(14, bool, class_cond, false, "condition on the labels of the data");
-    SAVED(15, int, num_classes, 0, "classes (default: the data file's)", 0, 1e6);
-    SAVED(50, float, class_dropout, 0, "probability of leaving out an image's class, for --guidance_scale", 0, 0.99);
-    SAVED(16, bool, learn_sigma, false, "twice the output channels, for a learned variance");
-    SAVED(17, bool, use_scale_shift_norm, false, "the embedding scales and shifts the second norm of a block");
-    SAVED(18, bool, resblock_updown, false, "residual blocks change the resolution");
-    SAVED(19, bool, conv_resample, true, "convolutions change the resolution; False: pooling, as in unet.cu");
-    SAVED(20, bool, use_new_attention_order, true, "how files order qkv's rows: q, k, v, then heads");
-    SAVED(40, int, max_period, 10000, "slowest period of the timestep embedding, in steps", 1, 1e8);
-    HEADING(diffusion, "Diffusion");
-    SAVED(41, int, diffusion_steps, 1000, "T, steps of the forward process", 2, 100000);
-    SAVED(42, string, noise_schedule, "linear", "how beta grows with t", WORDS("linear|cosine"));
-    SAVED(45, bool, rescale_timesteps, false, "tell the network 1000 t / T instead of t");
-    SAVED(
-        43, string, objective, "ddpm",
-        "T steps (Ho et al. 2020), any sigma (Karras et al. 2022), a flow (Liu et al. 2022); ect tunes an edm or flow "
-        "model into one that samples in one or two steps (Geng et al. 2024)",
-        WORDS("ddpm|edm|flow|ect"));
-    SAVED(44, string, predict, "eps", "its output: the noise, x_0, or signal * noise - sigma * x_0", WORDS("eps|x0|v"));
-    FLAG(bool, predict_xstart, false, "guided-diffusion's name for --predict x0");
-    SAVED(46, float, min_snr_gamma, 0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6);
-    SAVED(47, float, vlb_weight, 1e-3f, "with --learn_sigma: the variational bound's weight; 0: not learned", 0, 1000);
-    FLAG(bool, rescale_learned_sigmas, true, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T");
-    SAVED(48, bool, use_kl, false, "train on the variational bound alone");
-    SAVED(49, bool, sigma_small, false, "the smaller of the two fixed variances, where none is learned");
-    SAVED(51, float, sigma_data, 0.5f, "edm, ect: standard deviation of the data", 1e-3, 1e3);
-    SAVED(52, float, P_mean, -1.2f, "edm, ect: mean of ln(sigma) in training (default of ect: -1.1)", -20, 20);
-    SAVED(53, float, P_std, 1.2f, "edm, ect: its standard deviation (default of ect: 2)", 0, 20);
-    SAVED(54, float, t_mean, 0, "flow: mean of ln(t / (1 - t)) in training", -20, 20);
-    SAVED(55, float, t_std, 0, "flow: its standard deviation; 0: t is uniform", 0, 20);
-    SAVED(57, string, ect_frame, "edm", "ect: whose network it is (default: that of the --init file)",
-          WORDS("edm|flow"));
-    SAVED(107, float, ect_q, 2, "ect: the teacher's sigma r, of the student's t: r / t = 1 - n(t) / q^a", 1.01, 1e6);
-    SAVED(108, float, ect_k, 8, "ect: n(t) = 1 + k sigmoid(-b t)", 0, 1000);
-    SAVED(109, float, ect_b, 1, "ect: see ect_k", 0, 1000);
-    SAVED(110, int, ect_d, 0, "ect: steps after which a, at first 1, grows by 1; 0: an eighth of max_steps", 0, 2e9);
-    SAVED(111, float, ect_c, 0, "ect: of the distance, sqrt(|difference|^2 + c^2) - c", 0, 1e6);
-    SAVED(112, string, ect_weight, "gap", "ect: 1 / (t - r), or snr: 1 / t^2 + 1 / sigma_data^2", WORDS("gap|snr"));
-    HEADING(sampling, "Sampling");
-    FLAG(string, sampler, "ddim", "of grids and --sample; with any objective (default of ect: consistency)",
-         WORDS("ddim|ddpm|euler|heun|dpmpp_2m|consistency"));
-    FLAG(string, timestep_respacing, "50",
-         "its steps: 50, ddim25, or 10,15,20 for equal parts of T (their sum, if not ddim or ddpm); empty: all "
-         "(default of consistency: 2)");
-    FLAG(float, eta, 0, "ddim's noise: 0 deterministic, 1 as ddpm", 0, 1);
-    FLAG(float, sigma_min, 0.002f, "euler, heun, dpmpp_2m: the last sigma before 0, at least the model's", 1e-6, 1e6);
-    FLAG(float, sigma_max, 80, "the first sigma, at most the model's", 1e-6, 1e6);
-    FLAG(float, mid_t, 0.821f, "consistency: the last sigma before 0, of two or more steps", 1e-6, 1e6);
-    FLAG(float, rho, 7, "the larger, the shorter the steps at low sigma", 0.1, 1000);
-    FLAG(float, S_churn, 0, "euler, heun: noise added anew, in all steps together", 0, 1e6);
-    FLAG(float, S_min, 0, "the lowest sigma at which", 0, 1e9);
-    FLAG(float, S_max, 1e9f, "the highest", 0, 1e9);
-    FLAG(float, S_noise, 1, "its factor", 0, 10);
-    FLAG(bool, clip_denoised, true, "clip the predicted x_0 to [-1, 1] while sampling");
-    FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values|, if above 1; 0: don't", 0, 1);
-    FLAG(string, start_from, "", "--sample changes this data file's images: adds noise, then takes the last steps");
-    FLAG(float, strength, 0.6f, "start_from: the part of the steps; 1: little is left of the image", 0, 1);
-    FLAG(string, inpaint, "", "--sample paints the images of this data file anew where --mask says so");
-    FLAG(string, mask, "", "a data file of 1 channel: above half the range, paint anew");
-    FLAG(int, jump_length, 10, "inpaint: steps to go back, for what is new to fit to what is known", 1, 100000);
-    FLAG(int, jump_n_sample, 10, "inpaint: how often the same steps are taken; 1: never back", 1, 1000);
-    FLAG(string, classes, "", "classes of the images, such as 3,5, in turns (default: all)");
-    FLAG(float, guidance_scale, 1, "1: the class alone; above: away from no class; needs --class_dropout", 0, 1000);
-    FLAG(int64_t, noise_seed, -1, "of the sampler's noise; -1: seed", -1, 9e15);
-    HEADING(training, "Training");
-    SAVED(70, int64_t, max_steps, 1000, "training steps in all", 1, 2e9);
-    SAVED(68, int, batch_size, 16, "images per step", 1, 1e6);
-    SAVED(69, int, microbatch, 0, "images that a process takes at a time; 0 or -1: its share at once", 0, 1e6);
-    FLAG(bool, use_checkpoint, false, "compute blocks again in the backward pass: half the activations, more time");
-    SAVED(71, float, lr, 1e-3f, "learning rate", 0, 100);
-    SAVED(78, string, lr_schedule, "constant", "after the warmup; at the end 0", WORDS("constant|linear|cosine"));
-    SAVED(77, int64_t, warmup_steps, 0, "steps over which lr rises from 0", 0, BIG);
-    SAVED(72, float, weight_decay, 0, "AdamW's, per unit of lr", 0, 100);
-    SAVED(73, float, adam_beta1, 0.9f, "decay of the first moment", 0, 0.999999);
-    SAVED(74, float, adam_beta2, 0.999f, "decay of the second moment", 0, 0.999999);
-    SAVED(75, float, adam_eps, 1e-8f, "added to the root of the second moment", 1e-30, 1);
-    SAVED(76, float, grad_clip, 1, "largest global norm of the gradient; 0: no clipping", 0, 1e30);
-    FLAG(int64_t, lr_anneal_steps, 0, "guided-diffusion's: max_steps, over which lr falls to 0", 0, 2e9);
-    SAVED(106, string, schedule_sampler, "uniform", "how t is drawn", WORDS("uniform|loss-second-moment"));
-    FLAG(int, ema_snapshots, 0, "steps between two snapshots for train_unet.py --ema_sigma_rel; 0: none", 0, BIG);
-    FLAG(string, ema_rate, "0.995", "decay of the averaged weights; of several, 0.9999,0.999, pictures use the first");
-    FLAG(float, fp16_scale_growth, 1e-3f, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9);
-    FLAG(int, max_bad_steps, 10, "stop after so many skipped steps in a row", 1, BIG);
-    FLAG(int64_t, seed, 0, "of everything random", 0, 9e15);
-    HEADING(files, "Data and files");
-    FLAG(string, data_file, "", "images, from prepare_data.py");
-    FLAG(string, data_dir, "",
-         "or a folder of pictures, from which prepare_data.py makes FOLDER.bin; sub-folders are classes");
-    SAVED(80, bool, random_flip, false, "mirror half of the images");
-    FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
-    FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
-    FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");
-    FLAG(string, resume_checkpoint, "", "continue from this file, or output_dir's: latest, or auto: if it has one");
-    FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
-    FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");
-    FLAG(string, compare_runs, "", "put the runs of these folders, out,out2, on one page, --output F.html, and stop");
-    FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
-    FLAG(int, save_interval, 500, "steps between two checkpoints", 1, BIG);
-    FLAG(int, keep_checkpoints, 3, "checkpoints kept, the newest; 0: all", 0, BIG);
-    FLAG(bool, keep_best, false, "keep that of the lowest validation loss, too, as best.bin; needs val_data_file");
-    FLAG(int, sample_interval, 250, "steps between two grids of samples; 0: none", 0, BIG);
-    FLAG(int, num_samples, 36, "images in a grid", 1, 4096);
-    FLAG(int, log_interval, 10, "steps between two lines on the screen, one in ten seconds at least", 1, BIG);
+    using pixels = string; // 64, or 48x64
+    using ints = string;   // with commas
+    using floats = string;
+#include "common/flags.h"
 
     int H = 64, W = 64;                                     // image_size, parsed
     std::vector<float> mult;                                // channel_mult, parsed
@@ -955,67 +841,6 @@ static const Flag* find_flag(const std::string& name) { // null: there is none
     const auto f = std::ranges::find(FLAGS, name, &Flag::name);
     return f == FLAGS.end() ? nullptr : &*f;
 }
-
-// What presets set; what they leave out keeps its default. LARGE, ADM: what several of them have in common.
-#define LARGE                                                                          \
-    " --use_scale_shift_norm True --resblock_updown True --lr 1e-4 --ema_rate 0.9999 " \
-    "--sample_interval 5000 --save_interval 5000 --log_interval 50"
-#define ADM                                                                                                   \
-    " --num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 --use_new_attention_order False " \
-    "--learn_sigma True --noise_schedule linear" LARGE
-static const std::map<std::string, std::string> PRESETS = {
-    // What ./train_unet alone does, on a CPU and on a GPU: chosen by the pictures that a minute gives (docs/LEARNT.md,
-    // "Recipes"). A network that sees squares of 2x2 pixels is four times as fast; one that predicts x_0, not noise,
-    // leaves no grain in them.
-    {"quick32", "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 32 --channel_mult 1,2,2 "
-                "--num_res_blocks 1 --attention_resolutions 4 --num_head_channels 32 --conv_resample False "
-                "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
-                "--S_churn 10 --timestep_respacing 25 --batch_size 16 --lr 2e-3 --warmup_steps 100 "
-                "--lr_schedule linear --adam_beta2 0.99 --max_steps 3000 --ema_rate 0.99 "
-                "--data_file data/fashion32.bin --save_interval 1000 --sample_interval 500"},
-    {"quick64", "--image_size 64 --patch_size 2 --num_channels 128 --channel_mult 1,2,2 --num_res_blocks 2 "
-                "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False "
-                "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
-                "--timestep_respacing 25 --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine "
-                "--adam_beta2 0.99 --max_steps 20000 --ema_rate 0.999 --data_file data/emoji64.bin "
-                "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
-    // clothing in a few minutes on two CPU cores
-    {"fashion32", "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
-                  "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 "
-                  "--lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 "
-                  "--ema_rate 0.98 --data_file data/fashion32.bin"},
-    // 64x64 pictures, half an hour on two CPU cores: 32 channels in squares of 2x2 pixels
-    {"emoji64", "--image_size 64 --patch_size 2 --num_channels 32 --channel_mult 1,2,2,2 --num_res_blocks 1 "
-                "--attention_resolutions 8,4 --num_head_channels 32 --conv_resample False --use_scale_shift_norm True "
-                "--noise_schedule cosine --objective flow --t_mean 0.4 --t_std 1 --sampler heun "
-                "--timestep_respacing 25 --batch_size 8 --lr 1.5e-3 --warmup_steps 100 --lr_schedule linear "
-                "--adam_beta2 0.99 --max_steps 20000 --ema_rate 0.995 --data_file data/emoji64.bin "
-                "--sample_interval 5000 --save_interval 5000"},
-    // unet.cu's model; emoji in a few minutes on an H200
-    {"unet64", "--image_size 64 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 "
-               "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False --noise_schedule cosine "
-               "--eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine "
-               "--adam_beta2 0.99 --max_steps 25000 --ema_rate 0.999 --data_file data/emoji64.bin "
-               "--sample_interval 2500 --save_interval 5000 --log_interval 50"},
-    // guided-diffusion's defaults, for which its recipes are written, and its published models of ImageNet and LSUN
-    {"adm", "--image_size 64 --num_channels 128 --num_res_blocks 2 --attention_resolutions 16,8 --num_heads 4 "
-            "--use_scale_shift_norm True --use_new_attention_order False --num_classes 1000 --noise_schedule linear "
-            "--rescale_learned_sigmas False --batch_size 1 --lr 1e-4 --grad_clip 0 --max_steps 1000000 "
-            "--ema_rate 0.9999 --data_file data/imagenet64.bin --save_interval 10000 --sample_interval 10000"},
-    {"adm64", "--image_size 64 --num_channels 192 --channel_mult 1,2,3,4 --num_res_blocks 3 "
-              "--attention_resolutions 32,16,8 --num_head_channels 64 --learn_sigma True --class_cond True "
-              "--num_classes 1000 --dropout 0.1 --noise_schedule cosine --batch_size 32 --max_steps 540000 "
-              "--data_file data/imagenet64.bin" LARGE},
-    {"adm128", "--image_size 128 --num_heads 4 --class_cond True --num_classes 1000 --batch_size 16 "
-               "--max_steps 4360000 --data_file data/imagenet128.bin" ADM},
-    {"adm256", "--image_size 256 --num_head_channels 64 --class_cond True --num_classes 1000 --batch_size 8 "
-               "--max_steps 1980000 --data_file data/imagenet256.bin" ADM},
-    {"lsun256", "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 "
-                "--data_file data/lsun256.bin" ADM},
-    // latents of 256x256 pictures, as prepare_data.py --encode makes them: an eighth as wide and high, of any size
-    {"latent32", "--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 "
-                 "--attention_resolutions 16,8,4 --num_head_channels 64 --noise_schedule linear --clip_denoised False "
-                 "--batch_size 64 --max_steps 400000 --data_file data/latent32.bin" LARGE}};
 
 // The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {

@@ -22,7 +22,7 @@ from common import files
 from common.config import make_config, validate
 from common.files import MODEL_MAGIC, UNET_CU_MODEL_MAGIC
 from common.flags import (
-    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, SAVED_FLAGS, WORDS, Config, format_value, preset_flags,
+    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
 )  # fmt: skip
 from common.model import parameter_count, parameter_shapes, to_state_dict
 from common.program import UserError
@@ -39,28 +39,31 @@ class ModelFileError(UserError):
 
 HAS_EMA, HAS_TRAINING = 1, 2  # bits of "contents"
 
-HEADER_FIELDS: list[tuple] = (  # little-endian; the names are Config's and TrainingState's where they have them
-    [("magic", "<i4"), ("version", "<i4"), ("contents", "<i4"), ("crc", "<u4"), ("parameters", "<u8")]
-    + [("image_size", "<i4", 2), ("in_channels", "<i4"), ("num_channels", "<i4"), ("num_res_blocks", "<i4")]
-    + [("num_heads", "<i4"), ("num_head_channels", "<i4"), ("num_heads_upsample", "<i4"), ("class_cond", "<i4")]
-    + [("num_classes", "<i4"), ("learn_sigma", "<i4"), ("use_scale_shift_norm", "<i4"), ("resblock_updown", "<i4")]
-    + [("conv_resample", "<i4"), ("use_new_attention_order", "<i4"), ("dropout", "<f4"), ("levels", "<i4")]
-    + [("channel_mult", "<f4", 8), ("resolutions", "<i4"), ("attention_resolutions", "<i4", 8), ("max_period", "<i4")]
-    + [("diffusion_steps", "<i4"), ("noise_schedule", "<i4"), ("objective", "<i4"), ("predict", "<i4"), ("rescale_timesteps", "<i4")]
-    + [("min_snr_gamma", "<f4"), ("vlb_weight", "<f4"), ("use_kl", "<i4"), ("sigma_small", "<i4"), ("class_dropout", "<f4")]
-    + [("sigma_data", "<f4"), ("P_mean", "<f4"), ("P_std", "<f4"), ("t_mean", "<f4"), ("t_std", "<f4"), ("patch_size", "<i4")]
-    + [("ect_frame", "<i4"), ("zero1", "<i4", 6)]
-    + [("step", "<u8"), ("seed", "<u8")]
-    # from here on zero in files without moments
-    + [("batch_size", "<i4"), ("microbatch", "<i4"), ("max_steps", "<i4"), ("lr", "<f4"), ("weight_decay", "<f4")]
-    + [("adam_beta1", "<f4"), ("adam_beta2", "<f4"), ("adam_eps", "<f4"), ("grad_clip", "<f4")]
-    + [("warmup_steps", "<i4"), ("lr_schedule", "<i4"), ("ema_rate", "<f4"), ("random_flip", "<i4")]
-    + [("updates", "<i4"), ("bad_total", "<i4"), ("bad_in_row", "<i4"), ("data_images", "<u8"), ("data_crc", "<u4")]
-    + [("zero2", "<i4"), ("guard", "<f8", 5), ("more_emas", "<i4"), ("more_rates", "<f4", MOST_EMAS - 1), ("schedule_sampler", "<i4")]
-    + [("ect_q", "<f4"), ("ect_k", "<f4"), ("ect_b", "<f4"), ("ect_d", "<i4"), ("ect_c", "<f4"), ("ect_weight", "<i4")]
-    + [("zero3", "<i4", 15), ("data_file", "S512")]
-)
-HEADER = np.dtype(HEADER_FIELDS)
+# Slots that hold no flag, or one that is more than a number of four bytes: slot, type (little-endian), how many. The names are Config's and
+# TrainingState's where they have them. From slot 68 on all is zero in files without moments.
+FIELDS: dict[str, tuple] = {
+    "magic": (0, "<i4"), "version": (1, "<i4"), "contents": (2, "<i4"), "crc": (3, "<u4"), "parameters": (4, "<u8"), "image_size": (6, "<i4", 2),
+    "levels": (22, "<i4"), "channel_mult": (23, "<f4", 8), "resolutions": (31, "<i4"), "attention_resolutions": (32, "<i4", 8),
+    "step": (64, "<u8"), "seed": (66, "<u8"), "updates": (81, "<i4"), "bad_total": (82, "<i4"), "bad_in_row": (83, "<i4"),
+    "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
+    "ema_rate": (79, "<f4"), "data_file": (128, "S512"),
+}  # fmt: skip
+FIELDS |= {name: (slot, "<f4" if FLAGS[name].type == "float" else "<i4") for name, slot in SLOTS.items() if name not in FIELDS}
+
+
+def header_type() -> np.dtype:
+    """The header, with what is always zero as fields, too."""
+    found: list[tuple] = []
+    end = 0
+    for name, (slot, *kind) in sorted(FIELDS.items(), key=lambda item: item[1]):
+        if slot > end:
+            found.append((f"slot {end}", "<i4", slot - end))
+        found.append((name, *kind))
+        end = np.dtype(found).itemsize // 4
+    return np.dtype(found)
+
+
+HEADER = header_type()
 FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std", "t_mean", "t_std"}  # may change from run to run
 
 

@@ -43,7 +43,7 @@ from PIL import Image
 import train_unet
 from common import model_files
 from common.config import default_preset, make_config
-from common.flags import LIMITS, PRESETS, WORDS
+from common.flags import NOT_HERE, PRESETS, TABLE, Own, format_value
 
 FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
@@ -80,24 +80,32 @@ def test_help_shows_every_default(run: Callable) -> None:
     assert shown["batch_size"].startswith("16") and shown["lr"].startswith("0.001; ")
 
 
-def test_the_twin_has_the_same_flags(run: Callable) -> None:
-    """With the same defaults, or a command line would mean two things."""
-    listed = dict(re.findall(r"^  --(\w+) (.*)", run(["--help"]).out, re.MULTILINE))
-    assert (
-        listed.keys() - {"num_gpus", "exchange", "rank_timeout", "compare_runs"} <= train_unet.FLAGS.keys()
-    )  # the twin is one process without a page
+def test_both_programs_read_one_table(run: Callable) -> None:
+    """What common/flags.py makes of common/flags.h is what the compiler makes of it: names and their order, headings, defaults, words, limits."""
+    text = run(["--help"]).out.partition("\nPresets")[0]
+    listed = dict(re.findall(r"^  --(\w+) (.*)", text, re.MULTILINE))
+    assert [name for name, *_ in TABLE] == list(listed)
+    parts = re.split(r"\n\n(\w[\w ]*)\n(?=  --)", text)
+    headings = {name: heading for heading, part in zip(parts[1::2], parts[2::2]) for name in re.findall(r"^  --(\w+)", part, re.MULTILINE)}
+    for name, type_, flag in TABLE:
+        assert listed[name].strip().startswith(flag.metadata["help"]) and headings[name] == flag.metadata["heading"]
+        default = re.search(r"\[([^\]]*?)(; .*)?\]$", listed[name])[1].replace('""', "")
+        assert default == format_value(name, flag.default) or float(default) == flag.default, name
+        if flag.metadata["words"]:
+            assert f"({'|'.join(flag.metadata['words'])})" in listed[name]
+        if type_ in ("int", "float"):
+            low, high = flag.metadata["limits"]
+            form = ".0f" if type_ == "int" else "g"
+            assert f"from {low:{form}} to {high:{form}}" in run([f"--{name}", "x"], code=1).err
+    assert train_unet.FLAGS.keys() == {name for name, *_ in TABLE} - set(NOT_HERE) | {f.name for f in dataclasses.fields(Own)}
     with pytest.raises(train_unet.UserError, match="--bench: .*dev/benchmarks/bench_torch.py"):
         train_unet.parse_flags(["--bench", "20"], train_unet.FLAGS)
-    for name, flag in train_unet.FLAGS.items():
-        if name in listed and name != "device":  # where the twin has CPUs, too
-            default = re.search(r"\[([^\]]*?)(; .*)?\]$", listed[name])[1].replace('""', "")
-            assert default == train_unet.format_value(name, flag.default) or float(default) == flag.default, name
-        if name in WORDS and name != "preset":
-            assert f"({'|'.join(WORDS[name])})" in listed[name]
-        if name in LIMITS:
-            low, high = LIMITS[name]
-            form = ".0f" if flag.type == "int" else "g"
-            assert f"from {low:{form}} to {high:{form}}" in run([f"--{name}", "x"], code=1).err
+
+
+def test_limits_are_as_exact_as_files(run: Callable, data: Path) -> None:
+    """Both programs take the highest dropout, whose nearest float32 is a little above the limit as text."""
+    run(flags(TINY, "--data_file", data, "--max_steps 1 --dropout 0.99"))
+    assert make_config({"preset": "fashion32", "dropout": 0.99}).dropout == np.float32(0.99)
 
 
 def test_presets_agree_with_the_twin(run: Callable) -> None:

@@ -32,7 +32,7 @@ PAGES = ["README.md", "dev/README.md", "data/README.md", *(page for page in DOCS
 WORKSHOP = [ROOT / "dev/pairs", ROOT / "dev/benchmarks"]
 SCRIPTS = [
     *ROOT.glob("*.py"),
-    *(ROOT / "common").glob("*.py"),
+    *filter(Path.is_file, (ROOT / "common").iterdir()),
     *(ROOT / "dev").glob("*.py"),
     *(path for folder in WORKSHOP for path in sorted(folder.glob("*.py"))),
     ROOT / "train_unet.cu",

@@ -153,7 +153,9 @@ def test_the_program_is_told_its_commit(make: Callable[..., subprocess.Completed
     """The latest of its sources, and whether they differ from it; outside a git checkout nothing."""
     git = ["git", "-C", str(ROOT)]
     inside = subprocess.run(
-        [*git, "log", "-1", "--format=%h", "--", "train_unet.cu", "common/page.html", "dev/reference.h"], capture_output=True, text=True
+        [*git, "log", "-1", "--format=%h", "--", "train_unet.cu", "common/flags.h", "common/page.html", "dev/reference.h"],
+        capture_output=True,
+        text=True,
     )
     wanted = inside.stdout.strip()
     told = re.search(r" -DTRAIN_UNET_COMMIT=(\w+)(-changed)? ", make("train_unet_cpu").stdout)
