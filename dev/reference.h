@@ -1,41 +1,35 @@
-// reference.h - every operation of the trainer as plain fp32 loops: the CPU build, the documentation, and the oracle of the CUDA kernels.
+// reference.h - every operation of the trainer as plain fp32 loops.
 //
-// Included by train_unet.cu behind the interface, which says what each function computes, its shapes, and what it overwrites.
-// Sums that decide (group statistics, losses, norms) are accumulated in double. No result depends on the number of threads.
+// The file is three things at once. The CPU build is made of it. It documents what each operation computes. And it is
+// the oracle: tests compare it with PyTorch, and the CUDA kernels with it.
+// train_unet.cu includes it after the interface (section 2), which says what each function overwrites.
 //
-// Two small loops do all matrix work; the rest of the file feeds them pointers:
-//   tile_multiply   acc[TM][TN] += A[m][k] * B[k][n]   TM row pointers: output pixels under one filter tap, or rows of a matrix
-//   tile_outer      acc[TM][TN] += A[k][m] * B[k][n]   sums over pairs of pixels: weight gradients
-// The accumulators nearly fill the vector registers (AVX-512: 16 of 32 with 8 x 32 floats, AVX2: 12 of 16 with 6 x 16; with 8 of 16 a product waits for
-// the one before it, at half the speed), which is all it takes to run near the machine's peak.
+// How arrays lie in memory: activations are (B, H, W, C), where PyTorch has (B, C, H, W). The loops mostly see a list
+// of pixels, (B, HW, C) or (B * HW, C): the channels of a pixel are neighbours. A convolution's weight is
+// (Cout, kernel, kernel, Cin); as the nine positions of a 3x3 kernel are called taps, also (Cout, taps, Cin).
+// [x1 | x2] is torch.cat([x1, x2], dim=1), which is never made: loops read the two parts where they lie.
+// A name that begins with d is a gradient: dout is the gradient of the loss with respect to out.
+//
+// Arguments come in one order: outputs, inputs, sizes. A backward function gets dout and, of the forward pass, what its
+// formula needs; it overwrites dx, dweight and so on. GradOf is a place for dx with up to two addends: where a tensor
+// has several readers, the first of them stores its gradient and the next ones add theirs.
+//
+// Sums that many values go into (group statistics, losses, norms) are accumulated in double. No result depends on the
+// number of threads: each thread computes whole results, and every sum has one fixed order.
+//
+// Read the convolution last, since its loops are cut into tiles for speed. Two small loops do all its work and that of
+// attention; the rest feeds them pointers:
+//   tile_multiply   acc[TM][TN] += A[m][k] * B[k][n]   the sum runs over channels: forward, input gradients, matmul
+//   tile_outer      acc[TM][TN] += A[k][m] * B[k][n]   the sum runs over pairs of pixels: weight gradients
+// A tile of sums nearly fills the vector registers. AVX-512 has 32 of them, and 8 x 32 floats take 16; AVX2 has 16, and
+// 6 x 16 floats take 12. With half as many sums every addition would wait for the one before it, at half the speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <vector>
-
-// e^x to 2 ulp without a call, so that loops around it vectorise: 2^k * e^r with |r| <= ln(2)/2 and a polynomial (Cephes expf). NaN stays NaN.
-static inline float fast_exp(float x) {
-    x = std::min(std::max(x, -87.0f), 88.0f);
-    const float kf =
-        std::max(-126.0f, x * 1.44269504088896341f); // -126 if x is NaN, of which no whole number can be made
-    const int k = (int)(kf + (kf < 0 ? -0.5f : 0.5f));
-    const float r = x - k * 0.693359375f + k * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const int32_t bits = (k + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
-}
-
-template <> inline float sigmoid<float>(float z) { return 1.0f / (1.0f + fast_exp(-z)); }
 
 #ifdef __AVX512F__
 constexpr int TM = 8, TN = 32;
@@ -44,359 +38,574 @@ constexpr int TM = 6, TN = 16;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// the two inner loops, and what they need
+// small helpers
 
-// acc (TM, TN) += rows a[m] (K long) times b (K, TN) with row pitch ldb.
-static inline void tile_multiply(float (&acc)[TM][TN], const float* const (&a)[TM], const float* b, size_t ldb, int K) {
-    for (int k = 0; k < K; k++, b += ldb) {
+// e^x = 2^k e^r, where k is a whole number and |r| <= ln(2) / 2; e^r is a polynomial (Cephes' expf). It is right to
+// 2 units in the last place. It calls no function, so loops around it are vectorised. NaN stays NaN.
+static inline float fast_exp(float x) {
+    constexpr float LOG2_E = 1.44269504088896341f;
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float powers = std::max(-126.0f, x * LOG2_E); // max turns NaN into -126: NaN cannot become a whole number
+    const int k = (int)(powers + (powers < 0 ? -0.5f : 0.5f));
+    // ln(2) in two parts: the first one has few bits, so that its product with k is exact.
+    const float r = x - k * 0.693359375f + k * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const int32_t bits = (k + 127) << 23; // the exponent of a float: these are the bits of 2^k
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+template <> inline float sigmoid<float>(float z) { return 1.0f / (1.0f + fast_exp(-z)); }
+
+// Row i of a matrix whose rows are `width` numbers long (or, with a padding, lie `width` numbers apart).
+template <class T> static inline T* row_of(T* matrix, size_t i, size_t width) { return matrix + i * width; }
+
+// The gradient of element i: d, and what other readers of the same tensor have found (see GradOf).
+static inline float with_addends(const GradOf<float>& g, size_t i, float d) {
+    const float add1 = g.add1 ? g.add1[i] : 0.0f;
+    const float add2 = g.add2 ? g.add2[i] : 0.0f;
+    return d + add1 + add2;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the two inner loops, and products of matrices
+//
+// Pitch: the distance from a row of a matrix to the next one, in floats. It is larger than the number of columns where
+// a matrix is a part of a larger one (a head's q in qkv) or is padded (to whole tiles).
+
+// acc (TM, TN) += A (TM, K) * B (K, TN). A is given as TM pointers to its rows, which may lie anywhere; B's rows lie
+// b_pitch floats apart.
+static inline void tile_multiply(float (&acc)[TM][TN], const float* const (&a_rows)[TM], const float* b, size_t b_pitch,
+                                 int K) {
+    for (int k = 0; k < K; k++) {
         for (int m = 0; m < TM; m++) {
-            const float v = a[m][k];
+            const float a = a_rows[m][k];
 #pragma omp simd
-            for (int n = 0; n < TN; n++) acc[m][n] += v * b[n];
+            for (int n = 0; n < TN; n++) {
+                acc[m][n] += a * b[n];
+            }
         }
+        b += b_pitch;
     }
 }
 
-// acc (TM, TN) += sum over k of a[first[k]] (TM) times b[second[k]] (TN), rows with pitches lda and ldb.
+// acc (TM, TN) += the sum over all pairs of (row a of A)^T (row b of B). A has TM columns and B has TN.
 struct RowPair {
-    int first, second;
+    int a, b;
 };
-static inline void tile_outer(float (&acc)[TM][TN], const float* a, size_t lda, const float* b, size_t ldb,
+static inline void tile_outer(float (&acc)[TM][TN], const float* A, size_t a_pitch, const float* B, size_t b_pitch,
                               const std::vector<RowPair>& pairs) {
-    float sum[TM][TN]; // in registers: acc might be an element of an array
+    float sum[TM][TN]; // a local copy stays in registers, which acc would not where it is an element of an array
     memcpy(sum, acc, sizeof sum);
     for (const RowPair& pair : pairs) {
-        const float *row_a = a + pair.first * lda, *row_b = b + pair.second * ldb;
+        const float* a_row = row_of(A, pair.a, a_pitch);
+        const float* b_row = row_of(B, pair.b, b_pitch);
         for (int m = 0; m < TM; m++) {
-            const float v = row_a[m];
+            const float a = a_row[m];
 #pragma omp simd
-            for (int n = 0; n < TN; n++) sum[m][n] += v * row_b[n];
+            for (int n = 0; n < TN; n++) {
+                sum[m][n] += a * b_row[n];
+            }
         }
     }
     memcpy(acc, sum, sizeof sum);
 }
 
-// C (M, N) = A (M, K) * B (K, N), pitches lda, ldb, ldc; serial (callers are parallel over heads). B's pitch must leave TN readable columns.
-static inline void matmul(float* C, size_t ldc, const float* A, size_t lda, const float* B, size_t ldb, int M, int N,
-                          int K) {
+// C (M, N) = A (M, K) * B (K, N). One thread does it all, since attention runs many heads in parallel.
+// B's rows must be padded to a multiple of TN: whole tiles are read.
+static inline void matmul(float* C, size_t c_pitch, const float* A, size_t a_pitch, const float* B, size_t b_pitch,
+                          int M, int N, int K) {
     for (int m0 = 0; m0 < M; m0 += TM) {
-        const float* rows[TM];
-        for (int m = 0; m < TM; m++) rows[m] = A + std::min(m0 + m, M - 1) * lda;
+        const int rows = std::min(TM, M - m0);
+        const float* a_rows[TM];
+        for (int m = 0; m < TM; m++) {
+            a_rows[m] = row_of(A, m0 + std::min(m, rows - 1), a_pitch);
+        }
         for (int n0 = 0; n0 < N; n0 += TN) {
+            const int columns = std::min(TN, N - n0);
             float acc[TM][TN] = {};
-            tile_multiply(acc, rows, B + n0, ldb, K);
-            for (int m = 0; m < TM && m0 + m < M; m++)
-                for (int n = 0; n < TN && n0 + n < N; n++) C[(m0 + m) * ldc + n0 + n] = acc[m][n];
+            tile_multiply(acc, a_rows, B + n0, b_pitch, K);
+            for (int m = 0; m < rows; m++) {
+                std::copy_n(acc[m], columns, row_of(C, m0 + m, c_pitch) + n0);
+            }
         }
     }
 }
 
-// out (cols, rows padded to pitch) = in (rows, cols)^T
-static inline void transpose(float* out, size_t pitch, const float* in, size_t ld, int rows, int cols) {
-    for (int c = 0; c < cols; c++) {
-        for (int r = 0; r < rows; r++) out[c * pitch + r] = in[r * ld + c];
-        for (size_t r = rows; r < pitch; r++) out[c * pitch + r] = 0;
+// out (columns, pitch) = in (rows, columns)^T. The rest of each row, up to pitch, is filled with zeros.
+static inline void transpose(float* out, size_t pitch, const float* in, size_t in_pitch, int rows, int columns) {
+    for (int c = 0; c < columns; c++) {
+        float* out_row = row_of(out, c, pitch);
+        for (int r = 0; r < rows; r++) {
+            out_row[r] = in[r * in_pitch + c];
+        }
+        for (size_t r = rows; r < pitch; r++) out_row[r] = 0;
     }
 }
 
-// Gradient of one element with its addends.
-static inline float with_addends(const GradOf<float>& g, size_t i, float d) {
-    return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
-}
-
-// out (n) = acc + a + b + c, where null pointers add nothing; the addends may be out itself.
-static inline void store_row(float* out, const float (&acc)[TN], int n, const float* a, const float* b,
-                             const float* c) {
-    float row[TN];
-    memcpy(row, acc, sizeof row);
-    if (n < TN) {
-        for (int i = 0; i < n; i++) out[i] = row[i] + (a ? a[i] : 0) + (b ? b[i] : 0) + (c ? c[i] : 0);
-        return;
+// out (rows, columns) = in (rows, columns) * factor
+static inline void copy_rows(float* out, size_t out_pitch, const float* in, size_t in_pitch, int rows, int columns,
+                             float factor) {
+    for (int r = 0; r < rows; r++) {
+        const float* in_row = row_of(in, r, in_pitch);
+        float* out_row = row_of(out, r, out_pitch);
+        for (int c = 0; c < columns; c++) {
+            out_row[c] = in_row[c] * factor;
+        }
     }
-    for (const float* add : {a, b, c}) {
-        if (!add) continue;
-#pragma omp simd
-        for (int i = 0; i < TN; i++) row[i] += add[i];
-    }
-    memcpy(out, row, sizeof row);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // statistics for group norm
 
-// stats, in one part: per image and channel the sum and the sum of squares over the pixels of x (B, HW, C). Kept by channel, not by group: the groups of a
-// concatenated tensor can straddle its two sources.
+// stats->sums (B, C, 2): for each image and channel of x (B, HW, C) the sum over the pixels, and the sum of squares.
+// They are kept by channel and not by group: the groups of [x1 | x2] may have channels of both, and x1's statistics are
+// taken before anybody knows what will be concatenated with it.
 static inline void channel_stats(Stats* stats, const float* x, int B, int HW, int C) {
+    constexpr int CHANNELS = 32; // at a time
     stats->parts = 1;
 #pragma omp parallel for collapse(2) schedule(static)
     for (int b = 0; b < B; b++)
-        for (int c0 = 0; c0 < C; c0 += 32) {
-            const int n = std::min(32, C - c0);
-            double sum[32] = {}, square[32] = {};
+        for (int c0 = 0; c0 < C; c0 += CHANNELS) {
+            const int n = std::min(CHANNELS, C - c0);
+            const float* image = row_of(x, (size_t)b * HW, C) + c0;
+            double sum[CHANNELS] = {}, square[CHANNELS] = {};
             for (int p = 0; p < HW; p++) {
-                const float* row = x + ((size_t)b * HW + p) * C + c0;
+                const float* pixel = row_of(image, p, C);
 #pragma omp simd
                 for (int c = 0; c < n; c++) {
-                    const double v = row[c];
+                    const double v = pixel[c];
                     sum[c] += v;
                     square[c] += v * v;
                 }
             }
+            double* sums = row_of(stats->sums, (size_t)b * C + c0, 2);
             for (int c = 0; c < n; c++) {
-                stats->sums[((size_t)b * C + c0 + c) * 2] = sum[c];
-                stats->sums[((size_t)b * C + c0 + c) * 2 + 1] = square[c];
+                sums[2 * c] = sum[c];
+                sums[2 * c + 1] = square[c];
             }
         }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// convolution, 1x1 and 3x3 (padding kernel / 2), stride 1 or 2, input optionally upsampled 2x (nearest) or in two parts (concatenated channels)
+// convolution
+//
+// F.conv2d([x1 | x2], weight, bias, stride, padding=kernel // 2), kernel 1 or 3, stride 1 or 2. With upsample = 1 the
+// input is F.interpolate(x, scale_factor=2, mode="nearest"), which is never made. As plain loops it is
+//
+//   for each image b, output pixel (ho, wo) and output channel co:
+//     out[b][ho][wo][co] = bias[co]
+//     for each tap (kh, kw) and input channel ci:
+//       h = ho * stride + kh - kernel / 2,   w = wo * stride + kw - kernel / 2     (0 is added outside of the image)
+//       out[b][ho][wo][co] += x[b][h][w][ci] * weight[co][kh][kw][ci]
+//
+// and the backward pass runs through the same (output pixel, tap) pairs:
+//
+//       dx[b][h][w][ci]          += dout[b][ho][wo][co] * weight[co][kh][kw][ci]
+//       dweight[co][kh][kw][ci]  += dout[b][ho][wo][co] * x[b][h][w][ci]
+//
+// So the only geometry is which input pixel a tap of an output pixel reads. Tables hold it (conv_sources, and
+// conv_targets for the other direction); given the table, each tap is a product of two matrices.
 
-// Where every tap of every output pixel reads: (taps, Ho * Wo) indices of input pixels, -1 in the padding.
+// The output pixel's tap stands at row h, column w of the (upsampled) input.
+struct TapPosition {
+    int h, w;
+};
+static inline TapPosition tap_position(const ConvShape& s, int output_pixel, int tap) {
+    const int ho = output_pixel / s.out_W(), wo = output_pixel % s.out_W();
+    const int kh = tap / s.kernel, kw = tap % s.kernel;
+    return {ho * s.stride + kh - s.kernel / 2, wo * s.stride + kw - s.kernel / 2};
+}
+
+// (taps, Ho * Wo): the input pixel that each tap of each output pixel reads; -1 where that lies outside of the image.
 static inline std::vector<int> conv_sources(const ConvShape& s) {
-    const int taps = s.kernel * s.kernel, Ho = s.out_H(), Wo = s.out_W();
-    std::vector<int> table;
+    const int taps = s.kernel * s.kernel;
+    const int HWo = s.out_H() * s.out_W();
+    const int scale = s.upsample ? 2 : 1;
+    const int H = s.H * scale, W = s.W * scale; // what the taps see
+    std::vector<int> sources;
     for (int tap = 0; tap < taps; tap++)
-        for (int p = 0; p < Ho * Wo; p++) {
-            const int y = p / Wo * s.stride + tap / s.kernel - s.kernel / 2,
-                      x = p % Wo * s.stride + tap % s.kernel - s.kernel / 2;
-            const bool inside = y >= 0 && x >= 0 && y < s.H << s.upsample && x < s.W << s.upsample;
-            table.push_back(inside ? (y >> s.upsample) * s.W + (x >> s.upsample) : -1);
+        for (int p = 0; p < HWo; p++) {
+            const auto [h, w] = tap_position(s, p, tap);
+            const bool inside = h >= 0 && w >= 0 && h < H && w < W;
+            const int source = h / scale * s.W + w / scale;
+            sources.push_back(inside ? source : -1);
         }
-    return table;
+    return sources;
 }
 
-// The same turned round: (parts, taps, H * W) indices of the output pixels whose tap reads this input pixel, -1 where there is none. An input
-// pixel that is upsampled stands for 2 x 2 pixels: parts = 4.
+// (copies, taps, H * W): the output pixel whose tap reads this input pixel, -1 where there is none. For one tap there
+// is at most one, but an upsampled input pixel stands for 2 x 2 copies of itself, each of which has its own.
 static inline std::vector<int> conv_targets(const ConvShape& s) {
-    const int taps = s.kernel * s.kernel, parts = 1 << 2 * s.upsample, HW = s.H * s.W, Wo = s.out_W();
+    const int taps = s.kernel * s.kernel;
+    const int HW = s.H * s.W, HWo = s.out_H() * s.out_W();
+    const int copies = s.upsample ? 4 : 1;
     const std::vector<int> sources = conv_sources(s);
-    std::vector<int> table((size_t)parts * taps * HW, -1);
-    for (size_t i = 0; i < sources.size(); i++) {
-        if (sources[i] < 0) continue;
-        const int tap = (int)(i / (s.out_H() * Wo)), p = (int)(i % (s.out_H() * Wo));
-        const int y = p / Wo * s.stride + tap / s.kernel - s.kernel / 2,
-                  x = p % Wo * s.stride + tap % s.kernel - s.kernel / 2;
-        const int part = s.upsample ? (y & 1) * 2 + (x & 1) : 0;
-        table[((size_t)part * taps + tap) * HW + sources[i]] = p;
-    }
-    return table;
+    std::vector<int> targets((size_t)copies * taps * HW, -1);
+    for (int tap = 0; tap < taps; tap++)
+        for (int p = 0; p < HWo; p++) {
+            const int source = sources[(size_t)tap * HWo + p];
+            if (source < 0) continue;
+            const auto [h, w] = tap_position(s, p, tap);
+            const int copy = s.upsample ? h % 2 * 2 + w % 2 : 0;
+            targets[((size_t)copy * taps + tap) * HW + source] = p;
+        }
+    return targets;
 }
 
-// weight (Cout, taps, Cin) -> (taps, Cin, Cout padded to TN): the order in which the forward pass streams it.
+// TM pixels of B images: the rows of a tile of results. Behind the last pixel of all, the tile repeats it, so that
+// loops need no bounds; `count` says how many of the TM are stored.
+struct PixelTile {
+    int image[TM], pixel[TM]; // pixel: its number within the image
+    int count;
+};
+static inline PixelTile pixel_tile(int first, int B, int pixels_per_image) {
+    const int pixels = B * pixels_per_image;
+    PixelTile tile;
+    tile.count = std::min(TM, pixels - first);
+    for (int m = 0; m < TM; m++) {
+        const int p = std::min(first + m, pixels - 1);
+        tile.image[m] = p / pixels_per_image;
+        tile.pixel[m] = p % pixels_per_image;
+    }
+    return tile;
+}
+
+// work(first pixel, first channel) for every tile of a result (pixels, channels). Eight tiles of pixels take turns with
+// the same channels, so that these channels' weights are read from memory once and seven times from the cache.
+template <class F> static inline void each_tile(int pixels, int channels, F work) {
+    constexpr int CHUNK = 8 * TM;
+#pragma omp parallel for schedule(dynamic)
+    for (int chunk = 0; chunk < pixels; chunk += CHUNK) {
+        const int end = std::min(chunk + CHUNK, pixels);
+        for (int c = 0; c < channels; c += TN)
+            for (int p = chunk; p < end; p += TM) work(p, c);
+    }
+}
+
+// out[i] = sums[i] + a[i] + b[i] + c[i] for n elements. A null pointer adds nothing; an addend may be out itself.
+static inline void store_row(float* out, const float (&sums)[TN], int n, const float* a, const float* b,
+                             const float* c) {
+    float row[TN];
+    memcpy(row, sums, sizeof row);
+    for (const float* addend : {a, b, c}) {
+        if (!addend) continue;
+        if (n == TN) {
+#pragma omp simd
+            for (int i = 0; i < TN; i++) row[i] += addend[i];
+        } else {
+            for (int i = 0; i < n; i++) row[i] += addend[i];
+        }
+    }
+    if (n == TN) memcpy(out, row, sizeof row);
+    else std::copy_n(row, n, out);
+}
+
+// weight (Cout, taps, Cin) in the order in which the forward pass reads it: (taps, Cin, Cout padded to TN).
 static inline std::vector<float> conv_weight_by_input(const float* weight, int Cout, int taps, int Cin) {
     const int pitch = round_up(Cout, TN);
-    std::vector<float> wt((size_t)taps * Cin * pitch);
+    std::vector<float> by_input((size_t)taps * Cin * pitch);
 #pragma omp parallel for collapse(2) schedule(static)
     for (int tap = 0; tap < taps; tap++)
-        for (int ci = 0; ci < Cin; ci++)
-            for (int co = 0; co < Cout; co++)
-                wt[((size_t)tap * Cin + ci) * pitch + co] = weight[((size_t)co * taps + tap) * Cin + ci];
-    return wt;
+        for (int ci = 0; ci < Cin; ci++) {
+            float* row = row_of(by_input.data(), (size_t)tap * Cin + ci, pitch);
+            for (int co = 0; co < Cout; co++) {
+                row[co] = weight[((size_t)co * taps + tap) * Cin + ci];
+            }
+        }
+    return by_input;
 }
 
+// out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride), one row for an image] [+ residual, like out]
+// A tile of results has TM output pixels and TN output channels. For each tap it is a product of two matrices:
+//
+//                                    TN output channels co ...
+//                                  +------------------------+
+//       Cin                    Cin | this tap's weights     |
+//     +---------------------+      +------------------------+
+//     | the input pixel     |      +------------------------+
+//  TM | that each of the TM |   =  | acc: TM output pixels  |     added up over the taps
+//     | pixels' tap reads   |      | x TN output channels   |
+//     +---------------------+      +------------------------+
+//
+// The rows on the left lie where they lie in x1 and x2: only pointers to them are put together, once a tap.
 static inline void conv_forward(float* out, Stats* stats, const float* x1, const float* x2, const float* weight,
                                 const float* bias, const float* emb, int emb_stride, const float* residual, ConvShape s,
                                 const ConvSkip&) {
-    const int HW = s.H * s.W, HWo = s.out_H() * s.out_W(), taps = s.kernel * s.kernel, Cin = s.C1 + s.C2,
-              pitch = round_up(s.Cout, TN);
-    const std::vector<float> wt = conv_weight_by_input(weight, s.Cout, taps, Cin), zeros(std::max(s.C1, s.C2));
+    const int HW = s.H * s.W;
+    const int HWo = s.out_H() * s.out_W();
+    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2;
+    const int pitch = round_up(s.Cout, TN);
+    const std::vector<float> by_input = conv_weight_by_input(weight, s.Cout, taps, Cin);
+    const std::vector<float> zeros(std::max(s.C1, s.C2)); // a pixel of the padding
     const std::vector<int> sources = conv_sources(s);
-    const int pixels = s.B * HWo,
-              chunk = 8 * TM; // a chunk of pixels reuses the weights of an output tile while they are in cache
-#pragma omp parallel for schedule(dynamic)
-    for (int start = 0; start < pixels; start += chunk)
-        for (int co = 0; co < s.Cout; co += TN)
-            for (int p0 = start; p0 < std::min(start + chunk, pixels); p0 += TM) {
-                float acc[TM][TN] = {};
-                int pixel[TM], image[TM];
-                for (int m = 0; m < TM; m++) {
-                    const int p = std::min(p0 + m, pixels - 1);
-                    image[m] = p / HWo;
-                    pixel[m] = p % HWo;
-                }
-                for (int tap = 0; tap < taps; tap++) {
-                    const float *rows1[TM], *rows2[TM];
-                    for (int m = 0; m < TM; m++) {
-                        const int source = sources[tap * HWo + pixel[m]];
-                        const size_t p = (size_t)image[m] * HW + source;
-                        rows1[m] = source < 0 ? zeros.data() : x1 + p * s.C1;
-                        rows2[m] = source < 0 || !x2 ? zeros.data() : x2 + p * s.C2;
-                    }
-                    const float* wp = wt.data() + (size_t)tap * Cin * pitch + co;
-                    tile_multiply(acc, rows1, wp, pitch, s.C1);
-                    if (s.C2) tile_multiply(acc, rows2, wp + (size_t)s.C1 * pitch, pitch, s.C2);
-                }
-                for (int m = 0; m < TM && p0 + m < pixels; m++) {
-                    const size_t o = (size_t)(p0 + m) * s.Cout + co;
-                    const float* e = emb ? emb + (size_t)image[m] * emb_stride + co : nullptr;
-                    store_row(out + o, acc[m], std::min(TN, s.Cout - co), bias + co, e,
-                              residual ? residual + o : nullptr);
-                }
+    each_tile(s.B * HWo, s.Cout, [&](int first, int co) {
+        const PixelTile tile = pixel_tile(first, s.B, HWo);
+        float acc[TM][TN] = {};
+        for (int tap = 0; tap < taps; tap++) {
+            const float *rows1[TM], *rows2[TM];
+            for (int m = 0; m < TM; m++) {
+                const int source = sources[tap * HWo + tile.pixel[m]];
+                const size_t pixel = (size_t)tile.image[m] * HW + source;
+                rows1[m] = source < 0 ? zeros.data() : row_of(x1, pixel, s.C1);
+                rows2[m] = source < 0 || !x2 ? zeros.data() : row_of(x2, pixel, s.C2);
             }
+            const float* w1 = row_of(by_input.data(), (size_t)tap * Cin, pitch) + co;
+            const float* w2 = row_of(w1, s.C1, pitch);
+            tile_multiply(acc, rows1, w1, pitch, s.C1);
+            if (s.C2) tile_multiply(acc, rows2, w2, pitch, s.C2);
+        }
+        const int channels = std::min(TN, s.Cout - co);
+        for (int m = 0; m < tile.count; m++) {
+            const size_t i = (size_t)(first + m) * s.Cout + co;
+            const float* image_emb = emb ? row_of(emb, tile.image[m], emb_stride) + co : nullptr;
+            store_row(out + i, acc[m], channels, bias + co, image_emb, residual ? residual + i : nullptr);
+        }
+    });
     if (stats) channel_stats(stats, out, s.B, HWo, s.Cout);
 }
 
-// Every input pixel gathers from the outputs that read it.
-static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, const float* dout, const float* weight,
-                                       ConvShape s) {
-    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W(),
-              pitch = round_up(Cin, TN);
-    std::vector<float> wt((size_t)taps * s.Cout * pitch), zeros(s.Cout); // weight as (taps, Cout, Cin padded)
-    const std::vector<int> targets = conv_targets(s);
-    // Pixels of one tile should be read by the same taps, or most of its rows are zeros: with stride 2, those of equal parity.
-    std::vector<int> order(HW);
-    for (int p = 0; p < HW; p++) order[p] = p;
-    auto parity = [&](int p) { return p / s.W % s.stride * s.stride + p % s.W % s.stride; };
-    if (!s.upsample) std::stable_sort(order.begin(), order.end(), [&](int p, int q) { return parity(p) < parity(q); });
+// weight (Cout, taps, Cin) in the order in which the input gradient reads it: (taps, Cout, Cin padded to TN).
+static inline std::vector<float> conv_weight_by_output(const float* weight, int Cout, int taps, int Cin) {
+    const int pitch = round_up(Cin, TN);
+    std::vector<float> by_output((size_t)taps * Cout * pitch);
 #pragma omp parallel for collapse(2) schedule(static)
     for (int tap = 0; tap < taps; tap++)
-        for (int co = 0; co < s.Cout; co++)
-            memcpy(&wt[((size_t)tap * s.Cout + co) * pitch], weight + ((size_t)co * taps + tap) * Cin,
-                   Cin * sizeof(float));
-    const int pixels = s.B * HW, chunk = 8 * TM;
-#pragma omp parallel for schedule(dynamic)
-    for (int start = 0; start < pixels; start += chunk)
-        for (int ci = 0; ci < Cin; ci += TN)
-            for (int p0 = start; p0 < std::min(start + chunk, pixels); p0 += TM) {
-                float acc[TM][TN] = {};
-                int pixel[TM], image[TM];
-                for (int m = 0; m < TM; m++) {
-                    const int p = std::min(p0 + m, pixels - 1);
-                    image[m] = p / HW;
-                    pixel[m] = order[p % HW];
-                }
-                for (int tap = 0; tap < taps << 2 * s.upsample; tap++) {
-                    const float* rows[TM];
-                    bool any = false;
-                    for (int m = 0; m < TM; m++) {
-                        const int target = targets[(size_t)tap * HW + pixel[m]];
-                        rows[m] = target < 0 ? zeros.data() : dout + ((size_t)image[m] * HWo + target) * s.Cout;
-                        any |= target >= 0;
-                    }
-                    if (any)
-                        tile_multiply(acc, rows, wt.data() + (size_t)(tap % taps) * s.Cout * pitch + ci, pitch, s.Cout);
-                }
-                const GradOf<float>& g = ci < s.C1 ? dx1 : dx2; // C1 is a multiple of TN where there is a C2
-                for (int m = 0; m < TM && p0 + m < pixels && g.dx; m++) {
-                    const size_t p = (size_t)image[m] * HW + pixel[m];
-                    const size_t i = ci < s.C1 ? p * s.C1 + ci : p * s.C2 + ci - s.C1;
-                    store_row(g.dx + i, acc[m], std::min(TN, Cin - ci), g.add1 ? g.add1 + i : nullptr,
-                              g.add2 ? g.add2 + i : nullptr, nullptr);
-                }
-            }
+        for (int co = 0; co < Cout; co++) {
+            const float* row = row_of(weight, (size_t)co * taps + tap, Cin);
+            std::copy_n(row, Cin, row_of(by_output.data(), (size_t)tap * Cout + co, pitch));
+        }
+    return by_output;
 }
 
-// demb (B, emb_stride), if wanted, = dout summed over the pixels of each image; dbias = that summed over the images.
-static inline void bias_backward(float* dbias, float* demb, int emb_stride, const float* dout, int B, int HW, int C) {
-#pragma omp parallel for schedule(static)
-    for (int c0 = 0; c0 < C; c0 += 32) {
-        const int n = std::min(32, C - c0);
-        double total[32] = {};
-        for (int b = 0; b < B; b++) {
-            double sum[32] = {};
-            for (int p = 0; p < HW; p++) {
-                const float* row = dout + ((size_t)b * HW + p) * C + c0;
-#pragma omp simd
-                for (int c = 0; c < n; c++) sum[c] += row[c];
+// The order in which tiles take an image's pixels. With stride 2 a tap reads pixels of one kind only, for instance
+// those of even rows and odd columns. So pixels of a kind come together: then a tap reads all of a tile's pixels or
+// none.
+static inline std::vector<int> pixels_by_parity(const ConvShape& s) {
+    std::vector<int> pixels(s.H * s.W);
+    std::iota(pixels.begin(), pixels.end(), 0); // 0, 1, 2, ...
+    auto parity = [&](int p) {
+        const int h = p / s.W, w = p % s.W;
+        return h % s.stride * s.stride + w % s.stride;
+    };
+    auto before = [&](int p, int q) { return parity(p) < parity(q); };
+    if (!s.upsample) std::stable_sort(pixels.begin(), pixels.end(), before);
+    return pixels;
+}
+
+// dx1 (B, H, W, C1), dx2 (B, H, W, C2) from dout (B, Ho, Wo, Cout). A tile has TM input pixels and TN input channels.
+// Each input pixel collects from the output pixels whose taps read it, so no two threads add to the same number.
+static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, const float* dout, const float* weight,
+                                       ConvShape s) {
+    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2;
+    const int HW = s.H * s.W;
+    const int HWo = s.out_H() * s.out_W();
+    const int copies = s.upsample ? 4 : 1;
+    const int pitch = round_up(Cin, TN);
+    const std::vector<float> by_output = conv_weight_by_output(weight, s.Cout, taps, Cin);
+    const std::vector<float> zeros(s.Cout); // the gradient of an output pixel that is not there
+    const std::vector<int> targets = conv_targets(s);
+    const std::vector<int> pixels = pixels_by_parity(s);
+    each_tile(s.B * HW, Cin, [&](int first, int ci) {
+        // The tile's channels all belong to x1 or all to x2: where there is an x2, C1 is a multiple of TN.
+        const bool in_x1 = ci < s.C1;
+        const GradOf<float>& g = in_x1 ? dx1 : dx2;
+        if (!g.dx) return;
+        PixelTile tile = pixel_tile(first, s.B, HW);
+        for (int& pixel : tile.pixel) pixel = pixels[pixel];
+        float acc[TM][TN] = {};
+        for (int copy_tap = 0; copy_tap < copies * taps; copy_tap++) {
+            const float* rows[TM];
+            bool any = false;
+            for (int m = 0; m < TM; m++) {
+                const int target = targets[(size_t)copy_tap * HW + tile.pixel[m]];
+                const size_t pixel = (size_t)tile.image[m] * HWo + target;
+                rows[m] = target < 0 ? zeros.data() : row_of(dout, pixel, s.Cout);
+                any |= target >= 0;
             }
+            if (!any) continue;
+            const int tap = copy_tap % taps;
+            const float* w = row_of(by_output.data(), (size_t)tap * s.Cout, pitch) + ci;
+            tile_multiply(acc, rows, w, pitch, s.Cout);
+        }
+        const int C = in_x1 ? s.C1 : s.C2;
+        const int channels = std::min(TN, Cin - ci);
+        const int c = in_x1 ? ci : ci - s.C1; // the tile's first channel, within x1 or x2
+        for (int m = 0; m < tile.count; m++) {
+            const size_t i = ((size_t)tile.image[m] * HW + tile.pixel[m]) * C + c;
+            const float* add1 = g.add1 ? g.add1 + i : nullptr;
+            const float* add2 = g.add2 ? g.add2 + i : nullptr;
+            store_row(g.dx + i, acc[m], channels, add1, add2, nullptr);
+        }
+    });
+}
+
+// The gradients of what is added to every pixel.
+// dbias (C) = the sum of dout (B, HW, C) over images and pixels. demb (B, emb_stride), if it is not null, = the sum
+// over the pixels of each image, since the image's row of emb was added to all of them.
+static inline void bias_backward(float* dbias, float* demb, int emb_stride, const float* dout, int B, int HW, int C) {
+    constexpr int CHANNELS = 32; // at a time
+#pragma omp parallel for schedule(static)
+    for (int c0 = 0; c0 < C; c0 += CHANNELS) {
+        const int n = std::min(CHANNELS, C - c0);
+        double total[CHANNELS] = {};
+        for (int b = 0; b < B; b++) {
+            const float* image = row_of(dout, (size_t)b * HW, C) + c0;
+            double sum[CHANNELS] = {};
+            for (int p = 0; p < HW; p++) {
+                const float* pixel = row_of(image, p, C);
+#pragma omp simd
+                for (int c = 0; c < n; c++) sum[c] += pixel[c];
+            }
+            for (int c = 0; c < n; c++) total[c] += sum[c];
+            if (!demb) continue;
+            float* demb_row = row_of(demb, b, emb_stride) + c0;
             for (int c = 0; c < n; c++) {
-                total[c] += sum[c];
-                if (demb) demb[(size_t)b * emb_stride + c0 + c] = (float)sum[c];
+                demb_row[c] = (float)sum[c];
             }
         }
-        for (int c = 0; c < n; c++) dbias[c0 + c] = (float)total[c];
+        for (int c = 0; c < n; c++) {
+            dbias[c0 + c] = (float)total[c];
+        }
     }
 }
 
-// in (n, width) with its rows padded with zeros to a multiple of tile, or null if they are one already.
-static inline std::vector<float> padded_rows(const float* in, size_t n, int width, int tile) {
-    const int pitch = round_up(width, tile);
-    std::vector<float> out(pitch == width ? 0 : n * pitch);
+// A matrix whose rows are padded with zeros to a multiple of a tile's width; the original where they are that already.
+struct PaddedRows {
+    std::vector<float> copy;
+    const float* rows;
+    int pitch;
+    PaddedRows(const float* in, size_t n, int width, int tile) {
+        rows = in;
+        pitch = round_up(width, tile);
+        if (pitch == width) return;
+        copy.resize(n * pitch);
+        rows = copy.data();
 #pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < (out.empty() ? 0 : n); i++) std::copy(in + i * width, in + (i + 1) * width, &out[i * pitch]);
-    return out;
+        for (size_t i = 0; i < n; i++) {
+            const float* from = row_of(in, i, width);
+            std::copy_n(from, width, row_of(copy.data(), i, pitch));
+        }
+    }
+    PaddedRows(const PaddedRows&) = delete;
+};
+
+// (chunks of CONV_CHUNK output pixels, taps): the list of (output pixel, input pixel) pairs of an image. Chunks are
+// short enough for the nearest cache, in which their rows stay while all taps of a row of the kernel read them.
+constexpr int CONV_CHUNK = 256;
+static inline std::vector<std::vector<RowPair>> conv_pairs(const ConvShape& s) {
+    const int taps = s.kernel * s.kernel;
+    const int HWo = s.out_H() * s.out_W();
+    const int chunks = (HWo + CONV_CHUNK - 1) / CONV_CHUNK;
+    const std::vector<int> sources = conv_sources(s);
+    std::vector<std::vector<RowPair>> pairs((size_t)chunks * taps);
+    for (int tap = 0; tap < taps; tap++)
+        for (int p = 0; p < HWo; p++) {
+            const int source = sources[tap * HWo + p];
+            const int chunk = p / CONV_CHUNK;
+            if (source >= 0) pairs[(size_t)chunk * taps + tap].push_back(RowPair{p, source});
+        }
+    return pairs;
 }
 
-// A thread owns a tile of TM output channels x TN input channels of a filter row's taps, and sums it image by image, so that fp32 sums stay short.
+// dweight (Cout, taps, Cin), dbias (Cout), demb from dout (B, Ho, Wo, Cout) and the input [x1 | x2] (B, H, W, Cin).
+// A thread owns a tile of TM output channels x TN input channels, for the taps of one row of the kernel. It sums each
+// image by itself and then adds the images up, since fp32 sums of fewer terms lose fewer bits.
 static inline void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const float* dout,
                                         const float* x1, const float* x2, ConvShape s) {
-    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2, HW = s.H * s.W, HWo = s.out_H() * s.out_W();
-    const int tiles1 = (s.C1 + TN - 1) / TN, tiles = tiles1 + (s.C2 + TN - 1) / TN;
-    const std::vector<int> sources = conv_sources(s);
-    // (output, input) pixels by chunk of output pixels and tap: while a chunk's rows are in the nearest cache, all taps of a filter row read them
-    constexpr int CHUNK = 256;
-    std::vector<std::vector<RowPair>> pairs((size_t)(HWo + CHUNK - 1) / CHUNK * taps);
-    for (int tap = 0; tap < taps; tap++)
-        for (int p = 0; p < HWo; p++)
-            if (sources[tap * HWo + p] >= 0)
-                pairs[(size_t)p / CHUNK * taps + tap].push_back(RowPair{p, sources[tap * HWo + p]});
-    // With AVX-512 only the network's first and last layer have channel counts that are no multiple of a tile.
-    const std::vector<float> x1_padded = padded_rows(x1, (size_t)s.B * HW, s.C1, TN);
-    const std::vector<float> dout_padded = padded_rows(dout, (size_t)s.B * HWo, s.Cout, TM);
-    const float* x1_rows = x1_padded.empty() ? x1 : x1_padded.data();
-    const float* dout_rows = dout_padded.empty() ? dout : dout_padded.data();
-    const int x1_pitch = round_up(s.C1, TN), dout_pitch = round_up(s.Cout, TM);
+    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2;
+    const int HW = s.H * s.W;
+    const int HWo = s.out_H() * s.out_W();
+    const int tiles1 = round_up(s.C1, TN) / TN;
+    const int tiles2 = round_up(s.C2, TN) / TN;
+    const std::vector<std::vector<RowPair>> pairs = conv_pairs(s);
+    // With AVX-512 only the network's first and last layer have channels that fill no whole tiles.
+    const PaddedRows d_padded(dout, (size_t)s.B * HWo, s.Cout, TM);
+    const PaddedRows x1_padded(x1, (size_t)s.B * HW, s.C1, TN);
 #pragma omp parallel for collapse(3) schedule(dynamic)
     for (int co = 0; co < s.Cout; co += TM)
-        for (int tile = 0; tile < tiles; tile++)
+        for (int tile = 0; tile < tiles1 + tiles2; tile++)
             for (int tap0 = 0; tap0 < taps; tap0 += s.kernel) {
-                const bool first = tile < tiles1;
-                const int ci = (first ? tile : tile - tiles1) * TN, C = first ? s.C1 : s.C2,
-                          pitch = first ? x1_pitch : C;
-                float* dw = dweight + ((size_t)co * taps + tap0) * Cin + (first ? 0 : s.C1) + ci;
+                const bool in_x1 = tile < tiles1;
+                const int C = in_x1 ? s.C1 : s.C2;
+                const int ci = (in_x1 ? tile : tile - tiles1) * TN; // within x1 or x2
+                const int x_pitch = in_x1 ? x1_padded.pitch : s.C2;
+                const float* x_rows = in_x1 ? x1_padded.rows : x2;
+                const int outputs = std::min(TM, s.Cout - co);
+                const int inputs = std::min(TN, C - ci);
+                const int column = in_x1 ? ci : s.C1 + ci; // within [x1 | x2]
+                float* dw = row_of(dweight, (size_t)co * taps + tap0, Cin) + column;
                 for (int b = 0; b < s.B; b++) {
-                    float acc[3][TM][TN] = {};
-                    const float* x = (first ? x1_rows : x2) + (size_t)b * HW * pitch + ci;
-                    const float* d = dout_rows + (size_t)b * HWo * dout_pitch + co;
+                    float acc[3][TM][TN] = {}; // of the taps in this row of the kernel
+                    const float* d = row_of(d_padded.rows, (size_t)b * HWo, d_padded.pitch) + co;
+                    const float* x = row_of(x_rows, (size_t)b * HW, x_pitch) + ci;
                     for (size_t chunk = tap0; chunk < pairs.size(); chunk += taps)
-                        for (int k = 0; k < s.kernel; k++)
-                            tile_outer(acc[k], d, dout_pitch, x, pitch, pairs[chunk + k]);
-                    for (int m = 0; m < std::min(TM, s.Cout - co); m++)
-                        for (int k = 0; k < s.kernel; k++)
-                            for (int n = 0; n < std::min(TN, C - ci); n++) {
-                                float* const to = &dw[((size_t)m * taps + k) * Cin + n];
-                                *to = b > 0 ? *to + acc[k][m][n] : acc[k][m][n];
+                        for (int kw = 0; kw < s.kernel; kw++)
+                            tile_outer(acc[kw], d, d_padded.pitch, x, x_pitch, pairs[chunk + kw]);
+                    for (int m = 0; m < outputs; m++)
+                        for (int kw = 0; kw < s.kernel; kw++) {
+                            float* dw_row = row_of(dw, (size_t)m * taps + kw, Cin);
+                            for (int n = 0; n < inputs; n++) {
+                                if (b == 0) dw_row[n] = acc[kw][m][n];
+                                else dw_row[n] += acc[kw][m][n];
                             }
+                        }
                 }
             }
     bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
 }
 
-// Nothing is left to the end of the backward pass.
-static inline void finish_gradients() {}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// linear: a 1x1 convolution of one pixel
-
-static inline ConvShape linear_shape(int B, int Cin, int Cout) { return ConvShape{B, 1, 1, Cin, 0, Cout, 1, 1, 0}; }
-
-// Here they do not wait for each other.
+// A GPU computes several layers' weight gradients in one launch. Here they don't wait for each other: each fills all
+// threads by itself (a load of 1).
 static inline double conv_weight_load(const ConvShape&) { return 1; }
 static inline void conv_backward_weights(const std::vector<WeightWork>& works, Lane* = MAIN_LANE) {
     for (const WeightWork& w : works)
         conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape);
 }
+// Nor does anything else wait for the end of the backward pass.
+static inline void finish_gradients() {}
 
-static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
-                                  int Cout, Lane* = MAIN_LANE) {
-    conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, linear_shape(B, Cin, Cout));
+// ---------------------------------------------------------------------------------------------------------------------
+// linear: F.linear(x, weight, bias), which is a 1x1 convolution of images of one pixel
+
+static inline ConvShape linear_shape(int B, int Cin, int Cout) {
+    const int H = 1, W = 1, C2 = 0, kernel = 1, stride = 1, upsample = 0;
+    return {B, H, W, Cin, C2, Cout, kernel, stride, upsample};
 }
 
+// out (B, Cout) = x (B, Cin) weight^T (Cin, Cout) + bias (Cout)
+static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
+                                  int Cout, Lane* = MAIN_LANE) {
+    conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, linear_shape(B, Cin, Cout), {});
+}
+
+// dx = dout weight,   dweight = dout^T x,   dbias = the sum of dout over B
 static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
                                    const float* weight, int B, int Cin, int Cout) {
-    if (dx.dx) conv_backward_input(dx, GradOf<float>{}, dout, weight, linear_shape(B, Cin, Cout));
-    conv_backward_weight(dweight, dbias, nullptr, 0, dout, x, nullptr, linear_shape(B, Cin, Cout));
+    const ConvShape s = linear_shape(B, Cin, Cout);
+    if (dx.dx) conv_backward_input(dx, GradOf<float>{}, dout, weight, s);
+    conv_backward_weight(dweight, dbias, nullptr, 0, dout, x, nullptr, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// SiLU: x * sigmoid(x)
+// SiLU: out = x * sigmoid(x), F.silu
 
+// out (n) from x (n)
 static inline void silu_forward(float* out, const float* x, size_t n, Lane* = MAIN_LANE) {
 #pragma omp parallel for simd schedule(static)
-    for (size_t i = 0; i < n; i++) out[i] = Silu<float>::f(x[i]);
+    for (size_t i = 0; i < n; i++) {
+        out[i] = Silu<float>::f(x[i]);
+    }
 }
 
+// With s = sigmoid(x), whose derivative is s (1 - s):  dx = dout * (s + x s (1 - s)) = dout * s * (1 + x (1 - s))
 static inline void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
 #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < n; i++) {
@@ -406,353 +615,517 @@ static inline void silu_backward(GradOf<float> dx, const float* dout, const floa
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// group norm over [x1 | x2] [with scale-shift from the embedding] [+ activation f] [+ dropout]:
-//   xhat = (x - mean_g) * rstd_g,  z = (xhat * weight + bias) * (1 + scale) + shift,  out = dropout(f(z))
-// All loops take NB channels at a time (every channel count is a multiple of 32), whose coefficients then stay in registers.
+// group norm of [x1 | x2], then an activation f and dropout
+//
+// With g the group that channel c belongs to, and the means over the pixels and channels of a group:
+//   mean_g = mean(x),   rstd_g = 1 / sqrt(mean(x^2) - mean_g^2 + eps)                            (B, groups)
+//   xhat   = (x - mean_g) * rstd_g
+//   y      = xhat * weight_c + bias_c                                                           F.group_norm
+//   z      = y * (1 + scale_bc) + shift_bc, or with no scale_shift z = y                        (B, C)
+//   out    = dropout(f(z))                                                                      (B, HW, C)
+// For one image and channel z is x * slope + offset: the loops compute these two first. They take NORM_CHANNELS
+// channels at a time, whose slopes and offsets stay in registers; every channel count is a multiple of 32.
 
-constexpr int NB = 32;
+constexpr int NORM_CHANNELS = 32;
 
-// The NB channels c, c + 1, ... of the norm, which lie in one of the two sources: x with a pitch of C.
-struct NormBlock {
-    const float* x;
-    int C, c;
+// What the passes of the norm read; for shapes see the interface.
+struct NormInputs {
+    const float *x1, *x2;
+    const float *mean, *rstd;
+    const float *weight, *bias;
+    const float* scale_shift; // (B, ss_stride), or null: C scales, then C shifts
+    int ss_stride;
+    Dropout dropout;
+    NormShape s;
+    int C() const { return s.C1 + s.C2; }
+    int channels_per_group() const { return C() / s.groups; }
+    // The group of channel c of image b, in (B, groups)
+    int group(int b, int c) const { return b * s.groups + c / channels_per_group(); }
+    // The C scales of image b, or null
+    const float* scales(int b) const { return scale_shift ? row_of(scale_shift, b, ss_stride) : nullptr; }
 };
-static inline NormBlock norm_block(const float* x1, const float* x2, int b, int c, const NormShape& s) {
-    if (c < s.C1) return NormBlock{x1 + (size_t)b * s.HW * s.C1 + c, s.C1, c};
-    return NormBlock{x2 + (size_t)b * s.HW * s.C2 + c - s.C1, s.C2, c};
+
+// Channels c0 ... c0 + NORM_CHANNELS - 1 of image b, which lie in x1 or in x2: first is where the first of them is, and
+// pitch the distance from a pixel to the next.
+struct ChannelBlock {
+    const float* first;
+    int pitch;
+};
+static inline ChannelBlock channel_block(const NormInputs& in, int b, int c0) {
+    const NormShape& s = in.s;
+    if (c0 < s.C1) return {row_of(in.x1, (size_t)b * s.HW, s.C1) + c0, s.C1};
+    return {row_of(in.x2, (size_t)b * s.HW, s.C2) + c0 - s.C1, s.C2};
 }
 
-// The affine map that the whole norm is for image b and these channels: z = x * scale + shift.
-static inline void norm_coefficients(float* scale, float* shift, const float* mean, const float* rstd,
-                                     const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                                     int b, int c0, const NormShape& s) {
-    const int C = s.C1 + s.C2;
-    const float* const ss = scale_shift ? scale_shift + (size_t)b * ss_stride : nullptr;
-    for (int c = c0; c < c0 + NB; c++) {
-        const int g = b * s.groups + c / (C / s.groups);
-        const float a = rstd[g] * weight[c], film = ss ? 1 + ss[c] : 1;
-        scale[c - c0] = a * film;
-        shift[c - c0] = (bias[c] - mean[g] * a) * film + (ss ? ss[C + c] : 0);
+// z = x * slope + offset, for NORM_CHANNELS channels of an image
+struct AffineMap {
+    float slope[NORM_CHANNELS], offset[NORM_CHANNELS];
+};
+static inline AffineMap norm_map(const NormInputs& in, int b, int c0) {
+    AffineMap map;
+    const float* scales = in.scales(b);
+    for (int i = 0; i < NORM_CHANNELS; i++) {
+        const int c = c0 + i, g = in.group(b, c);
+        const float a = in.rstd[g] * in.weight[c];
+        const float scale = scales ? 1 + scales[c] : 1;
+        const float y_offset = in.bias[c] - in.mean[g] * a; // y = x * a + y_offset
+        map.slope[i] = a * scale;
+        map.offset[i] = y_offset * scale + (scales ? scales[in.C() + c] : 0);
     }
+    return map;
 }
 
-// values *= dropout's factors, 0 or 1 / (1 - p), of elements e, e + 1, ... of sample b.
+// values *= 0 with probability p, else 1 / (1 - p), for NORM_CHANNELS elements of sample b from element e on. A factor
+// is a pure function of its place (word e % 4 of Philox block e / 4), so the backward pass draws the same ones again.
 static inline void dropout_block(float* values, const Dropout& d, int b, size_t e) {
     const uint32_t threshold = dropout_threshold(d.p);
-    for (int c = 0; c < NB; c += 4) {
-        const Words r = philox(d.seed, (uint32_t)((e + c) / 4), (uint32_t)(d.sample0 + b), (uint32_t)*d.step,
-                               RANDOM_DROPOUT | d.layer << 8);
-        for (int k = 0; k < 4; k++) values[c + k] *= r.w[k] < threshold ? 0.0f : 1.0f / (1.0f - d.p);
+    const uint32_t purpose = RANDOM_DROPOUT | d.layer << 8;
+    const uint32_t sample = (uint32_t)(d.sample0 + b), step = (uint32_t)*d.step;
+    for (int i = 0; i < NORM_CHANNELS; i += 4) {
+        const uint32_t block = (uint32_t)((e + i) / 4);
+        const Words random = philox(d.seed, block, sample, step, purpose);
+        for (int k = 0; k < 4; k++) {
+            const bool dropped = random.w[k] < threshold;
+            values[i + k] *= dropped ? 0.0f : 1.0f / (1.0f - d.p);
+        }
     }
 }
 
+// mean, rstd (B, groups) from the channels' sums, which whoever wrote x1 and x2 has taken
+static inline void norm_statistics(float* mean, float* rstd, const Stats& stats1, const Stats& stats2,
+                                   const NormShape& s) {
+    const int per_group = (s.C1 + s.C2) / s.groups;
+    for (int b = 0; b < s.B; b++)
+        for (int g = 0; g < s.groups; g++) {
+            double sum = 0, square = 0;
+            for (int c = g * per_group; c < (g + 1) * per_group; c++) {
+                const double* sums;
+                if (c < s.C1) sums = row_of(stats1.sums, (size_t)b * s.C1 + c, 2);
+                else sums = row_of(stats2.sums, (size_t)b * s.C2 + c - s.C1, 2);
+                sum += sums[0];
+                square += sums[1];
+            }
+            const double n = (double)s.HW * per_group;
+            const double m = sum / n;
+            const double variance = std::max(square / n - m * m, 0.0);
+            const int i = b * s.groups + g;
+            mean[i] = (float)m;
+            rstd[i] = (float)(1 / std::sqrt(variance + s.eps));
+        }
+}
+
+// out (B, HW, C), mean and rstd (B, groups)
+// The loop over a pixel's channels runs three times, over values that are still in the nearest cache: f and dropout
+// each have a loop of their own, so that each is vectorised.
 static inline void groupnorm_forward(float* out, float* mean, float* rstd, const float* x1, Stats stats1,
                                      const float* x2, Stats stats2, const float* weight, const float* bias,
                                      const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
-    const int C = s.C1 + s.C2, Cg = C / s.groups;
-    for (int i = 0; i < s.B * s.groups; i++) {
-        const int b = i / s.groups, g = i % s.groups;
-        double sum = 0, square = 0;
-        for (int c = g * Cg; c < (g + 1) * Cg; c++) {
-            const double* q =
-                c < s.C1 ? stats1.sums + ((size_t)b * s.C1 + c) * 2 : stats2.sums + ((size_t)b * s.C2 + c - s.C1) * 2;
-            sum += q[0];
-            square += q[1];
-        }
-        const double n = (double)s.HW * Cg, m = sum / n;
-        mean[i] = (float)m;
-        rstd[i] = (float)(1 / std::sqrt(std::max(square / n - m * m, 0.0) + s.eps));
-    }
+    norm_statistics(mean, rstd, stats1, stats2, s);
+    const NormInputs in{x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s};
+    const int C = in.C();
 #pragma omp parallel for collapse(2) schedule(static)
     for (int b = 0; b < s.B; b++)
-        for (int c0 = 0; c0 < C; c0 += NB) {
-            const NormBlock in = norm_block(x1, x2, b, c0, s);
-            float scale[NB], shift[NB];
-            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift, ss_stride, b, c0, s);
+        for (int c0 = 0; c0 < C; c0 += NORM_CHANNELS) {
+            const ChannelBlock block = channel_block(in, b, c0);
+            const AffineMap map = norm_map(in, b, c0);
             for (int p = 0; p < s.HW; p++) {
-                const float* x = in.x + (size_t)p * in.C;
-                float* o = out + ((size_t)b * s.HW + p) * C + c0;
+                const float* x = row_of(block.first, p, block.pitch);
+                float* z = row_of(out, (size_t)b * s.HW + p, C) + c0;
 #pragma omp simd
-                for (int c = 0; c < NB; c++) o[c] = x[c] * scale[c] + shift[c];
+                for (int i = 0; i < NORM_CHANNELS; i++) {
+                    z[i] = x[i] * map.slope[i] + map.offset[i];
+                }
                 with_activation<float>(s.activation, [&](auto act) {
 #pragma omp simd
-                    for (int c = 0; c < NB; c++) o[c] = act.f(o[c]);
+                    for (int i = 0; i < NORM_CHANNELS; i++) {
+                        z[i] = act.f(z[i]);
+                    }
                 });
-                if (dropout.p > 0) dropout_block(o, dropout, b, (size_t)p * C + c0);
+                if (dropout.p > 0) dropout_block(z, dropout, b, (size_t)p * C + c0);
             }
         }
 }
 
-// dz (NB): dout from element e of image b on, taken back through dropout and the activation.
-static inline void norm_dz(float (&dz)[NB], const float* dout, const float* x, const float (&scale)[NB],
-                           const float (&shift)[NB], const Dropout& dropout, int b, size_t e, const NormShape& s) {
-    std::copy_n(dout + (size_t)b * s.HW * (s.C1 + s.C2) + e, NB, dz);
-    with_activation<float>(s.activation, [&](auto act) {
+// dz = dropout(dout * f'(z)), the gradient with respect to z, for NORM_CHANNELS channels of pixel p. f'(z) is made from
+// x again: z itself was never stored.
+static inline void norm_dz(float (&dz)[NORM_CHANNELS], const float* dout, const float* x, const AffineMap& map,
+                           const NormInputs& in, int b, int p, int c0) {
+    const size_t pixel = (size_t)b * in.s.HW + p;
+    std::copy_n(row_of(dout, pixel, in.C()) + c0, NORM_CHANNELS, dz);
+    with_activation<float>(in.s.activation, [&](auto act) {
 #pragma omp simd
-        for (int c = 0; c < NB; c++) dz[c] *= act.df(x[c] * scale[c] + shift[c]);
+        for (int i = 0; i < NORM_CHANNELS; i++) {
+            dz[i] *= act.df(x[i] * map.slope[i] + map.offset[i]);
+        }
     });
-    if (dropout.p > 0) dropout_block(dz, dropout, b, e);
+    if (in.dropout.p > 0) dropout_block(dz, in.dropout, b, (size_t)p * in.C() + c0);
 }
 
-// First pass of the backward: sums (B, C, 2) over the pixels of each image: dz, dz * xhat.
-static inline void norm_backward_sums(double* sums, const float* dout, const float* x1, const float* x2,
-                                      const float* mean, const float* rstd, const float* weight, const float* bias,
-                                      const float* scale_shift, int ss_stride, const Dropout& dropout,
-                                      const NormShape& s) {
-    const int C = s.C1 + s.C2;
+// Backward, first pass: sums (B, C, 2) over the pixels of each image, sum(dz) and sum(dz * xhat).
+static inline void norm_backward_sums(double* sums, const float* dout, const NormInputs& in) {
+    const NormShape& s = in.s;
+    const int C = in.C();
 #pragma omp parallel for collapse(2) schedule(static)
     for (int b = 0; b < s.B; b++)
-        for (int c0 = 0; c0 < C; c0 += NB) {
-            const NormBlock in = norm_block(x1, x2, b, c0, s);
-            float scale[NB], shift[NB], dz[NB];
-            double sum[NB] = {}, product[NB] = {};
-            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift, ss_stride, b, c0, s);
+        for (int c0 = 0; c0 < C; c0 += NORM_CHANNELS) {
+            const ChannelBlock block = channel_block(in, b, c0);
+            const AffineMap map = norm_map(in, b, c0);
+            float dz[NORM_CHANNELS];
+            double sum[NORM_CHANNELS] = {}, product[NORM_CHANNELS] = {}; // of dz, and of dz * x
             for (int p = 0; p < s.HW; p++) {
-                const float* x = in.x + (size_t)p * in.C;
-                norm_dz(dz, dout, x, scale, shift, dropout, b, (size_t)p * C + c0, s);
+                const float* x = row_of(block.first, p, block.pitch);
+                norm_dz(dz, dout, x, map, in, b, p, c0);
 #pragma omp simd
-                for (int c = 0; c < NB; c++) {
-                    sum[c] += dz[c];
-                    product[c] += (double)dz[c] * x[c];
+                for (int i = 0; i < NORM_CHANNELS; i++) {
+                    sum[i] += dz[i];
+                    product[i] += (double)dz[i] * x[i];
                 }
             }
-            for (int c = 0; c < NB; c++) {
-                const int g = b * s.groups + (c0 + c) / (C / s.groups);
-                sums[((size_t)b * C + c0 + c) * 2] = sum[c];
-                sums[((size_t)b * C + c0 + c) * 2 + 1] = (product[c] - mean[g] * sum[c]) * rstd[g];
+            for (int i = 0; i < NORM_CHANNELS; i++) {
+                const int c = c0 + i, g = in.group(b, c);
+                double* both = row_of(sums, (size_t)b * C + c, 2);
+                both[0] = sum[i];
+                both[1] = (product[i] - in.mean[g] * sum[i]) * in.rstd[g];
             }
         }
 }
 
-// Second pass: gradients of the parameters and of scale_shift; group_means (B, groups, 2) = rstd times the means over a group of g dz and
-// g dz xhat, g = weight * (1 + scale).
+// Second pass, with the sums of the first one. By the chain rule through z = (xhat weight + bias) (1 + scale) + shift:
+//   dweight_c = sum over b of (1 + scale) sum(dz xhat),     dbias_c  = sum over b of (1 + scale) sum(dz)
+//   dscale_bc = weight sum(dz xhat) + bias sum(dz),         dshift_bc = sum(dz)
+// and what the third pass needs, with w = weight (1 + scale) and means over a group:
+//   group_means (B, groups, 2) = rstd mean(w dz), rstd mean(w dz xhat)
 static inline void norm_backward_params(float* group_means, float* dweight, float* dbias, float* dscale_shift,
-                                        const double* sums, const float* rstd, const float* weight, const float* bias,
-                                        const float* scale_shift, int ss_stride, const NormShape& s) {
-    const int C = s.C1 + s.C2, Cg = C / s.groups;
-    std::vector<double> dw(C), db(C), means((size_t)s.B * s.groups * 2);
-    for (int b = 0; b < s.B; b++)
+                                        const double* sums, const NormInputs& in) {
+    const NormShape& s = in.s;
+    const int C = in.C(), groups = s.B * s.groups;
+    std::vector<double> dw(C), db(C), totals((size_t)groups * 2);
+    for (int b = 0; b < s.B; b++) {
+        const float* scales = in.scales(b);
         for (int c = 0; c < C; c++) {
-            const double* sum = sums + ((size_t)b * C + c) * 2;
-            const double film = scale_shift ? 1.0 + scale_shift[(size_t)b * ss_stride + c] : 1.0;
-            double* mean = &means[((size_t)b * s.groups + c / Cg) * 2];
-            mean[0] += weight[c] * film * sum[0];
-            mean[1] += weight[c] * film * sum[1];
-            dw[c] += film * sum[1];
-            db[c] += film * sum[0];
-            if (!scale_shift) continue;
-            dscale_shift[(size_t)b * ss_stride + c] = (float)(weight[c] * sum[1] + bias[c] * sum[0]);
-            dscale_shift[(size_t)b * ss_stride + C + c] = (float)sum[0];
+            const double* both = row_of(sums, (size_t)b * C + c, 2);
+            const double sum_dz = both[0], sum_dz_xhat = both[1];
+            const double scale = scales ? 1.0 + scales[c] : 1.0;
+            double* total = &totals[(size_t)in.group(b, c) * 2];
+            total[0] += in.weight[c] * scale * sum_dz;
+            total[1] += in.weight[c] * scale * sum_dz_xhat;
+            dw[c] += scale * sum_dz_xhat;
+            db[c] += scale * sum_dz;
+            if (!in.scale_shift) continue;
+            float* dscales = row_of(dscale_shift, b, in.ss_stride);
+            dscales[c] = (float)(in.weight[c] * sum_dz_xhat + in.bias[c] * sum_dz);
+            dscales[C + c] = (float)sum_dz; // the shift's
         }
-    for (int i = 0; i < s.B * s.groups * 2; i++) group_means[i] = (float)(means[i] / ((double)s.HW * Cg) * rstd[i / 2]);
+    }
+    const double n = (double)s.HW * in.channels_per_group();
+    for (int i = 0; i < groups * 2; i++) {
+        group_means[i] = (float)(totals[i] / n * in.rstd[i / 2]);
+    }
     for (int c = 0; c < C; c++) {
         dweight[c] = (float)dw[c];
         dbias[c] = (float)db[c];
     }
 }
 
-// dx = rstd * (g dz - mean(g dz) - xhat * mean(g dz xhat)), g = weight * (1 + scale), means over a group
-static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, float* dweight, float* dbias,
-                                      float* dscale_shift, const float* dout, const float* x1, const float* x2,
-                                      const float* mean, const float* rstd, const float* weight, const float* bias,
-                                      const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
-    const int C = s.C1 + s.C2, Cg = C / s.groups;
-    std::vector<double> sums((size_t)s.B * C * 2);
-    std::vector<float> group_means((size_t)s.B * s.groups * 2);
-    norm_backward_sums(sums.data(), dout, x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s);
-    norm_backward_params(group_means.data(), dweight, dbias, dscale_shift, sums.data(), rstd, weight, bias, scale_shift,
-                         ss_stride, s);
+// Third pass: dx = rstd (w dz - mean(w dz) - xhat mean(w dz xhat)), w = weight (1 + scale), means over a group. Since
+// xhat = (x - mean_g) rstd, and rstd w is the slope of the forward pass, it is dx = slope dz - x_factor x - constant.
+static inline void norm_backward_input(GradOf<float> dx1, GradOf<float> dx2, const float* group_means,
+                                       const float* dout, const NormInputs& in) {
+    const NormShape& s = in.s;
 #pragma omp parallel for collapse(2) schedule(static)
     for (int b = 0; b < s.B; b++)
-        for (int c0 = 0; c0 < C; c0 += NB) {
-            const NormBlock in = norm_block(x1, x2, b, c0, s);
-            const GradOf<float>& g = c0 < s.C1 ? dx1 : dx2;
+        for (int c0 = 0; c0 < in.C(); c0 += NORM_CHANNELS) {
+            const bool in_x1 = c0 < s.C1;
+            const GradOf<float>& g = in_x1 ? dx1 : dx2;
             if (!g.dx) continue;
-            float scale[NB], shift[NB], dz[NB], slope[NB], level[NB]; // dx = scale dz - slope x - level
-            norm_coefficients(scale, shift, mean, rstd, weight, bias, scale_shift, ss_stride, b, c0, s);
-            for (int c = 0; c < NB; c++) {
-                const int i = b * s.groups + (c0 + c) / Cg;
-                slope[c] = group_means[2 * i + 1] * rstd[i];
-                level[c] = group_means[2 * i] - slope[c] * mean[i];
+            const ChannelBlock block = channel_block(in, b, c0);
+            const AffineMap map = norm_map(in, b, c0);
+            float dz[NORM_CHANNELS], x_factor[NORM_CHANNELS], constant[NORM_CHANNELS];
+            for (int i = 0; i < NORM_CHANNELS; i++) {
+                const int group = in.group(b, c0 + i);
+                const float* means = row_of(group_means, group, 2);
+                x_factor[i] = means[1] * in.rstd[group];
+                constant[i] = means[0] - x_factor[i] * in.mean[group];
             }
             for (int p = 0; p < s.HW; p++) {
-                const float* x = in.x + (size_t)p * in.C;
-                norm_dz(dz, dout, x, scale, shift, dropout, b, (size_t)p * C + c0, s);
-                const size_t i = x - (c0 < s.C1 ? x1 : x2);
+                const float* x = row_of(block.first, p, block.pitch);
+                norm_dz(dz, dout, x, map, in, b, p, c0);
+                const size_t first = x - (in_x1 ? in.x1 : in.x2); // dx is shaped like x
 #pragma omp simd
-                for (int c = 0; c < NB; c++) dz[c] = scale[c] * dz[c] - slope[c] * x[c] - level[c];
-                for (int c = 0; c < NB; c++) g.dx[i + c] = with_addends(g, i + c, dz[c]);
+                for (int i = 0; i < NORM_CHANNELS; i++) {
+                    dz[i] = map.slope[i] * dz[i] - x_factor[i] * x[i] - constant[i];
+                }
+                for (int i = 0; i < NORM_CHANNELS; i++) {
+                    g.dx[first + i] = with_addends(g, first + i, dz[i]);
+                }
             }
         }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// attention: S = q k^T / sqrt(d), P = softmax(S), out = P v. A GPU's backward pass makes P from SoftmaxRow again, a CPU's from q and k.
+// dx1 (B, HW, C1), dx2 (B, HW, C2), dweight and dbias (C), dscale_shift (B, ss_stride) from dout (B, HW, C)
+// Each pass needs sums that the one before it has finished: over an image's pixels, then over a group's channels.
+static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, float* dweight, float* dbias,
+                                      float* dscale_shift, const float* dout, const float* x1, const float* x2,
+                                      const float* mean, const float* rstd, const float* weight, const float* bias,
+                                      const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
+    const NormInputs in{x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s};
+    std::vector<double> sums((size_t)s.B * in.C() * 2);
+    std::vector<float> group_means((size_t)s.B * s.groups * 2);
+    norm_backward_sums(sums.data(), dout, in);
+    norm_backward_params(group_means.data(), dweight, dbias, dscale_shift, sums.data(), in);
+    norm_backward_input(dx1, dx2, group_means.data(), dout, in);
+}
 
-// P (T, pitch): the softmax of one head. A row is divided by the sum of the very numbers that it holds, and the difference of two scores comes before
-// their factor, which would round large ones (10^6 by 0.06): so rows add up to 1 and equal scores have equal parts, however large they are.
-static inline void attention_probabilities(float* P, size_t pitch, const float* q, const float* kT, size_t ld, int T,
-                                           int d) {
+// ---------------------------------------------------------------------------------------------------------------------
+// attention, F.scaled_dot_product_attention for each image and head
+//
+// q, k, v (T, d): T tokens (pixels), d channels of a head. All heads' lie in qkv (B, T, 3C), C = heads * d.
+//   S = q k^T / sqrt(d)       (T, T)  row t: how well token t's query fits every key
+//   P = softmax(S, dim=-1)    (T, T)
+//   out = P v                 (T, d)
+// P is not kept between the passes. The backward pass makes it again: a GPU from the SoftmaxRow of each row, which the
+// forward pass wrote; the CPU from q and k alone.
+
+// P (T, pitch) of one head. Two roundings would hurt where scores are large, and are avoided: the difference of two
+// scores is taken before their factor 1 / sqrt(d) (a score of 10^6 is rounded by 0.06), and a row is divided by the sum
+// of the very numbers that it holds. So every row adds up to 1, and equal scores get equal parts.
+static inline void attention_probabilities(float* P, size_t pitch, const float* q, const float* kT, size_t q_pitch,
+                                           int T, int d) {
     const float scale = 1 / std::sqrt((float)d);
-    matmul(P, pitch, q, ld, kT, pitch, T, T, d);
+    matmul(P, pitch, q, q_pitch, kT, pitch, T, T, d);
     for (int t = 0; t < T; t++) {
-        float* row = P + t * pitch;
+        float* row = row_of(P, t, pitch);
         const float top = *std::max_element(row, row + T);
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int s = 0; s < T; s++) sum += row[s] = fast_exp((row[s] - top) * scale);
+        for (int s = 0; s < T; s++) {
+            row[s] = fast_exp((row[s] - top) * scale);
+            sum += row[s];
+        }
         const float part = 1 / sum;
         for (int s = 0; s < T; s++) row[s] *= part;
     }
 }
 
+// out (B, T, C) from qkv (B, T, 3C). A thread takes a head of an image from beginning to end, in memory of its own,
+// where rows are padded to whole tiles: T_pad columns instead of T, d_pad instead of d. k is needed as k^T.
 static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, int B, int T, int C, int heads) {
-    const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
-    const size_t ld = 3 * (size_t)C;
+    const int d = C / heads;
+    const int T_pad = round_up(T, TN), d_pad = round_up(d, TN);
+    const size_t pitch = 3 * (size_t)C; // from a token to the next in qkv
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
         for (int h = 0; h < heads; h++) {
-            std::vector<float> kT((size_t)d * pitch), v((size_t)T * dp), P((size_t)T * pitch);
-            const float* q = qkv + (size_t)b * T * ld + h * d;
-            transpose(kT.data(), pitch, q + C, ld, T, d);
-            for (int t = 0; t < T; t++) std::copy(q + 2 * C + t * ld, q + 2 * C + t * ld + d, &v[(size_t)t * dp]);
-            attention_probabilities(P.data(), pitch, q, kT.data(), ld, T, d);
-            matmul(out + (size_t)b * T * C + h * d, C, P.data(), pitch, v.data(), dp, T, d, T);
+            std::vector<float> kT((size_t)d * T_pad), v_rows((size_t)T * d_pad);
+            std::vector<float> P((size_t)T * T_pad);
+            const float* q = row_of(qkv, (size_t)b * T, pitch) + h * d;
+            const float *k = q + C, *v = q + 2 * C;
+            float* o = row_of(out, (size_t)b * T, C) + h * d;
+            transpose(kT.data(), T_pad, k, pitch, T, d);
+            copy_rows(v_rows.data(), d_pad, v, pitch, T, d, 1);
+            attention_probabilities(P.data(), T_pad, q, kT.data(), pitch, T, d);
+            matmul(o, C, P.data(), T_pad, v_rows.data(), d_pad, T, d, T);
         }
 }
 
-// dv = P^T dout,  dP = dout v^T,  dS = P (dP - rowsum(dout * out)),  dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
+//   dv = P^T dout                       dP = dout v^T
+//   dS = P * (dP - D),  D_t = the sum over a row of dP * P, which is that over the d channels of dout * out
+//   dq = dS k / sqrt(d)                 dk = dS^T q / sqrt(d)
+// The right factor of each product is copied into `rows` first, padded and multiplied by its factor.
 static inline void attention_backward(float* dqkv, const float* dout, const float* qkv, const float* out,
                                       const SoftmaxRow*, int B, int T, int C, int heads) {
-    const int d = C / heads, pitch = round_up(T, TN), dp = round_up(d, TN);
-    const size_t ld = 3 * (size_t)C;
+    const int d = C / heads;
+    const int T_pad = round_up(T, TN), d_pad = round_up(d, TN);
+    const size_t pitch = 3 * (size_t)C;
     const float scale = 1 / std::sqrt((float)d);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
         for (int h = 0; h < heads; h++) {
-            std::vector<float> kT((size_t)d * pitch), vT(kT), rows((size_t)T * dp), P((size_t)T * pitch), dS(P),
-                turned(P);
-            const size_t head = (size_t)b * T * C + h * d;
-            const float *q = qkv + (size_t)b * T * ld + h * d, *o = out + head, *go = dout + head;
-            float* dq = dqkv + (size_t)b * T * ld + h * d;
-            auto dense = [&](const float* m, size_t from, float factor) { // (T, d), of rows this far apart, as (T, dp)
-                for (int t = 0; t < T; t++)
-                    for (int c = 0; c < d; c++) rows[(size_t)t * dp + c] = m[t * from + c] * factor;
-            };
-            transpose(kT.data(), pitch, q + C, ld, T, d);
-            transpose(vT.data(), pitch, q + 2 * C, ld, T, d);
-            attention_probabilities(P.data(), pitch, q, kT.data(), ld, T, d);
-            transpose(turned.data(), pitch, P.data(), pitch, T, T);
-            dense(go, C, 1);
-            matmul(dq + 2 * C, ld, turned.data(), pitch, rows.data(), dp, T, d, T); // dv
-            matmul(dS.data(), pitch, go, C, vT.data(), pitch, T, T, d);             // dP
+            std::vector<float> kT((size_t)d * T_pad), vT((size_t)d * T_pad);
+            std::vector<float> P((size_t)T * T_pad), dS((size_t)T * T_pad);
+            std::vector<float> transposed((size_t)T * T_pad); // of P, then of dS
+            std::vector<float> rows((size_t)T * d_pad); // dout, k or q of this head, as the right factor of a product
+            const size_t token0 = (size_t)b * T;
+            const float* q = row_of(qkv, token0, pitch) + h * d;
+            const float *k = q + C, *v = q + 2 * C;
+            float* dq = row_of(dqkv, token0, pitch) + h * d;
+            float *dk = dq + C, *dv = dq + 2 * C;
+            const float* o = row_of(out, token0, C) + h * d;
+            const float* d_o = row_of(dout, token0, C) + h * d;
+
+            transpose(kT.data(), T_pad, k, pitch, T, d);
+            transpose(vT.data(), T_pad, v, pitch, T, d);
+            attention_probabilities(P.data(), T_pad, q, kT.data(), pitch, T, d);
+
+            transpose(transposed.data(), T_pad, P.data(), T_pad, T, T);
+            copy_rows(rows.data(), d_pad, d_o, C, T, d, 1);
+            matmul(dv, pitch, transposed.data(), T_pad, rows.data(), d_pad, T, d, T);
+
+            std::vector<float>& dP = dS; // dS takes dP's place
+            matmul(dP.data(), T_pad, d_o, C, vT.data(), T_pad, T, T, d);
             for (int t = 0; t < T; t++) {
-                double dot = 0;
-                for (int c = 0; c < d; c++) dot += (double)go[(size_t)t * C + c] * o[(size_t)t * C + c];
-                for (int s = 0; s < T; s++) dS[t * pitch + s] = P[t * pitch + s] * (dS[t * pitch + s] - (float)dot);
+                const float *o_row = row_of(o, t, C), *d_o_row = row_of(d_o, t, C);
+                const float* P_row = row_of(P.data(), t, T_pad);
+                float* dS_row = row_of(dS.data(), t, T_pad);
+                double D = 0;
+                for (int c = 0; c < d; c++) {
+                    D += (double)d_o_row[c] * o_row[c];
+                }
+                for (int s = 0; s < T; s++) {
+                    dS_row[s] = P_row[s] * (dS_row[s] - (float)D);
+                }
             }
-            dense(q + C, ld, scale);
-            matmul(dq, ld, dS.data(), pitch, rows.data(), dp, T, d, T); // dq
-            transpose(turned.data(), pitch, dS.data(), pitch, T, T);
-            dense(q, ld, scale);
-            matmul(dq + C, ld, turned.data(), pitch, rows.data(), dp, T, d, T); // dk
+
+            copy_rows(rows.data(), d_pad, k, pitch, T, d, scale);
+            matmul(dq, pitch, dS.data(), T_pad, rows.data(), d_pad, T, d, T);
+
+            transpose(transposed.data(), T_pad, dS.data(), T_pad, T, T);
+            copy_rows(rows.data(), d_pad, q, pitch, T, d, scale);
+            matmul(dk, pitch, transposed.data(), T_pad, rows.data(), d_pad, T, d, T);
         }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// resampling without parameters: average pool 2x2, nearest neighbour 2x; H, W are those of the input of the forward pass
+// resampling without parameters. H, W are those of the forward pass's input, in the backward functions, too.
 
+// out (B, H / 2, W / 2, C) = F.avg_pool2d(x, 2)
 static inline void downsample_forward(float* out, Stats* stats, const float* x, int B, int H, int W, int C) {
     const int Ho = H / 2, Wo = W / 2;
 #pragma omp parallel for schedule(static)
     for (int p = 0; p < B * Ho * Wo; p++) {
-        const int b = p / (Ho * Wo), h = p / Wo % Ho, w = p % Wo;
-        const float *r0 = x + (((size_t)b * H + 2 * h) * W + 2 * w) * C, *r1 = r0 + (size_t)W * C;
-        for (int c = 0; c < C; c++) out[(size_t)p * C + c] = 0.25f * (r0[c] + r0[C + c] + r1[c] + r1[C + c]);
+        const int b = p / (Ho * Wo), ho = p / Wo % Ho, wo = p % Wo;
+        const size_t top_left = ((size_t)b * H + 2 * ho) * W + 2 * wo;
+        const float* x00 = row_of(x, top_left, C);
+        const float* x01 = x00 + C;
+        const float* x10 = x00 + (size_t)W * C;
+        const float* x11 = x10 + C;
+        float* o = row_of(out, p, C);
+        for (int c = 0; c < C; c++) {
+            o[c] = 0.25f * (x00[c] + x01[c] + x10[c] + x11[c]);
+        }
     }
     if (stats) channel_stats(stats, out, B, Ho * Wo, C);
 }
 
+// Each of the four pixels gets a quarter of their mean's gradient.
 static inline void downsample_backward(GradOf<float> dx, const float* dout, int B, int H, int W, int C) {
     const int Ho = H / 2, Wo = W / 2;
 #pragma omp parallel for schedule(static)
     for (int p = 0; p < B * H * W; p++) {
-        const int b = p / (H * W), h = p / W % H / 2, w = p % W / 2;
-        const bool inside = h < Ho && w < Wo; // an odd last row or column was not pooled
-        const float* d = dout + (((size_t)b * Ho + h) * Wo + w) * C;
-        for (int c = 0; c < C; c++)
-            dx.dx[(size_t)p * C + c] = with_addends(dx, (size_t)p * C + c, inside ? 0.25f * d[c] : 0.0f);
+        const int b = p / (H * W), ho = p / W % H / 2, wo = p % W / 2;
+        const bool inside = ho < Ho && wo < Wo; // the forward pass did not read an odd last row or column
+        const size_t pooled = ((size_t)b * Ho + ho) * Wo + wo;
+        const float* d = row_of(dout, pooled, C);
+        for (int c = 0; c < C; c++) {
+            const size_t i = (size_t)p * C + c;
+            dx.dx[i] = with_addends(dx, i, inside ? 0.25f * d[c] : 0.0f);
+        }
     }
 }
 
+// out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest")
 static inline void upsample_forward(float* out, Stats* stats, const float* x, int B, int H, int W, int C) {
+    const int Ho = 2 * H, Wo = 2 * W;
 #pragma omp parallel for schedule(static)
-    for (int p = 0; p < B * 2 * H * 2 * W; p++) {
-        const int b = p / (4 * H * W), h = p / (2 * W) % (2 * H) / 2, w = p % (2 * W) / 2;
-        memcpy(out + (size_t)p * C, x + (((size_t)b * H + h) * W + w) * C, C * sizeof(float));
+    for (int p = 0; p < B * Ho * Wo; p++) {
+        const int b = p / (Ho * Wo), ho = p / Wo % Ho, wo = p % Wo;
+        const size_t source = ((size_t)b * H + ho / 2) * W + wo / 2;
+        std::copy_n(row_of(x, source, C), C, row_of(out, p, C));
     }
-    if (stats) channel_stats(stats, out, B, 4 * H * W, C);
+    if (stats) channel_stats(stats, out, B, Ho * Wo, C);
 }
 
+// A pixel's gradient is the sum of its four copies'.
 static inline void upsample_backward(GradOf<float> dx, const float* dout, int B, int H, int W, int C) {
+    const int Ho = 2 * H, Wo = 2 * W;
 #pragma omp parallel for schedule(static)
     for (int p = 0; p < B * H * W; p++) {
         const int b = p / (H * W), h = p / W % H, w = p % W;
-        const float *r0 = dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C, *r1 = r0 + (size_t)2 * W * C;
+        const size_t top_left = ((size_t)b * Ho + 2 * h) * Wo + 2 * w;
+        const float* d00 = row_of(dout, top_left, C);
+        const float* d01 = d00 + C;
+        const float* d10 = d00 + (size_t)Wo * C;
+        const float* d11 = d10 + C;
         for (int c = 0; c < C; c++) {
             const size_t i = (size_t)p * C + c;
-            dx.dx[i] = with_addends(dx, i, r0[c] + r0[C + c] + r1[c] + r1[C + c]);
+            dx.dx[i] = with_addends(dx, i, d00[c] + d01[c] + d10[c] + d11[c]);
         }
     }
 }
 
+// F.pixel_unshuffle: squares of p x p pixels become channels (place_in_patches says which).
 static inline void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
-    for (size_t i = 0; i < (size_t)B * H * W * C; i++) out[place_in_patches(i, H, W, C, p)] = x[i];
+    const size_t n = (size_t)B * H * W * C;
+    for (size_t i = 0; i < n; i++) {
+        out[place_in_patches(i, H, W, C, p)] = x[i];
+    }
 }
 
+// F.pixel_shuffle: back to pixels
 static inline void from_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
-    for (size_t i = 0; i < (size_t)B * H * W * C; i++) out[i] = x[place_in_patches(i, H, W, C, p)];
+    const size_t n = (size_t)B * H * W * C;
+    for (size_t i = 0; i < n; i++) {
+        out[i] = x[place_in_patches(i, H, W, C, p)];
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// embeddings
+// embeddings: how the network is told t and the class. Both become a row of C numbers for each sample.
 
-// guided-diffusion's timestep_embedding
+// out (B, dim) = [cos(t f_i), sin(t f_i)] with f_i = max_period^(-i / half), half = dim / 2 (guided-diffusion's nn.py)
 static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                               Lane* = MAIN_LANE) {
     const int half = dim / 2;
-    for (int b = 0; b < B; b++)
+    const double log_period = std::log((double)max_period);
+    for (int b = 0; b < B; b++) {
+        float* cosines = row_of(out, b, dim);
+        float* sines = cosines + half;
         for (int i = 0; i < half; i++) {
-            const double angle = (double)t[b] * (float)std::exp(-std::log((double)max_period) * i / half);
-            out[(size_t)b * dim + i] = (float)std::cos(angle);
-            out[(size_t)b * dim + half + i] = (float)std::sin(angle);
+            const float f = (float)std::exp(-log_period * i / half); // PyTorch keeps it in fp32
+            const double angle = (double)t[b] * f;
+            cosines[i] = (float)std::cos(angle);
+            sines[i] = (float)std::sin(angle);
         }
+    }
 }
 
+// out (B, C) = x (B, C) + F.embedding(labels (B), table (rows, C))
 static inline void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B,
                                            int C, Lane* = MAIN_LANE) {
-    for (int b = 0; b < B; b++)
-        for (int c = 0; c < C; c++) out[(size_t)b * C + c] = x[(size_t)b * C + c] + table[(size_t)labels[b] * C + c];
+    for (int b = 0; b < B; b++) {
+        const float* label_row = row_of(table, labels[b], C);
+        const float* x_row = row_of(x, b, C);
+        float* out_row = row_of(out, b, C);
+        for (int c = 0; c < C; c++) {
+            out_row[c] = x_row[c] + label_row[c];
+        }
+    }
 }
 
+// dx = dout; a row of dtable is the sum of dout over the samples that have its label.
 static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels,
                                             int B, int rows, int C) {
-    std::fill(dtable, dtable + (size_t)rows * C, 0.0f);
-    for (int b = 0; b < B; b++)
+    std::fill_n(dtable, (size_t)rows * C, 0.0f);
+    for (int b = 0; b < B; b++) {
+        float* label_row = row_of(dtable, labels[b], C);
         for (int c = 0; c < C; c++) {
             const size_t i = (size_t)b * C + c;
             dx.dx[i] = with_addends(dx, i, dout[i]);
-            dtable[(size_t)labels[b] * C + c] += dout[i];
+            label_row[c] += dout[i];
         }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// diffusion
+// diffusion. Section 9 has the formulas of levels, losses and samplers; these loops apply them to each sample.
 
+// Four random words for sample b: a pure function of the key, the block's number and the sample's (section 3).
 static inline Words random_words(const RandomKey& key, int block, int b) {
-    return philox(key.seed, (uint32_t)block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
+    const uint32_t sample = (uint32_t)(key.sample0 + b), step = (uint32_t)*key.step;
+    return philox(key.seed, (uint32_t)block, sample, step, key.purpose);
 }
 
+// levels, t, quarters (B): a random noise level for each sample, and of it what the network is told, and its quarter
 static inline void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     for (int b = 0; b < B; b++) {
         levels[b] = draw_level(o, random_words(key, 0, b));
@@ -761,6 +1134,7 @@ static inline void draw_levels(NoiseLevel* levels, float* t, int* quarters, int 
     }
 }
 
+// teachers, t (B): the levels of the same samples' teachers, from the same random words (--objective ect)
 static inline void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     for (int b = 0; b < B; b++) {
         teachers[b] = draw_teacher(o, random_words(key, 0, b));
@@ -768,30 +1142,39 @@ static inline void draw_teachers(NoiseLevel* teachers, float* t, int B, const Ob
     }
 }
 
+// weights (T), from history (T, HISTORY + 1); a step that was not ok is not remembered
 static inline void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                                   const StepState* state, int T, int B) {
-    for (int t = 0; t < T; t++)
-        weights[t] = remember_losses(history + (size_t)t * (HISTORY + 1), t, levels, loss, state->ok ? B : 0);
+    const int samples = state->ok ? B : 0;
+    for (int t = 0; t < T; t++) {
+        float* row = row_of(history, t, HISTORY + 1);
+        weights[t] = remember_losses(row, t, levels, loss, samples);
+    }
 }
 
-// Element e of a sample is word e % 4 of Philox block e / 4.
+// out (B, per_sample) = scale * z [+ out], with z standard normal: element e of a sample is number e % 4 of the four
+// that Philox block e / 4 gives.
 static inline void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
 #pragma omp parallel for schedule(static)
-    for (int b = 0; b < B; b++)
+    for (int b = 0; b < B; b++) {
+        float* sample = row_of(out, b, per_sample);
         for (int e = 0; e < per_sample; e += 4) {
             float z[4];
             normals(z, random_words(key, e / 4, b));
             for (int k = 0; k < 4 && e + k < per_sample; k++) {
-                float& v = out[(size_t)b * per_sample + e + k];
-                v = scale * z[k] + (add ? v : 0);
+                const float before = add ? sample[e + k] : 0;
+                sample[e + k] = scale * z[k] + before;
             }
         }
+    }
 }
 
+// x_t = signal x_0 + sigma noise,   target = target_x0 x_0 + target_noise noise [+ target_teacher teacher]
+// images is (B, C, H, W), bytes or floats; x_t, target and teacher are (B, H, W, C). A flip mirrors an image.
 static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
                                     const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key,
                                     int B, int C, int H, int W, int bytes) {
-    draw_normals(target, B, H * W * C, noise_key);
+    draw_normals(target, B, H * W * C, noise_key); // target holds the noise first
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
         const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
@@ -799,10 +1182,12 @@ static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel*
         for (int h = 0; h < H; h++)
             for (int w = 0; w < W; w++)
                 for (int c = 0; c < C; c++) {
-                    const size_t in = (((size_t)b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
+                    const int w_in = flip ? W - 1 - w : w;
+                    const size_t in = (((size_t)b * C + c) * H + h) * W + w_in;
                     const size_t i = (((size_t)b * H + h) * W + w) * C + c;
-                    const uint8_t* const whole = (const uint8_t*)images;
-                    const float x0 = bytes == 1 ? whole[in] / 127.5f - 1.0f : ((const float*)images)[in];
+                    float x0;
+                    if (bytes == 1) x0 = ((const uint8_t*)images)[in] / 127.5f - 1.0f; // 0 ... 255 to -1 ... 1
+                    else x0 = ((const float*)images)[in];
                     const float noise = target[i];
                     x_t[i] = l.signal * x0 + l.sigma * noise;
                     target[i] = l.target_x0 * x0 + l.target_noise * noise;
@@ -811,184 +1196,273 @@ static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel*
     }
 }
 
+// loss (B) = the mean over a sample's elements of mse (out - target)^2 + bound * the variational bound's term
+// dout (B, HW, Cout) = the gradient of factor * sum(loss). With Cout = 2 C the second C outputs say the variance.
 static inline void loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
                                          const float* x, const NoiseLevel* levels, const Objective& o, float factor,
                                          int B, int HW, int C, int Cout) {
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
         const NoiseLevel& l = levels[b];
-        const float mse = o.mse * l.weight, bound = o.bound * l.importance, slope = factor / ((float)HW * C);
+        const float mse = o.mse * l.weight, bound = o.bound * l.importance;
+        const float slope = factor / ((float)HW * C);
         double sum = 0;
         for (int p = 0; p < HW; p++) {
-            const size_t i = ((size_t)b * HW + p) * Cout, j = ((size_t)b * HW + p) * C;
-            for (int c = 0; c < Cout; c++) dout[i + c] = 0;
+            const size_t pixel = (size_t)b * HW + p;
+            const float *o_row = row_of(out, pixel, Cout), *target_row = row_of(target, pixel, C);
+            const float* x_row = row_of(x, pixel, C);
+            float* d_row = row_of(dout, pixel, Cout);
+            std::fill_n(d_row, Cout, 0.0f);
             for (int c = 0; c < C; c++) {
-                const float d = out[i + c] - target[j + c];
+                const float d = o_row[c] - target_row[c];
                 sum += (double)mse * d * d;
-                dout[i + c] = 2 * d * mse * slope;
+                d_row[c] = 2 * d * mse * slope;
                 if (!(o.bound > 0)) continue;
-                const BoundTerm term =
-                    bound_term(l, d, Cout > C ? out[i + C + c] : 0, l.x0_x * x[j + c] + l.x0_out * target[j + c]);
+                const float v = Cout > C ? o_row[C + c] : 0;
+                const float x0 = l.x0_x * x_row[c] + l.x0_out * target_row[c];
+                const BoundTerm term = bound_term(l, d, v, x0);
                 sum += (double)bound * term.value;
-                // else the bound leaves the mean alone (eq. 16 of Nichol & Dhariwal)
-                if (o.mse == 0) dout[i + c] = slope * bound * term.d_mean;
-                if (Cout > C) dout[i + C + c] = slope * bound * term.d_variance;
+                // Beside a squared error the bound trains the variance alone (Nichol & Dhariwal 2021, eq. 16).
+                if (o.mse == 0) d_row[c] = slope * bound * term.d_mean;
+                if (Cout > C) d_row[C + c] = slope * bound * term.d_variance;
             }
         }
         loss[b] = sum / ((double)HW * C);
     }
 }
 
+// loss (B) and dout of the pseudo-Huber distance between images, of n values each (--objective ect; tuning_loss)
 static inline void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
                                                 const NoiseLevel* levels, float c, float factor, int B, int n) {
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
-        const size_t first = (size_t)b * n;
-        double distance = 0;
-        for (size_t i = first; i < first + n; i++) {
-            const float d = levels[b].x0_out * (out[i] - target[i]);
+        const float *o_row = row_of(out, b, n), *target_row = row_of(target, b, n);
+        float* d_row = row_of(dout, b, n);
+        double distance = 0; // squared
+        for (int i = 0; i < n; i++) {
+            const float d = levels[b].x0_out * (o_row[i] - target_row[i]);
             distance += (double)d * d;
         }
         const TuningLoss l = tuning_loss(levels[b], distance, c);
         loss[b] = l.value;
         const float slope = (float)(factor * l.slope);
-        for (size_t i = first; i < first + n; i++) dout[i] = slope * (out[i] - target[i]);
+        for (int i = 0; i < n; i++) {
+            d_row[i] = slope * (o_row[i] - target_row[i]);
+        }
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// a sampler's step
+
+// t (B): what the network is told in step *k of the sampler, the same for all samples
 static inline void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
-    for (int b = 0; b < B; b++) t[b] = steps[*k].t;
+    for (int b = 0; b < B; b++) {
+        t[b] = steps[*k].t;
+    }
 }
 
+// x0 (n): the image that the network's answer for sample b means. x is the sample's input (n = HW * C); out is of the
+// whole batch, ((guided ? 2 : 1) B, HW, Cout). With guidance its second half has the answers without a class, and the
+// difference of the two is exaggerated (Ho & Salimans 2022).
+static inline std::vector<float> predicted_x0(const float* x, const float* out, const SamplerStep& s,
+                                              const Denoising& d, int b, int B, int HW, int C, int Cout) {
+    std::vector<float> x0(HW * C);
+    for (int p = 0; p < HW; p++) {
+        const float* o_row = row_of(out, (size_t)b * HW + p, Cout);
+        const float* unguided_row = d.guided ? row_of(o_row, (size_t)B * HW, Cout) : nullptr;
+        for (int c = 0; c < C; c++) {
+            float answer = o_row[c];
+            if (d.guided) answer = unguided_row[c] + d.guidance * (answer - unguided_row[c]);
+            x0[p * C + c] = s.x0_x * x[p * C + c] + s.x0_out * answer;
+        }
+    }
+    return x0;
+}
+
+// The bound for |x0|: 1, or with dynamic thresholding (Imagen, Saharia et al. 2022) the rank-th smallest |x0| of the
+// image where that is larger.
+static inline float x0_limit(const std::vector<float>& x0, int rank) {
+    if (rank < 0) return 1;
+    std::vector<float> magnitudes;
+    for (float v : x0) {
+        const float magnitude = std::isnan(v) ? INFINITY : std::fabs(v);
+        magnitudes.push_back(magnitude);
+    }
+    std::nth_element(magnitudes.begin(), magnitudes.begin() + rank, magnitudes.end());
+    return std::max(magnitudes[rank], 1.0f);
+}
+
+// From [-limit, limit] to [-1, 1]. NaN stays NaN, which std::clamp would not promise.
+static inline float limited(float x0, float limit) {
+    if (x0 < -limit) return -limit / limit;
+    if (x0 > limit) return limit / limit;
+    return x0 / limit;
+}
+
+// x += sigma z for sample b. A learned sigma lies between two bounds, and the second C outputs say where.
+static inline void add_step_noise(float* x, const float* out, const SamplerStep& s, RandomKey key, int b, int HW, int C,
+                                  int Cout) {
+    for (int e = 0; e < HW * C; e += 4) {
+        float z[4];
+        normals(z, random_words(key, e / 4, b));
+        for (int k = 0; k < 4 && e + k < HW * C; k++) {
+            const int p = (e + k) / C, c = (e + k) % C;
+            float sigma = s.sigma;
+            if (s.range > 0) {
+                const float v = row_of(out, (size_t)b * HW + p, Cout)[C + c];
+                sigma = std::exp(s.log_sigma + s.range * 0.5f * (v + 1));
+            }
+            x[e + k] += z[k] * sigma;
+        }
+    }
+}
+
+// A step of a sampler, in place: x ((guided ? 2 : 1) B, HW, C), where with guidance the second half is a copy.
 static inline void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key,
                                 int B, int HW, int C, int Cout) {
     const SamplerStep s = steps[*key.step];
     const int n = HW * C;
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
-        std::vector<float> x0(n), sorted;
+        float* sample = row_of(x, b, n);
+        float* memory = d.m ? row_of(d.m, b, n) : nullptr; // what a multistep sampler keeps of the step before
+        std::vector<float> x0 = predicted_x0(sample, out, s, d, b, B, HW, C, Cout);
+        const float limit = x0_limit(x0, d.rank);
         for (int e = 0; e < n; e++) {
-            const size_t at = ((size_t)b * HW + e / C) * Cout + e % C;
-            float answer = out[at];
-            if (d.guided) {
-                const float unconditional = out[at + (size_t)B * HW * Cout];
-                answer = unconditional + d.guidance * (answer - unconditional);
-            }
-            x0[e] = s.x0_x * x[(size_t)b * n + e] + s.x0_out * answer;
+            if (d.limit) x0[e] = limited(x0[e], limit);
+            float next = s.next_x * sample[e] + s.next_x0 * x0[e];
+            if (s.next_m != 0) next += s.next_m * memory[e];
+            if (s.m_x != 0 || s.m_x0 != 0) memory[e] = s.m_x * sample[e] + s.m_x0 * x0[e];
+            sample[e] = next;
         }
-        float limit = 1;
-        if (d.rank >= 0) {
-            for (float v : x0) sorted.push_back(std::isnan(v) ? INFINITY : std::fabs(v));
-            std::nth_element(sorted.begin(), sorted.begin() + d.rank, sorted.end());
-            limit = std::max(sorted[d.rank], 1.0f);
-        }
-        for (int e = 0; e < n; e++) {
-            const size_t i = (size_t)b * n + e;
-            if (d.limit) x0[e] = (x0[e] < -limit ? -limit : x0[e] > limit ? limit : x0[e]) / limit; // NaN stays NaN
-            float next = s.next_x * x[i] + s.next_x0 * x0[e];
-            if (s.next_m != 0) next += s.next_m * d.m[i];
-            if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * x[i] + s.m_x0 * x0[e];
-            x[i] = next;
-        }
-        for (int e = 0; e < n && s.sigma > 0; e += 4) {
-            float z[4];
-            normals(z, random_words(key, e / 4, b));
-            for (int k = 0; k < 4 && e + k < n; k++) {
-                const float v = s.range > 0 ? out[((size_t)b * HW + (e + k) / C) * Cout + C + (e + k) % C] : 0;
-                x[(size_t)b * n + e + k] +=
-                    z[k] * (s.range > 0 ? std::exp(s.log_sigma + s.range * 0.5f * (v + 1)) : s.sigma);
-            }
-        }
-        if (d.guided) std::copy_n(x + (size_t)b * n, n, x + (size_t)(B + b) * n);
+        if (s.sigma > 0) add_step_noise(sample, out, s, key, b, HW, C, Cout);
+        if (d.guided) std::copy_n(sample, n, row_of(x, B + b, n));
     }
 }
 
+// Inpainting. Where mask (B, n) is 0, x becomes the given image with the noise of this step. Where the sampler then
+// goes back some steps (RePaint, Lugmayr et al. 2022), noise is added: x' = back_x x + back_sigma z. Otherwise back_x
+// is 1 and back_sigma is 0.
 static inline void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                               bool guided, int B, int n) {
     const SamplerStep s = steps[*key.step];
+    if (s.known_x == 0) return;
     const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
-    for (int b = 0; b < B && s.known_x != 0; b++)
+    for (int b = 0; b < B; b++)
         for (int e = 0; e < n; e += 4) {
-            float known[4], back[4];
-            normals(known, random_words(key, e / 4, b));
-            normals(back, random_words(back_key, e / 4, b));
+            float z_known[4], z_back[4];
+            normals(z_known, random_words(key, e / 4, b));
+            normals(z_back, random_words(back_key, e / 4, b));
             for (int k = 0; k < 4 && e + k < n; k++) {
                 const size_t i = (size_t)b * n + e + k;
-                x[i] = s.back_x * (mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k]) +
-                       s.back_sigma * back[k];
+                const float known = s.known_x * image[i] + s.known_sigma * z_known[k];
+                const float now = mask[i] > 0 ? x[i] : known;
+                x[i] = s.back_x * now + s.back_sigma * z_back[k];
                 if (guided) x[i + (size_t)B * n] = x[i];
             }
         }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// optimiser
+// the optimiser
+//
+// Its arrays are flat: the parameters of every layer, one behind the other. A rank (one process of several) updates its
+// own slice of them, struct Slice, in pieces of PIECE floats. With one rank the slice is everything, and there is one
+// array of gradients. Sums are taken piece by piece, so that they do not depend on who owns which piece.
 
+// sum (flat) = [sum +] the ranks' gradients, always added in the order of the ranks.
+// squares (pieces) = the sum of squares of each piece of that, in double: the parts of the gradient's norm.
 static inline void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
+    const Slice& slice = grads.slice;
 #pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < grads.slice.owned(); i += PIECE) {
-        const size_t at = grads.slice.flat(i), n = grads.slice.n, count = at < n ? std::min(n - at, PIECE) : 0;
-        float piece[PIECE]; // sum may be where the own gradients are
-        std::copy_n((add ? sum : grads.of(0)) + at, count, piece);
-        for (int r = !add; r < grads.slice.ranks; r++) {
-            const float* more = grads.of(r) + at;
+    for (size_t i = 0; i < slice.owned(); i += PIECE) {
+        const size_t first = slice.flat(i); // may lie in the padding behind the last parameter
+        const size_t count = first < slice.n ? std::min(slice.n - first, PIECE) : 0;
+        float piece[PIECE]; // a copy: sum may lie where this rank's own gradients are
+        std::copy_n((add ? sum : grads.of(0)) + first, count, piece);
+        for (int r = add ? 0 : 1; r < slice.ranks; r++) {
+            const float* more = grads.of(r) + first;
 #pragma omp simd
-            for (size_t i = 0; i < count; i++) piece[i] += more[i];
+            for (size_t k = 0; k < count; k++) piece[k] += more[k];
         }
-        std::copy_n(piece, count, sum + at);
+        std::copy_n(piece, count, sum + first);
         double total = 0;
 #pragma omp simd reduction(+ : total)
-        for (size_t i = 0; i < count; i++) total += (double)piece[i] * piece[i];
-        squares.at[0][at / PIECE] = total;
+        for (size_t k = 0; k < count; k++) {
+            total += (double)piece[k] * piece[k];
+        }
+        squares.at[0][first / PIECE] = total;
     }
 }
 
+// state->grad_norm = sqrt(sum of squares), torch.nn.utils.clip_grad_norm_'s norm. With it and the batch's losses,
+// judge_batch decides whether the step is ok; a step that is not changes no parameter.
 static inline void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss,
                               const int* quarters, AdamW h, int B) {
     double total = 0;
     for (size_t k = 0; k < pieces; k++) total += squares[k];
     state->grad_norm = std::sqrt(total);
     LossSums losses{};
-    for (int b = 0; b < B; b++) add_loss(&losses, loss[b], quarters[b]);
+    for (int b = 0; b < B; b++) {
+        add_loss(&losses, loss[b], quarters[b]);
+    }
     judge_batch(state, losses, h, B);
 }
 
+// The program calls it behind everything that draws random numbers for this step.
 static inline void next_step(int64_t* step) { ++*step; }
 
+// records (count) is a ring, which the host reads for the log some steps later.
 static inline void record_step(StepState* records, const StepState* state, int count) {
     records[(state->step - 1) % count] = *state;
 }
 
-// The convolutions' weights in the type of the activations; in fp32 they are the parameters themselves.
+// A GPU's bf16 copy of the weights is written here. In fp32 the copy is the parameters themselves.
 static inline void cast_params(float*, const float*, size_t) {}
 
-static inline void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) { // the copy: see Weights
+// torch.optim.AdamW behind torch.nn.utils.clip_grad_norm_, with g the clipped gradient:
+//   m = beta1 m + (1 - beta1) g,                  v = beta2 v + (1 - beta2) g^2
+//   m_hat = m / (1 - beta1^t),                    v_hat = v / (1 - beta2^t)         t: the number of updates
+//   p = p - lr weight_decay p - lr m_hat / (sqrt(v_hat) + eps)
+//   ema = ema_rate ema + (1 - ema_rate) p
+static inline void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) {
     if (!state->ok) return;
-    // Clipping as torch's clip_grad_norm_
-    const double clip = h.grad_clip > 0 ? std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0;
-    const float scale = (float)clip, decay = 1 - state->lr * h.weight_decay;
-    const float step_size = (float)(state->lr / (1 - std::pow((double)h.beta1, (double)state->updates)));
-    const float root = (float)std::sqrt(1 - std::pow((double)h.beta2, (double)state->updates));
+    const double t = (double)state->updates;
+    double clip = 1;
+    if (h.grad_clip > 0) clip = std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6));
+    const double correction1 = 1 - std::pow((double)h.beta1, t);
+    const double correction2 = 1 - std::pow((double)h.beta2, t);
+    const float scale = (float)clip;
+    const float decay = 1 - state->lr * h.weight_decay;
+    const float step_size = (float)(state->lr / correction1);
+    const float root = (float)std::sqrt(correction2);
 #pragma omp parallel for schedule(static)
-    for (size_t at = 0; at < own.owned(); at += PIECE) {
-        const size_t flat = own.flat(at), end = flat < own.n ? at + std::min(own.n - flat, PIECE) : at;
-        float *const params = u.params.at[0] + flat - at, *const ema = u.ema, *const m = u.m, *const v = u.v;
-        const float* const grads = u.sum + flat - at;
+    for (size_t first = 0; first < own.owned(); first += PIECE) {
+        const size_t flat = own.flat(first); // ema, m and v hold the slice alone, the other arrays everything
+        const size_t count = flat < own.n ? std::min(own.n - flat, PIECE) : 0;
+        float *const params = u.params.at[0] + flat, *const ema = u.ema + first;
+        float *const m = u.m + first, *const v = u.v + first;
+        const float* const grads = u.sum + flat;
 #pragma omp simd
-        for (size_t i = at; i < end; i++) {
+        for (size_t i = 0; i < count; i++) {
             const float g = grads[i] * scale;
             m[i] = h.beta1 * m[i] + (1 - h.beta1) * g;
             v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
-            params[i] = params[i] * decay - step_size * m[i] / (std::sqrt(v[i]) / root + h.eps);
+            const float denominator = std::sqrt(v[i]) / root + h.eps;
+            params[i] = params[i] * decay - step_size * m[i] / denominator;
             ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
         }
     }
 }
 
+// Further averages of the parameters (--ema_rate with several rates, post-hoc EMA): see ema_step
 static inline void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     if (!state->ok) return;
     const float step = power_step(rate, state->updates);
 #pragma omp parallel for simd schedule(static)
-    for (size_t i = 0; i < own.owned(); i++)
-        if (const size_t k = own.flat(i); k < own.n) ema[i] = ema_step(ema[i], params[k], rate, step);
+    for (size_t i = 0; i < own.owned(); i++) {
+        const size_t k = own.flat(i);
+        if (k < own.n) ema[i] = ema_step(ema[i], params[k], rate, step);
+    }
 }
