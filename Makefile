@@ -2,10 +2,11 @@
 # make train_unet_cpu    the CPU build         make train_unet_asan   the same with AddressSanitizer and UBSan
 # make train_unet_mpi    the CPU build for several processes (libopenmpi-dev): mpirun -n 4 ./train_unet_mpi; make train_unet_cpu MPI=1 makes both
 # make train_unet_cuda   the GPU build, for the GPUs of this machine, or, without one, for all that people own; ARCH="80 90a 120" or all for others
-# make test              everything that this machine can check; sets up .venv if no Python here has what the tests need
-# make test_launches     the GPU build's launches on GPUs that are not there (a part of make test); ARCH=all for all architectures
-# make test_emulated     the GPU build's kernels on a GPU made of software, in all cases of a bearable size (a part of make test, in some): needs nvcc
-# make test_faults       every call of a short run fails, one after the other, and processes are killed at random moments for ten minutes (a part of make test, in some)
+# make test              what fails often, in a few minutes, builds included; sets up .venv if no Python here has what the tests need
+# make test_all          everything that this machine can check, in half an hour: the GPU build without a GPU, too, and all tests marked `long`
+# make test_launches     the GPU build's launches on GPUs that are not there (a part of make test_all); ARCH=all for all architectures
+# make test_emulated     the GPU build's kernels on a GPU made of software, in all cases of a bearable size (a part of make test_all, in some): needs nvcc
+# make test_faults       every call of a short run fails, one after the other, and processes are killed at random moments for ten minutes (a part of make test_all, in some)
 # make mutants           changes instructions of the kernels, one at a time, and says what no test of a pair notices: needs nvcc
 # make fuzz              hostile model files, data files, logs and command lines under the sanitizers, for FUZZ_SECONDS=600; needs clang
 # make lint              clang-format, ruff, and the map at the head of train_unet.cu, which make map renews
@@ -66,9 +67,11 @@ train_unet_cuda: $(SOURCES)
 # dev/benchmarks/bench.cu, which is the trainer, too, and not the CUDA runtime but dev/test/fake_cudart.cpp, which checks every launch. It is told what ptxas says of the kernels. Unless ARCH says otherwise, for A100, RTX 30
 # and 40 (80) and H100 (90a): the others take another two minutes to compile.
 LAUNCH_ARCHS = $(if $(filter file,$(origin ARCH)),80 90a,$(ARCHS))
-LAUNCHES = train_unet_launches_$(subst $() ,_,$(strip $(LAUNCH_ARCHS)))
-$(LAUNCHES): $(SOURCES) dev/benchmarks/bench.cu dev/benchmarks/timing.h dev/test/fake_cudart.cpp dev/test/emulator.h
-	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(LAUNCH_ARCHS)) -Xptxas -v -cudart none $(NCCL_FLAGS) dev/benchmarks/bench.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
+launches_of = train_unet_launches_$(subst $() ,_,$(strip $1))
+LAUNCHES = $(call launches_of,$(LAUNCH_ARCHS))
+ALL_LAUNCHES = $(call launches_of,$(filter-out 86 89,$(EVERY)))# which run the code for 80
+train_unet_launches_%: $(SOURCES) dev/benchmarks/bench.cu dev/benchmarks/timing.h dev/test/fake_cudart.cpp dev/test/emulator.h
+	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(subst _, ,$*)) -Xptxas -v -cudart none $(NCCL_FLAGS) dev/benchmarks/bench.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
 		|| { cat $@.ptxas; exit 1; }
 
 train_unet_asan: $(SOURCES)
@@ -83,20 +86,28 @@ python:
 
 # Tests use one thread each; more than eight at a time fill a GPU's memory with nothing but their start.
 PYTEST = $(PYTHON) -m pytest -q -n $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
-test: train_unet train_unet_cpu train_unet_asan $(if $(shell command -v mpicxx),train_unet_mpi) $(if $(HAS_NVCC),$(LAUNCHES)) python
-	$(MAKE) -C dev PYTHON=$(abspath $(PYTHON)) all bench_cpu
-	$(if $(HAS_NVCC),$(if $(GPU),,$(EMULATED)))
-	$(PYTEST) dev/test
-	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) $(foreach name,training diffusion editing posthoc gpu world,dev/test/test_$(name).py))
+# Programs are compiled side by side. Those that take longest come first, so that no core waits for one of them at the end.
+SIDE_BY_SIDE = --no-print-directory -j $(shell nproc)
+TESTED = train_unet_asan workshop train_unet $(if $(shell command -v mpicxx),train_unet_mpi) train_unet_cpu
+ON_THE_GPU = $(foreach name,training diffusion editing posthoc gpu world,dev/test/test_$(name).py)
+test: python
+	$(MAKE) $(SIDE_BY_SIDE) $(TESTED)
+	$(PYTEST) -m "not long" dev/test
+	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) -m "not long" $(ON_THE_GPU))
 
-# The GPU build's kernels where there is no GPU.
-EMULATED = $(MAKE) -C dev BUILD=emulated && BUILD=emulated $(PYTEST) dev/test/test_pairs.py dev/test/test_order.py
-test_emulated: python
-	EMULATE_ALL=1 && export EMULATE_ALL && $(EMULATED)
+# Where there is no GPU, its kernels are run by software, and its launches are checked against described GPUs of all architectures.
+test_all: python
+	$(MAKE) $(SIDE_BY_SIDE) $(if $(HAS_NVCC),$(if $(GPU),,workshop_emulated) $(ALL_LAUNCHES)) $(TESTED)
+	$(if $(HAS_NVCC),$(if $(GPU),,BUILD=emulated $(PYTEST) dev/test/test_pairs.py))
+	$(if $(HAS_NVCC),TRAIN_UNET_LAUNCHES=$(abspath $(ALL_LAUNCHES))) TRAIN_UNET_FAULT_SECONDS=60 $(PYTEST) dev/test
+	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) $(ON_THE_GPU))
 
-# Every call of a short run fails once (a part of make test, in some), and processes are killed for ten minutes.
+test_emulated: workshop_emulated python
+	EMULATE_ALL=1 BUILD=emulated $(PYTEST) dev/test/test_pairs.py dev/test/test_order.py
+
+# Every call of a short run fails once (a part of make test_all, in some), and processes are killed for ten minutes.
 test_faults: train_unet_cpu python
-	$(if $(HAS_NVCC),$(if $(GPU),,$(MAKE) -C dev BUILD=emulated bench))
+	$(if $(HAS_NVCC),$(if $(GPU),,$(MAKE) dev/bench_emulated))
 	TRAIN_UNET_FAILURES=all TRAIN_UNET_FAULT_SECONDS=600 $(PYTEST) dev/test/test_failures.py dev/test/test_faults.py
 
 test_launches: $(LAUNCHES) python
@@ -133,8 +144,15 @@ map:
 bench_cpu: train_unet_cpu data
 	$(PYTHON) dev/benchmarks/bench_cpu.py
 
-dev/bench_cpu dev/bench_cuda:
+# dev/Makefile knows what these are made of.
+dev/bench_cpu dev/bench_cuda dev/bench_emulated:
 	@$(MAKE) --no-print-directory -C dev $(notdir $@)
+
+workshop:
+	@$(MAKE) --no-print-directory -C dev all bench_cpu
+
+workshop_emulated:
+	@$(MAKE) --no-print-directory -C dev bench_emulated pairs_emulated
 
 bench_data: $(if $(GPU),train_unet_cuda dev/bench_cuda)
 	$(PYTHON) dev/benchmarks/bench_data.py $(FLAGS)
@@ -159,4 +177,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_emulated test_faults test_launches mutants fuzz lint map bench bench_cpu bench_data bench_gpus speedrun profile clean dev/bench_cpu dev/bench_cuda
+.PHONY: train_unet data python test test_all test_emulated test_faults test_launches mutants fuzz lint map bench bench_cpu bench_data bench_gpus speedrun profile clean workshop workshop_emulated dev/bench_cpu dev/bench_cuda dev/bench_emulated

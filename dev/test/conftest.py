@@ -33,6 +33,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # so it is in the back
 DATA_MAGIC, MODEL_MAGIC, UNET_CU_DATA_MAGIC, UNET_CU_MODEL_MAGIC = 20261120, 20261121, 20240620, 12345678
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: left out by make test, which takes a few minutes; make test_all runs everything")
+
+
 def flags(*parts: object) -> list[str]:
     """A command line of `--name value` pairs, from lists, single words and "--several words"; of a flag given twice the last value holds."""
     words: list[str] = []

@@ -6,7 +6,7 @@ next start with --resume_checkpoint auto ends with the same bits as a run withou
 Calls of the system fail in the CPU build, by failing_calls.cpp. Those of CUDA and NCCL fail in the GPU build on a GPU made of software, by fake_cudart.cpp and
 fake_nccl.cpp, which take the same variables: make -C dev BUILD=emulated builds it.
 
-`make test` tries some, evenly spaced; `make test_faults` tries every N (TRAIN_UNET_FAILURES=all).
+`make test_all` tries some, evenly spaced; `make test_faults` tries every N (TRAIN_UNET_FAILURES=all).
 """
 
 from __future__ import annotations
@@ -376,6 +376,7 @@ def check_sentences(failures: list[Failure]) -> None:
         assert failure.code == 1 and re.search(says, failure.err), f"{failure}: the sentence does not say what failed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", SCENARIOS if ALL else ["resume", "sample"])
 @pytest.mark.parametrize("call", CUDA_CALLS)
 def test_each_call_of_cuda_fails(gpu_laboratory: Laboratory, scenario: str, call: str) -> None:
@@ -383,12 +384,14 @@ def test_each_call_of_cuda_fails(gpu_laboratory: Laboratory, scenario: str, call
     check_sentences(try_all(gpu_laboratory, scenario, call, 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("call", "scenario"), [(call, rank) for k, call in enumerate(NCCL_CALLS) for rank in (RANKS if ALL else [RANKS[k % 2]])])
 def test_each_call_of_nccl_fails(rank_laboratory: Laboratory, call: str, scenario: str) -> None:
     """At one of two ranks, which otherwise write what one process writes."""
     check_sentences(try_all(rank_laboratory, scenario, call, 1))
 
 
+@pytest.mark.long
 def test_a_call_of_cuda_fails_beside_all_kernels(tmp_path: Path) -> None:
     """No kernel is left out: what the next start goes on with are a network's weights."""
     laboratory = make_gpu_laboratory(tmp_path, "")

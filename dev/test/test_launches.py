@@ -1,7 +1,7 @@
 """Every launch of the GPU build, on GPUs that are not there: the program's host code runs with fake_cudart.cpp in the place of CUDA's runtime library, which checks
 threads, registers, shared memory, attributes, grids and clusters of whatever is launched. Then the sentences for GPUs and drivers that do not fit.
 
-make test_launches builds the binary and runs this (ARCH=all: code for all architectures, several minutes); make test does so where there is nvcc.
+make test_launches builds the binary and runs this (ARCH=all: code for all architectures, several minutes); make test_all does so where there is nvcc.
 
 launches.txt says which kernels each preset gets on each kind of GPU. Who changes a choice reads the difference and renews the file:
     python dev/test/test_launches.py                 writes launches.txt anew, for the GPUs that the newest binary has code for
@@ -29,7 +29,7 @@ import pytest
 from conftest import ROOT, flags
 
 BINARY = Path(os.environ.get("TRAIN_UNET_LAUNCHES") or max(ROOT.glob("train_unet_launches_*[0-9a]"), key=os.path.getmtime, default=""))
-pytestmark = pytest.mark.skipif(not BINARY.is_file() and not shutil.which("nvcc"), reason="there is no nvcc here to build it")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not BINARY.is_file() and not shutil.which("nvcc"), reason="there is no nvcc here to build it")]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The same bits in whatever order a GPU works: a short run of the GPU build, whose kernels emulator.cpp runs, with and without what makes it fast.
 
 fake_cudart.cpp does what the streams are told either at once or, with FAKE_LATE, as late as CUDA allows, and lets kernels begin as early as CUDA allows. Who does
-not wait for what he needs has other bits then. make -C dev BUILD=emulated builds the binary; make test does so where there is nvcc and no GPU."""
+not wait for what he needs has other bits then. make -C dev BUILD=emulated builds the binary; make test_all does so where there is nvcc and no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, TINY_RUN, data_bytes, environment, flags, make_images, model_name
 
 BINARY = ROOT / "dev/bench_emulated"
-pytestmark = pytest.mark.skipif(not BINARY.is_file(), reason="needs make -C dev BUILD=emulated, and nvcc for that")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not BINARY.is_file(), reason="needs make -C dev BUILD=emulated, and nvcc for that")]
 
 GPUS = {"A100": (80, 108, 164), "H200": (90, 132, 228)}
 # Two levels, so that there are skips, a strided convolution and an upsampled one; attention; microbatches, whose gradients are added; three steps, of

@@ -1,7 +1,7 @@
 """Every pair of the workshop: each output and gradient of each case against PyTorch in float64, in fp32 and, where there is a GPU, in bf16; the same
 bits from any number of threads; compute-sanitizer.
 
-BUILD=emulated checks the GPU build's kernels where there is no GPU (emulator.cpp): some of the cases in make test, EMULATE_ALL=1, which is
+BUILD=emulated checks the GPU build's kernels where there is no GPU (emulator.cpp): some of the cases in make test_all, EMULATE_ALL=1, which is
 make test_emulated, all of a bearable size."""
 
 from __future__ import annotations
