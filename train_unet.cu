@@ -4,73 +4,66 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    168  Part I. The program
-//    171     1. Types at the interface: what operations are called with
-//    386     2. The interface: all that the program asks of a device
-//    597     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    657     4. Errors, files and pictures: what Part III does for the program
-//    765     5. Configuration: flags, presets, help, what can work and what cannot
-//   1139     6. The network: a list of layers, made of guided-diffusion's flags
-//   1743     7. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1923     8. Forward and backward: two walks over the list
-//   2032     9. Diffusion: noise schedules, objectives, samplers
-//   2225         the level of a training sample, drawn, and its share of the loss
-//   2375         samplers
-//   2788    10. Data: .bin files that may be larger than memory, the order of their images
-//   3009    11. Model files: weights and checkpoints, initial weights
-//   3224    12. The log, put together for the run's page
-//   3253    13. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3264         the learning rate, the verdict on a step, averages of the weights
-//   3341         what a trainer holds
-//   3432         a step
-//   3641    14. A run: log, guard, checkpoints, resume, samples
-//   4398    15. main: the command line, then a run or samples
-//   4669  Part II. The device
-//   4672    16. What all devices share: activations, patches of pixels
-//   4702    17. The CPU: the device is the host; operations are in dev/reference.h
-//   4764    18. The GPU: what all kernels share
-//   4946         Activations: pieces of 16 bytes
-//   5127         each_kernel: a thread for an element
-//   5142         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5260         Swizzle: how rows lie in shared memory
-//   5269         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5412         building blocks of Hopper's kernels (sm_90a)
-//   5598    19. Small operations: resampling, embeddings, diffusion
-//   5601         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5715         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5939         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6190    20. Group norm
-//   6193         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6527         groupnorm_backward_whole: an image's slab in shared memory
-//   6788    21. Attention
-//   6848         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7174         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7267         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7713    22. Convolution
-//   7729         ConvOut: results, 4 channels of a pixel at a time
-//   7892         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   7950         conv_halo: 3x3, stride 1, any GPU
-//   8289         conv_gather: any kernel size and stride, any GPU
-//   8501         conv_few: the first and the last layer
-//   8611         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8966         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9031         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9325         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9593         conv_weight_tma: weight gradients (sm_90a)
-//   9803    23. The optimiser
-//   9806         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9953    24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9956         groupnorm_backward
-//  10024         attention: forward and, where a has dout, backward
-//  10064         convolution: forward and input gradient
-//  10285         convolution: weight gradients
-//  10497    25. The GPU: memory, copies, repeated work
-//  10669    26. Ranks: who they are, what their hosts tell each other
-//  11299    27. Between ranks: from device to device
-//  11479  Part III. Tools: errors, files, pictures, the run's page
-//  11482    28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-//  11871    29. Pictures: PNG files, grids of images
-//  11954    30. The run's page: index.html
+//    144  Part I. The program
+//    147     1. Types at the interface: what operations are called with
+//    362     2. The interface: all that the program asks of a device
+//    558     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    618     4. Configuration: flags, presets, help, what can work and what cannot
+//    992     5. The network: a list of layers, made of guided-diffusion's flags
+//   1596     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1776     7. Forward and backward: two walks over the list
+//   1885     8. Diffusion: noise schedules, objectives, samplers
+//   2078         the level of a training sample, drawn, and its share of the loss
+//   2228         samplers
+//   2641     9. Data: .bin files that may be larger than memory, the order of their images
+//   2862    10. Model files: weights and checkpoints, initial weights
+//   3077    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3088         the learning rate, the verdict on a step, averages of the weights
+//   3165         what a trainer holds
+//   3256         a step
+//   3465    12. A run: log, guard, checkpoints, resume, samples
+//   4268    13. main: the command line, then a run or samples
+//   4551  Part II. The device
+//   4554    14. What all devices share: activations, patches of pixels
+//   4584    15. The CPU: the device is the host; operations are in dev/reference.h
+//   4646    16. The GPU: what all kernels share
+//   4828         Activations: pieces of 16 bytes
+//   5009         each_kernel: a thread for an element
+//   5024         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5142         Swizzle: how rows lie in shared memory
+//   5151         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5294         building blocks of Hopper's kernels (sm_90a)
+//   5480    17. Small operations: resampling, embeddings, diffusion
+//   5483         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5597         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5821         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6072    18. Group norm
+//   6075         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6409         groupnorm_backward_whole: an image's slab in shared memory
+//   6670    19. Attention
+//   6730         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7056         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7149         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7595    20. Convolution
+//   7611         ConvOut: results, 4 channels of a pixel at a time
+//   7774         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   7832         conv_halo: 3x3, stride 1, any GPU
+//   8171         conv_gather: any kernel size and stride, any GPU
+//   8383         conv_few: the first and the last layer
+//   8493         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8848         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8913         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9207         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9475         conv_weight_tma: weight gradients (sm_90a)
+//   9685    21. The optimiser
+//   9688         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9835    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9838         groupnorm_backward
+//   9906         attention: forward and, where a has dout, backward
+//   9946         convolution: forward and input gradient
+//  10167         convolution: weight gradients
+//  10379    23. The GPU: memory, copies, repeated work
+//  10551    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -95,19 +88,6 @@
 //   swizzle             where 16-byte pieces of a row lie, so that 8 rows are read from different banks
 //
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
-#include <dirent.h>
-#include <fcntl.h>
-#include <netdb.h>
-#include <netinet/tcp.h>
-#include <poll.h>
-#include <signal.h>
-#include <sys/file.h>
-#include <sys/ioctl.h>
-#include <sys/resource.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 #ifdef __CUDACC__
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -121,48 +101,44 @@
 #include <mpi.h>
 #endif
 
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cerrno>
 #include <cfloat>
-#include <chrono>
 #include <climits>
 #include <cmath>
-#include <condition_variable>
-#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
-#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
-#include <mutex>
-#include <new>
 #include <numeric>
 #include <set>
 #include <span>
 #include <sstream>
 #include <string>
-#include <thread>
 #include <utility>
 #include <variant>
 #include <vector>
-#ifdef __APPLE__ // where nobody takes such advice, and there are no GPUs for which children would be started
-enum { POSIX_FADV_RANDOM, POSIX_FADV_WILLNEED, PR_SET_PDEATHSIG };
-static void posix_fadvise(int, off_t, off_t, int) {}
-static void prctl(int, int) {}
-#define st_mtim st_mtimespec
-#ifndef MSG_NOSIGNAL
-#define MSG_NOSIGNAL 0
-#endif
-#else
-#include <sys/prctl.h>
-#endif
+
+// What would be the same in any program lies in host/. (host/page.h comes behind what it shows, in "A run".)
+// defines: text, die, refuse, must, now, duration, terminal_columns, show_status, start_process, STOP_SIGNALS, stop_signal,
+//          run_child, crc32, exists, Folder, open_folder, make_folder, last_change, AtomicFile, try_write_file, try_link_file,
+//          Header, InputFile, check_unused, read_text, lock_folder
+#include "host/files.h"
+// defines: grid_png
+#include "host/png.h"
+// defines: world, ranks, find_ranks, start_ranks, come_to, broadcast_host, gather_host, any_rank, must_agree,
+//          on_one_machine
+#include "host/ranks.h"
 
 // =====================================================================================================================
 // Part I. The program
@@ -504,15 +480,10 @@ struct Workspace { // of the workspace, of the side lane's, and until finish_gra
 };
 static void reserve(const Workspace& most, bool training);
 
-// The ranks of a run: processes, one a GPU, that take every step together; one alone is rank 0 of 1. Between devices,
-// on a lane, in what may be recorded as a Graph, in multiples of 4 bytes, not for one rank: all_to_all, piece r of
-// every rank's send becomes rank r's recv, in the order of the ranks, but for the own piece; all_gather, everyone's own
-// piece becomes all. They stand between begin_exchange and end_exchange, which make them one launch.
-struct World {
-    int rank = 0, size = 1, local_rank = 0; // local_rank: among the processes of this machine
-    bool direct = false;                    // they write into each other's memory
-};
-static World world;
+// Between the devices of ranks (host/ranks.h), on a lane, in what may be recorded as a Graph, in multiples of 4 bytes,
+// not for one rank: all_to_all, piece r of every rank's send becomes rank r's recv, in the order of the ranks, but for the
+// own piece; all_gather, everyone's own piece becomes all. They stand between begin_exchange and end_exchange, which make
+// them one launch.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);   // own may lie in its place in all
 static void begin_exchange(), end_exchange();
@@ -527,22 +498,12 @@ template <class T> static Everywhere<T> everywhere(T* p) {
         if (r != world.rank) all.at[all.ranks++] = (T*)at_rank(p, r);
     return all;
 }
-// Between hosts. All ranks come to the same places, which have names, in the same order; ranks that don't are found, and
-// the run ends with a sentence instead of waiting for ever. come_to: each stands before what all ranks must do together.
-// The others come to a place themselves; each waits for all ranks, or for rank 0 to broadcast.
-static void come_to(const char* place);
-static std::string broadcast_host(const char* place, const std::string& mine); // rank 0's
-static int any_rank(const char* place, int mine);                              // the largest; is it true anywhere?
-static void must_agree(const char* place, const std::string& lines);           // who differs from rank 0 says in what
-[[noreturn]] static void end_ranks(const std::string& why);                    // all of them, for an error of this one
-// At the start: who the ranks are, by their launcher; --num_gpus's own (lost when silent for patience seconds).
-static void find_ranks();
-static void take_num_gpus(const std::string& value, int patience, char** argv);
 static void join_devices(bool direct); // directly, if they can
 
 // The device: memory (zeroed as it is given), copies, and the type of activations.
 static void start_device(const std::string& precision, int number);
 static std::string device_name();
+static int count_gpus();        // that this process could use; the CPU build ends the program
 static size_t device_bytes = 0; // in use, by our own count
 static void* device_alloc_bytes(size_t bytes);
 static size_t device_available();
@@ -654,115 +615,7 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 }
 
 // =====================================================================================================================
-// 4. Errors, files and pictures: what Part III does for the program
-
-// Ends the program for a mistake of the user or of the machine, in one sentence, with exit code 1.
-#define die(...) refuse(text(__VA_ARGS__))
-[[noreturn]] static void refuse(const std::string& why);
-static void tell_page(const std::string& why); // of a run that goes on: its page says why it ends
-static void start_process(char** argv);        // sees to what the system may do to it: closed files, busy cores
-static void must(bool ok, const std::string& what, const std::string& why); // or it is refused, as "what: why"
-__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...); // what printf would print
-// Where there is no memory, in any thread: no exception could leave a parallel loop, nor may exit end it. It is set here,
-// before the tables below ask for memory.
-[[maybe_unused]] static const std::new_handler handler_before = std::set_new_handler([] {
-    fflush(stdout);
-    fprintf(stderr, "train_unet: there is not enough memory; "
-                    "fewer images at a time (--batch_size, --microbatch, --sample) need less\n");
-    _exit(1);
-});
-
-// A folder that is written to, held by its descriptor: it stays the same one when it is moved, or when another folder
-// takes its name.
-struct Folder {
-    std::string path;                                // as it was named
-    int descriptor = -1;                             // -1: it is not there, or can't be opened
-    int error = 0;                                   // errno, which says why not
-    std::string name(const std::string& file) const; // of a file in it, for messages
-    bool has(const std::string& file) const;         // or nobody can tell, as of a disk that fails
-    bool is_removed() const;
-    bool has_its_name() const; // false: it was moved or removed
-    // Files of such names, a run's checkpoints for one: names by steps, PREFIX0001000SUFFIX.
-    // trouble: where to put why they can't be listed (errno); null: the program ends then.
-    std::map<int64_t, std::string> list(const std::string& prefix = "model_", const char* suffix = ".bin",
-                                        int* trouble = nullptr) const;
-    void remove(const std::string& file) const;
-    // Removes what killed processes left under such names: temporary files that no living process has locked.
-    void remove_leftovers(const std::vector<std::string>& starts) const;
-};
-static Folder open_folder(const std::string& path);
-static Folder make_folder(const std::string& path); // opens it; if there is none, makes it, and those it lies in
-// One process at a time trains in a folder: it locks a file there, which says whose it is. create: if there is none.
-static void lock_folder(const Folder& folder, bool create);
-
-// A file that appears whole or not at all: written beside its place, locked meanwhile, fsynced, renamed. When something
-// fails, nothing is left of it, what was there before is untouched, and what is done with it from then on means nothing.
-struct AtomicFile {
-    const Folder& folder;
-    const std::string name;
-    std::string temporary;
-    int file = -1;       // descriptor
-    int error = 0;       // errno of what failed
-    std::string failure; // a sentence about that
-    AtomicFile(const Folder& folder, const std::string& name);
-    void write(const void* data, size_t n);
-    void write_at(off_t offset, const void* data, size_t n);
-    void commit();
-    void discard();
-    void fail(const char* what, const char* advice);
-};
-static void remove_unfinished(); // AtomicFiles that are neither there nor given up yet: the program ends with an error
-// Result: why it could not be written, or "".
-static std::string try_write_file(const Folder& folder, const std::string& name, const std::string& content);
-// Gives a file of a folder a second name, in place of what has that name; a copy, where there are no hard links.
-// Result: why that could not be done, or "".
-static std::string try_link_file(const Folder& folder, const std::string& file, const std::string& name);
-static std::string read_text(const Folder& folder, const std::string& name); // a whole file; "" if there is none
-static bool exists(const std::string& path);                     // or nobody can tell, as of a disk that fails
-static uint32_t crc32(uint32_t crc, const void* data, size_t n); // zlib's; from crc = 0 on; calls chain
-static int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * 1000000000LL + time.tv_nsec; }
-// When something in a folder last changed, in nanoseconds since 1970: a file in it or below, or which files there are.
-// Hidden ones don't count.
-static int64_t last_change(const std::string& folder);
-// Runs another program, which PATH finds, and waits for it. Result: its exit code, or CANT_RUN.
-constexpr int CANT_RUN = 127;
-static int run_child(std::vector<std::string> words);
-
-// Headers are 256 little-endian int32; other values lie in them as their bits.
-struct Header {
-    int32_t slot[256] = {};
-
-    template <class T> T get(int i) const {
-        T v;
-        memcpy(&v, &slot[i], sizeof v);
-        return v;
-    }
-    template <class T> void set(int i, const T& v) { memcpy(&slot[i], &v, sizeof v); }
-};
-// A file to read from. What is no file, or shorter than a header, is refused, and hint says what to do.
-struct InputFile {
-    std::string path;
-    int file = -1; // descriptor
-    size_t size = 0;
-    Header header;
-    void open(const std::string& name, const char* hint);
-    const char* try_read(void* to, size_t n, size_t offset) const; // null, or why not
-    void read(void* to, size_t n, size_t offset) const;            // or the program ends
-    uint32_t crc(uint32_t before, size_t offset) const;            // of all from there on, chained to that before
-};
-// Slots from .. to - 1 of a file's header must say nothing. then: what to do where they do.
-static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then);
-
-static double now(); // seconds
-static std::string duration(double seconds);
-static int terminal_columns(); // of the terminal that stdout is, as wide as it is now; 0: it is none
-// A line about how things stand: on a terminal in place of the one before, and not wider than that.
-static void show_status(const std::string& line);
-// A PNG file of images (n, H, W, C) in [-1, 1], small ones enlarged; unless C is 3, their first channel in grey.
-static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C);
-
-// =====================================================================================================================
-// 5. Configuration: flags, presets, help, what can work and what cannot
+// 4. Configuration: flags, presets, help, what can work and what cannot
 // Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins. The flags and
 // presets themselves are in common/flags.h, from which the Python programs have them, too.
 
@@ -1136,7 +989,7 @@ static void check_run(Config* c, const std::string& where) {
 }
 
 // =====================================================================================================================
-// 6. The network: a list of layers, made of guided-diffusion's flags
+// 5. The network: a list of layers, made of guided-diffusion's flags
 // build_unet walks the architecture once, as guided-diffusion's UNetModel does, and appends parameters (in state_dict
 // order) and layers (in the order of the forward pass). Another configuration is another list, not other code.
 //
@@ -1740,7 +1593,7 @@ static UNet build_unet(const Config& c) {
 }
 
 // =====================================================================================================================
-// 7. The plan: what the backward pass adds where, and where in memory each buffer lies
+// 6. The plan: what the backward pass adds where, and where in memory each buffer lies
 // All of a network's activations and gradients lie in one piece of memory, the arena. Two buffers may share a place if
 // they are never in use at the same time. Time is counted in layers: 0 is when the batch is drawn, 1 + i is the forward
 // pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of layer i.
@@ -1920,7 +1773,7 @@ static void plan_memory(UNet* net, int B, bool training) {
 }
 
 // =====================================================================================================================
-// 8. Forward and backward: two walks over the list
+// 7. Forward and backward: two walks over the list
 
 // A hook that is called before each operation is put on its way. dev/benchmarks/bench.cu takes time stamps there.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients but that of a convolution's weights
@@ -2029,7 +1882,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 }
 
 // =====================================================================================================================
-// 9. Diffusion: noise schedules, objectives, samplers
+// 8. Diffusion: noise schedules, objectives, samplers
 // docs/DIFFUSION.md derives every formula of this section. Tables are computed in double, as guided-diffusion does, and
 // used in fp32.
 //
@@ -2785,7 +2638,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 }
 
 // =====================================================================================================================
-// 10. Data: .bin files that may be larger than memory, the order of their images
+// 9. Data: .bin files that may be larger than memory, the order of their images
 // A data file is a header, images (N, C, H, W) of uint8 or float32, and labels (N) (docs/FORMATS.md). It stays on the
 // disk: a step reads its own images, which the system was asked to fetch some batches earlier. unet.cu's files are
 // read, too.
@@ -3006,7 +2859,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 }
 
 // =====================================================================================================================
-// 11. Model files: weights and checkpoints, initial weights
+// 10. Model files: weights and checkpoints, initial weights
 // A model file is a header and then arrays of all parameters in fp32: the weights; with HAS_EMA their average; with
 // HAS_TRAINING AdamW's two moments, further averages, and --schedule_sampler's losses. In each array the tensors come in
 // the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
@@ -3221,36 +3074,7 @@ static std::vector<float> init_params(const UNet& net) {
 }
 
 // =====================================================================================================================
-// 12. The log, put together for the run's page
-
-constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
-
-// Rows of log.csv: one or, of a long run, some. Columns are those from loss to val_loss; n: how many rows have a value
-// there. seconds: of the run, until the last of these rows.
-struct LogPart {
-    int64_t first, last, skipped;
-    double low, high, seconds, sum[9]; // low, high: of the loss
-    int n[9];
-
-    void join(const LogPart& p) {
-        last = p.last, skipped += p.skipped, low = std::min(low, p.low), high = std::max(high, p.high);
-        seconds = p.seconds;
-        for (int k = 0; k < 9; k++) sum[k] += p.sum[k], n[k] += p.n[k];
-    }
-};
-
-// A log of any length, in up to 4096 parts. The guard sees it again, since rows do not say whether a step was skipped.
-struct LogSummary {
-    std::vector<LogPart> parts;
-    int64_t rows = 1; // of a part
-    Guard guard{};
-    double mean = 0;    // loss of about the latest tenth of the steps (weights grow as n^9), later of the last fifty
-    double seconds = 0; // of the run, until the last row
-    void add(const std::string& row);
-};
-
-// =====================================================================================================================
-// 13. A training step: draw, diffuse, forward, loss, backward, judge, update
+// 11. A training step: draw, diffuse, forward, loss, backward, judge, update
 //
 //   copy stream   images of the next batch -> device
 //   main stream   t, noise; q_sample | first ... last layer | loss | last ... first layer back | norm | judge | AdamW
@@ -3638,30 +3462,79 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 }
 
 // =====================================================================================================================
-// 14. A run: log, guard, checkpoints, resume, samples
+// 12. A run: log, guard, checkpoints, resume, samples
 // Its output folder holds index.html, log.csv, samples_STEP.png and model_STEP.bin, with --keep_best best.bin.
-
-static volatile sig_atomic_t stop_signal = 0;
-// What ends a run after the step in hand: Ctrl-C, kill, a terminal or a reader that goes away (./train_unet | head).
-static const std::map<int, const char*> STOP_SIGNALS = {
-    {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 
 // How long a checkpoint that can't be written may be tried again, and after which time. Training goes on meanwhile. Ten
 // minutes are enough for whoever sees the message to make room. If nobody does, ten minutes of steps are lost, no night's.
 // At the end nothing goes on meanwhile, and whoever has stopped a run may soon kill it: then it is a quarter of a minute.
 constexpr double PATIENCE = 600, PATIENCE_AT_THE_END = 15, RETRY_AFTER = 5; // seconds
 
-// index.html (see The run's page).
+constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
+
+// Rows of log.csv: one or, of a long run, some. Columns are those from loss to val_loss; n: how many rows have a value
+// there. seconds: of the run, until the last of these rows.
+struct LogPart {
+    int64_t first, last, skipped;
+    double low, high, seconds, sum[9]; // low, high: of the loss
+    int n[9];
+
+    void join(const LogPart& p) {
+        last = p.last;
+        skipped += p.skipped;
+        low = std::min(low, p.low);
+        high = std::max(high, p.high);
+        seconds = p.seconds;
+        for (int k = 0; k < 9; k++) {
+            sum[k] += p.sum[k];
+            n[k] += p.n[k];
+        }
+    }
+};
+
+// A log of any length, in up to 4096 parts. The guard sees it again, since rows do not say whether a step was skipped.
+struct LogSummary {
+    std::vector<LogPart> parts;
+    int64_t rows = 1; // of a part
+    Guard guard{};
+    double mean = 0;    // loss of about the latest tenth of the steps (weights grow as n^9), later of the last fifty
+    double seconds = 0; // of the run, until the last row
+    void add(const std::string& row);
+};
+
+void LogSummary::add(const std::string& row) {
+    std::istringstream fields(row);
+    std::string field;
+    double v[11]; // as LOG_COLUMNS has them; NaN: the row has no value there
+    for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
+    const double step = v[0], loss = v[1], norm = v[3], ms = v[4], told = v[10]; // told: seconds of the run
+    // Logs of older programs have no seconds: there the time of the steps alone is added up.
+    const bool known = told >= seconds && told < BIG;
+    if (known) seconds = told;
+    else if (ms > 0 && ms < BIG) seconds += ms / 1000;
+    LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, seconds, {}, {}};
+    for (int k = 0; k < 9; k++) {
+        if (!std::isfinite(v[k + 1]) || (k == 0 && p.skipped)) continue; // a skipped step's loss does not count
+        p.sum[k] = v[k + 1];
+        p.n[k] = 1;
+    }
+    if (p.n[0]) p.low = p.high = loss;
+    if (p.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * std::max(10 / (guard.n + 9), 0.02);
+    if (!parts.empty() && parts.back().last - parts.back().first + 1 < rows) return parts.back().join(p);
+    parts.push_back(p);
+    if (parts.size() < 4096) return;
+    for (size_t i = 0; i < 2048; i++) (parts[i] = parts[2 * i]).join(parts[2 * i + 1]);
+    parts.resize(2048);
+    rows *= 2;
+}
+
+// What index.html needs to know beside the run (host/page.h).
 struct Page {
     std::string about{}; // the model, the machine, the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
     double interval = 0; // seconds from one writing to the next
     double due = 0;      // when it is to be written again
 };
-// Who changes what the page shows, or writes it, holds this: a thread that finds another rank lost writes the last one.
-using PageTurn = std::recursive_timed_mutex;
-static PageTurn page_turn;
-
 struct Run {
     Config config;
     Trainer trainer;
@@ -3990,11 +3863,8 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// index.html: the run in a browser. state: running, done, stopped, failed; why: what ended the run.
-static void write_page(Run* run, const char* state, const std::string& why = "");
-// The first page. From then on, until the end, tell_page would write why the run failed.
-static void begin_page(Run* run);
-static void end_page();
+// defines: begin_page, write_page, end_page, page_turn, compare_runs
+#include "host/page.h"
 
 // Names a step that was skipped, and ends the run after too many in a row.
 static void report_bad_step(Run* run) {
@@ -4395,7 +4265,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 }
 
 // =====================================================================================================================
-// 15. main: the command line, then a run or samples
+// 13. main: the command line, then a run or samples
 
 // The model of a file of unet.cu's: what its header says of unet64. Of the diffusion it says nothing: who has trained
 // with another than unet.cu's, of 1000 steps and the linear schedule, says so by flags.
@@ -4596,15 +4466,27 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     must_agree("the comparison of flags and files", mine);
 }
 
-// --compare_runs: one page of several runs. Section 24.
-static void compare_runs(const Config& c);
-
 // What holds without --preset, by the size of the images, if there is a --data_file or --data_dir.
 static const char* default_preset(const Config& c, const Dataset& data) {
     if (!c.data_dir.empty()) return PRESET_64; // a folder becomes pictures of 64x64, as in prepare_data.py
     if (!data.size) return DEFAULT_PRESET;
     if (data.H == 64) return PRESET_64;
     return data.H == 32 ? PRESET_32 : PRESET_ELSE;
+}
+
+// --num_gpus: starts a process for each GPU, unless a launcher did. patience: --rank_timeout.
+static void take_num_gpus(const std::string& value, int patience, char** argv) {
+    ranks.patience = patience;
+    const int named = atoi(value.c_str());
+    const bool number = named >= 1 && std::to_string(named) == value;
+    if (value != "all" && !number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
+    if (world.size > 1 && named > 1 && named != world.size)
+        die("--num_gpus %d: a launcher has started %d processes; leave the flag out", named, world.size);
+    if (world.size > 1 || named == 1) return;
+    const int gpus = count_gpus(), count = value == "all" ? gpus : named;
+    if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
+    if (count > 1 && ranks_need()) die("--num_gpus %d: %s", count, ranks_need());
+    if (count > 1) start_ranks(count, argv);
 }
 
 // Result: the exit code.
@@ -4669,7 +4551,7 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // Part II. The device
 
 // =====================================================================================================================
-// 16. What all devices share: activations, patches of pixels
+// 14. What all devices share: activations, patches of pixels
 
 // The sigmoid of z = u / Z_FACTOR, as exact as tensors of type T need it: for bf16, u is the exponent of e^-z = 2^u.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -4699,7 +4581,7 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 
 #ifndef __CUDACC__
 // =====================================================================================================================
-// 17. The CPU: the device is the host; operations are in dev/reference.h
+// 15. The CPU: the device is the host; operations are in dev/reference.h
 
 #include "dev/reference.h"
 
@@ -4761,7 +4643,7 @@ static void release(Upload*) {}
 
 #else // the GPU
 // =====================================================================================================================
-// 18. The GPU: what all kernels share
+// 16. The GPU: what all kernels share
 
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
@@ -5595,7 +5477,7 @@ template <bool TAKE_TURNS> struct Turn {
 };
 
 // =====================================================================================================================
-// 19. Small operations: resampling, embeddings, diffusion
+// 17. Small operations: resampling, embeddings, diffusion
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
@@ -6187,7 +6069,7 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 }
 
 // =====================================================================================================================
-// 20. Group norm
+// 18. Group norm
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
@@ -6785,7 +6667,7 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 }
 
 // =====================================================================================================================
-// 21. Attention
+// 19. Attention
 // Attention over T = H * W pixels, straight from the buffer qkv (B, T, 3C): q, k, v of C = heads * d channels each.
 //   S = q k^T / sqrt(d),  P = softmax(S),  out = P v;  rows (B, heads, T): what P is made from again
 //   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out)
@@ -7710,7 +7592,7 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 }
 
 // =====================================================================================================================
-// 22. Convolution
+// 20. Convolution
 // 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it
 // needs with cp.async, zeros included (the padding), and multiplies it out of shared memory.
 //
@@ -9800,7 +9682,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 }
 
 // =====================================================================================================================
-// 23. The optimiser
+// 21. The optimiser
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
@@ -9950,7 +9832,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 }
 
 // =====================================================================================================================
-// 24. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+// 22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward
@@ -10494,7 +10376,7 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
 }
 
 // =====================================================================================================================
-// 25. The GPU: memory, copies, repeated work
+// 23. The GPU: memory, copies, repeated work
 
 // The most parts in which a tensor's Stats come: no tile of a convolution is smaller than 64 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
@@ -10666,637 +10548,19 @@ static void reserve(const Workspace& most, bool training) {
 #endif // the GPU
 
 // =====================================================================================================================
-// 26. Ranks: who they are, what their hosts tell each other
-// A run on several GPUs is several processes, its ranks. Here they learn who they are (find_ranks), meet (join_ranks),
-// and see to it that all are still there and do the same (keep_watch). Gradients and weights are not sent here: they go
-// from device to device (see Between ranks).
-//
-// Each rank has a TCP connection to rank 0, its line. Over it they send notes: small decisions, errors, signs of life.
-// In every process one thread, the watch, reads all notes, whatever the main thread does meanwhile. That is needed
-// because the main thread may wait inside MPI, inside NCCL or for a kernel, and none of these notices every neighbour
-// that is gone: without a watch it would wait for ever.
-//
-// A run is lost in three ways, and each has its sign:
-// - A process has ended: its line ends.
-// - A process stands still, or its machine is gone: it sends no sign of life for --rank_timeout seconds.
-// - A process does something else than the others, and so waits for what they never do: it comes to another place.
-//   Places have names (come_to), and all ranks must come to the same ones in the same order. Rank 0 compares them.
+// 24. Between ranks: from device to device
 
-// What to build or install for more than one rank; null: nothing.
-const char* const RANKS_NEED =
+static const char* ranks_need() {
 #if defined(USE_NCCL) || defined(USE_MPI)
-    nullptr;
+    return nullptr;
 #elif defined(__CUDACC__)
-    "this program was built without NCCL, which several GPUs need: install libnccl-dev, or pip install "
-    "nvidia-nccl-cu12 into .venv, and make -B train_unet";
+    return "this program was built without NCCL, which several GPUs need: install libnccl-dev, or pip install "
+           "nvidia-nccl-cu12 into .venv, and make -B train_unet";
 #else
-    "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 ./train_unet_mpi";
+    return "this is the CPU build for one process; make train_unet_mpi builds it for several: mpirun -n 2 "
+           "./train_unet_mpi";
 #endif
-// See Between ranks.
-static std::string device_trouble(); // what went wrong between devices; empty: nothing
-static void leave_devices();         // at the end of the program
-
-enum NoteKind : uint32_t {
-    NO_NOTE, // the line has ended: nothing will come any more
-    ALIVE,   // once a second; it holds the places that the sender has come to since the last one
-    HELLO,   // the first note of a line: which rank it is
-    WELCOME, // rank 0's answer
-    PART,    // something for broadcast_host or gather_host: the place it is for, then the value
-    ERROR,   // to rank 0: say this, and end the run
-    LEAVE,   // from rank 0: the run ends, and why was said
-    DONE,    // a PART of the last place; from rank 0: all are done, and may go
-};
-constexpr int JOIN_SECONDS = 60;              // within which all ranks must have come
-constexpr const char* LAST_PLACE = "its end"; // of every rank
-
-struct Line { // to another rank
-    int socket = -1;
-    double heard = now();          // when a note last came
-    std::deque<std::string> parts; // that came, and wait for fetch
-    std::string places;            // where it has come to, as far as that is not compared yet; each ends in \n
-};
-
-struct Host {
-    char name[60];
-    int process;
-};
-
-static struct Ranks {
-    std::map<int, Line> lines;         // by rank: rank 0 has one to each, the others have one to rank 0
-    std::vector<Host> hosts;           // by rank
-    std::mutex sending;                // notes are sent one at a time
-    std::mutex receiving;              // guards all lines' parts
-    std::condition_variable part_came; // told of each new one
-    std::mutex walking;                // guards places
-    std::string places;                // where this rank has come to, as far as rank 0 has not been told or compared
-    std::atomic<int> patience = 20;    // --rank_timeout
-    std::atomic<bool> said = false;    // why the run ends
-    std::atomic<bool> over = false;    // all are done, and anyone may go
-}& ranks = *new Ranks;                 // never destroyed: the watch needs it until the process ends
-
-static std::string rank_name(int rank) {
-    const Host& host = ranks.hosts[rank];
-    const std::string process = host.process ? text(" (process %d on %s)", host.process, host.name) : "";
-    return text("rank %d", rank) + process;
 }
-
-// Where it fails, whoever reads notices.
-static void send_note(int socket, NoteKind kind, const std::string& content) {
-    const uint32_t head[2] = {kind, (uint32_t)content.size()};
-    const std::string note = std::string((const char*)head, sizeof head) + content;
-    for (size_t sent = 0; sent < note.size();) {
-        const ssize_t n = send(socket, note.data() + sent, note.size() - sent, MSG_NOSIGNAL);
-        if (n < 0 && errno != EINTR) break;
-        sent += (size_t)std::max<ssize_t>(n, 0);
-    }
-}
-
-// To rank 0 or, as rank 0, to all others.
-static void post(NoteKind kind, const std::string& content = "") {
-    const std::lock_guard<std::mutex> turn(ranks.sending);
-    for (const auto& [rank, line] : ranks.lines) send_note(line.socket, kind, content);
-}
-
-static NoteKind receive(int socket, std::string* content) {
-    uint32_t head[2];
-    if (recv(socket, head, sizeof head, MSG_WAITALL) != sizeof head) return NO_NOTE;
-    const size_t size = head[1];
-    if (size > 1 << 28) return NO_NOTE; // it is none of ours
-    content->resize(size);
-    if (size && recv(socket, content->data(), size, MSG_WAITALL) != (ssize_t)size) return NO_NOTE;
-    return (NoteKind)head[0];
-}
-
-[[noreturn]] static void say_and_leave(const std::string& why) {
-    while (ranks.said.exchange(true)) pause(); // another thread says something, and then ends the process
-    fprintf(stderr, "train_unet: %s\n", why.c_str());
-    post(LEAVE);
-    remove_unfinished();
-    tell_page(why);
-    _exit(1);
-}
-
-static void end_ranks(const std::string& why) {
-    if (!world.rank) say_and_leave(why);
-    if (!ranks.lines.empty()) {
-        post(ERROR, why);
-        sleep(10); // rank 0 says it, and tells this process to leave
-    }
-    say_and_leave(rank_name(world.rank) + ": " + why);
-}
-
-// Another rank is gone. Rank 0 says so; if it is rank 0, the first of the others on each machine.
-[[noreturn]] static void lose_rank(int lost, const std::string& how) {
-    int speaker = world.rank ? 1 : 0;
-    while (speaker < world.rank && strcmp(ranks.hosts[speaker].name, ranks.hosts[world.rank].name)) speaker++;
-    if (speaker != world.rank) {
-        sleep(3); // a launcher that sees one process end may end the speaker before it has spoken
-        _exit(1);
-    }
-    say_and_leave(rank_name(lost) + how +
-                  ", so the run ends; --resume_checkpoint auto goes on from its latest checkpoint");
-}
-
-// Rank 0, or another rank itself: that rank does something else than rank 0.
-[[noreturn]] static void lose_the_way(int rank, const std::string& place, const std::string& place_of_0) {
-    const std::string why =
-        text("has come to %s, and rank 0 to %s; all ranks must do the same, with the same flags and "
-             "files",
-             place.c_str(), place_of_0.c_str());
-    if (world.rank) end_ranks(why);
-    say_and_leave(rank_name(rank) + ": " + why);
-}
-
-// A note from another rank. False: none will come any more.
-static bool take_note(int rank, Line* line) {
-    std::string content;
-    const NoteKind kind = receive(line->socket, &content);
-    if (kind == NO_NOTE) return false;
-    line->heard = now();
-    if (kind == ALIVE) line->places += content;
-    if (kind == LEAVE) _exit(1);
-    if (kind == ERROR) {
-        usleep(300000); // rank 0 may find the same mistake, and say it without another rank's name
-        say_and_leave(rank_name(rank) + ": " + content);
-    }
-    if (kind == DONE && world.rank) ranks.over = true;
-    if (kind == PART || kind == DONE) {
-        const std::lock_guard<std::mutex> turn(ranks.receiving);
-        line->parts.push_back(std::move(content));
-        ranks.part_came.notify_one();
-    }
-    return true;
-}
-
-// What the watch remembers from one look to the next.
-struct Watch {
-    double woke = now();
-    double continued = -INFINITY; // when this process went on, after it had been stopped as a whole (Ctrl-Z, then fg)
-    double told = 0;              // when it last told the others that this process is alive
-    double healthy = now();       // when there was last no trouble between devices
-    double moved = now();         // when the last of the ranks came to a place
-    bool noted = false;           // that some wait for others
-    std::string place;            // the latest one that all have come to
-};
-
-// Reads what has come, and misses who is gone.
-static void read_lines(const Watch& watch, const std::vector<struct pollfd>& sockets) {
-    for (size_t k = 0; auto& [rank, line] : ranks.lines) {
-        const bool came = sockets[k].revents != 0;
-        k++;
-        const bool ended = came && !take_note(rank, &line);
-        if (ended && watch.woke - watch.continued < 3)
-            sleep(3); // while this process was stopped the others missed it, and their launcher ends all
-        if (ended && !ranks.over) lose_rank(rank, " has ended");
-        if (ended) line.socket = -1;
-        if (watch.woke == watch.continued) line.heard = watch.woke;
-        const bool all_came = ranks.hosts[0].process; // until then rank 0 lets others in and has no watch
-        const int patience = ranks.patience + (all_came ? 0 : JOIN_SECONDS);
-        if (!ranks.over && watch.woke - line.heard > patience)
-            lose_rank(rank, text(" has been silent for %d s", patience));
-    }
-}
-
-// The name of a place, of which places[at] is a part.
-static std::string place_at(const std::string& places, size_t at) {
-    const size_t start = at ? places.rfind('\n', at - 1) + 1 : 0;
-    return places.substr(start, places.find('\n', start) - start);
-}
-
-// Rank 0, once in patience seconds: says for whom the others wait. They are alive and may only be slow: reading a large
-// file, or writing to a slow disk. So the run goes on.
-static void note_who_is_late(Watch* watch) {
-    if (watch->noted || watch->woke - watch->moved < ranks.patience) return;
-    std::string late = ranks.places.empty() ? rank_name(0) : "";
-    for (const auto& [rank, line] : ranks.lines) {
-        if (!line.places.empty()) continue;
-        if (watch->woke - line.heard > 3) return; // it will be missed soon
-        late += (late.empty() ? "" : ", ") + rank_name(rank);
-    }
-    watch->noted = true;
-    fprintf(stderr, "train_unet: the others have waited for %d s for %s since %s; it is alive, so they wait on\n",
-            (int)ranks.patience, late.c_str(), watch->place.empty() ? "the start" : watch->place.c_str());
-}
-
-// Rank 0: all ranks must have come to the same places, as far as each of them has got.
-static void compare_places(Watch* watch) {
-    const std::lock_guard<std::mutex> turn(ranks.walking);
-    std::string& own = ranks.places;
-    size_t common = own.size();
-    size_t farthest = own.size();
-    for (const auto& [rank, line] : ranks.lines) {
-        const size_t both = std::min(own.size(), line.places.size());
-        const auto differ = std::mismatch(own.begin(), own.begin() + both, line.places.begin());
-        const size_t at = differ.first - own.begin();
-        if (at < both) lose_the_way(rank, place_at(line.places, at), place_at(own, at));
-        common = std::min(common, line.places.size());
-        farthest = std::max(farthest, line.places.size());
-    }
-    if (common) {
-        watch->place = place_at(own, common - 1);
-        own.erase(0, common);
-        for (auto& [rank, line] : ranks.lines) line.places.erase(0, common);
-    }
-    const bool nobody_waits = common == farthest;
-    if (common || nobody_waits || watch->woke == watch->continued) {
-        watch->moved = watch->woke;
-        watch->noted = false;
-    }
-    if (!nobody_waits) note_who_is_late(watch);
-}
-
-// Once a second: a sign of life, and where this rank has come to.
-static void tell_others(Watch* watch) {
-    if (watch->woke - watch->told < 1) return;
-    watch->told = watch->woke;
-    if (!world.rank) return post(ALIVE); // it compares places itself
-    std::string places;
-    {
-        const std::lock_guard<std::mutex> turn(ranks.walking);
-        places.swap(ranks.places);
-    }
-    post(ALIVE, places);
-}
-
-// Trouble between devices ends the run after three seconds. If a rank has ended, that is the reason to be said, and it
-// is found earlier.
-static void report_device_trouble(Watch* watch) {
-    const std::string trouble = device_trouble();
-    if (trouble.empty()) watch->healthy = watch->woke;
-    if (watch->woke - watch->healthy < 3) return;
-    watch->healthy = watch->woke;
-    if (!world.rank) say_and_leave(trouble);
-    post(ERROR, trouble);
-}
-
-// The watch.
-static void keep_watch() {
-    sigset_t all; // signals are for the main thread
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, nullptr);
-    Watch watch;
-    while (true) {
-        std::vector<struct pollfd> sockets;
-        for (const auto& [rank, line] : ranks.lines) sockets.push_back({line.socket, POLLIN, 0});
-        poll(sockets.data(), sockets.size(), 500);
-        const double before = watch.woke;
-        watch.woke = now();
-        if (watch.woke - before > 3) watch.continued = watch.woke;
-        read_lines(watch, sockets);
-        if (!world.rank) compare_places(&watch);
-        tell_others(&watch);
-        report_device_trouble(&watch);
-    }
-}
-
-static void come_to(const char* place) {
-    if (world.size < 2) return;
-    const std::lock_guard<std::mutex> turn(ranks.walking);
-    ranks.places += std::string(place) + "\n";
-}
-
-// The next part from another rank, which must be meant for this place.
-static std::string fetch(int rank, const char* place) {
-    std::deque<std::string>& parts = ranks.lines.at(rank).parts;
-    std::unique_lock<std::mutex> turn(ranks.receiving);
-    ranks.part_came.wait(turn, [&] { return !parts.empty(); });
-    const std::string part = std::move(parts.front());
-    parts.pop_front();
-    turn.unlock();
-    const std::string its_place = place_at(part, 0);
-    if (its_place == place) return part.substr(its_place.size() + 1);
-    if (world.rank) lose_the_way(world.rank, place, its_place);
-    lose_the_way(rank, its_place, place);
-}
-
-static void post_part(const char* place, const std::string& value, NoteKind kind = PART) {
-    post(kind, std::string(place) + "\n" + value);
-}
-
-// Rank 0's value, at all ranks.
-static std::string send_from_0(const char* place, const std::string& mine) {
-    if (world.rank) return fetch(0, place);
-    post_part(place, mine);
-    return mine;
-}
-
-static std::string broadcast_host(const char* place, const std::string& mine) {
-    come_to(place);
-    return send_from_0(place, mine);
-}
-
-// Everyone's value, in the order of the ranks, at all of them.
-template <class T> static std::vector<T> gather_host(const char* place, const T& mine) {
-    come_to(place);
-    std::string values((const char*)&mine, sizeof mine);
-    if (world.rank) post_part(place, values);
-    for (int rank = 1; rank < world.size && !world.rank; rank++) values += fetch(rank, place);
-    values = send_from_0(place, values);
-    std::vector<T> all(world.size);
-    if (values.size() != all.size() * sizeof mine) die("internal error: at %s the ranks' values differ in size", place);
-    memcpy(all.data(), values.data(), values.size());
-    return all;
-}
-
-static int any_rank(const char* place, int mine) { return std::ranges::max(gather_host(place, mine)); }
-
-static void must_agree(const char* place, const std::string& lines) {
-    std::istringstream here(lines), there(broadcast_host(place, lines));
-    for (std::string own, of_0; std::getline(here, own) && std::getline(there, of_0);)
-        if (own != of_0) die("has %s, and rank 0 has %s; all ranks need the same", own.c_str(), of_0.c_str());
-    any_rank(place, false); // nobody goes on before all have compared
-}
-
-// What a launcher tells each process that it starts, by environment variables.
-struct Launcher {
-    const char *rank, *size, *local_rank; // the variables' names
-    std::vector<const char*> job;         // those that name the job: the same in all of its processes, and in no other
-    const char* host_list;                // the job's machines, rank 0's first, such as gpu[07-09,12]; null: not told
-};
-static const Launcher LAUNCHERS[] = {
-    // torchrun and start_ranks: MASTER_ADDR and MASTER_PORT say where to meet
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", {}, nullptr},
-    // mpirun, Open MPI's
-    {"OMPI_COMM_WORLD_RANK",
-     "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK",
-     {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"},
-     nullptr},
-    // mpirun, MPICH's and Intel's, and srun --mpi=pmi2
-    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", {"SLURM_JOB_ID", "SLURM_STEP_ID"}, "SLURM_STEP_NODELIST"},
-    // srun
-    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", {"SLURM_JOB_ID", "SLURM_STEP_ID"}, "SLURM_STEP_NODELIST"},
-};
-static const Launcher* launcher = nullptr; // that has started this process as one of several
-constexpr int MOST_RANKS = 100000;
-
-// A launcher's variable, as a number from low to high.
-static int launcher_number(const char* name, int low, int high) {
-    const char* const value = getenv(name);
-    char* end = nullptr;
-    errno = 0;
-    const long number = strtol(value, &end, 10);
-    const bool whole = end != value && !*end && !errno;
-    if (!whole || number < low || number > high)
-        die("the environment variable %s is \"%s\", and must be a whole number from %d to %d; a launcher (torchrun, "
-            "mpirun, srun) sets it, or nobody does",
-            name, value, low, high);
-    return (int)number;
-}
-
-// The process that has started the ranks of this machine. It is not always a rank's parent: that may be a script that
-// waits for it. But a script has inherited what the launcher told it, so the launcher is the nearest ancestor that was
-// not told this rank. Where there is no /proc, the parent.
-static int launcher_process() {
-    const std::string told = std::string(launcher->rank) + "=" + getenv(launcher->rank);
-    int process = getppid();
-    while (process > 1) {
-        const std::string folder = "/proc/" + std::to_string(process);
-        std::ifstream variables(folder + "/environ"), status(folder + "/status");
-        bool was_told = false;
-        for (std::string variable; std::getline(variables, variable, '\0');) was_told = was_told || variable == told;
-        if (!was_told) break;
-        for (std::string line; std::getline(status, line);) sscanf(line.c_str(), "PPid: %d", &process);
-    }
-    return process;
-}
-
-// What all processes of this job have in common, and those of another one on the same machines don't.
-static std::string job_name() {
-    if (launcher->job.empty() && getenv("MASTER_PORT")) return ""; // the port says it
-    std::string name;
-    for (const char* variable : launcher->job)
-        if (const char* value = getenv(variable)) name += text("%s=%s ", variable, value);
-    return name.empty() ? text("process %d", launcher_process()) : name;
-}
-
-// Where the ranks meet: rank 0's machine, and a port there at which rank 0 listens.
-struct MeetingPlace {
-    std::string host, port;
-    uint32_t job; // made of job_name: whoever comes with another one belongs to another run
-};
-
-static MeetingPlace meeting_place() {
-    MeetingPlace place;
-    const std::string job = job_name();
-    place.job = crc32(0, job.data(), job.size());
-    const char* const list = launcher->host_list ? getenv(launcher->host_list) : nullptr;
-    char name[256] = "127.0.0.1", number[16] = "";
-    if (list) sscanf(list, "%255[^[,][%15[0-9]", name, number); // the first host
-    place.host = getenv("MASTER_ADDR") ? getenv("MASTER_ADDR") : std::string(name) + number;
-    // torchrun itself listens at MASTER_PORT. From 32768 on systems give ports to whoever asks for any.
-    if (getenv("MASTER_PORT")) place.port = std::to_string(launcher_number("MASTER_PORT", 1, 65534) + 1);
-    else place.port = std::to_string(20000 + place.job % 12000);
-    return place;
-}
-
-// The socket at which rank 0 listens, or a line to it; -1: it can't be had, or not yet.
-static int open_socket(const std::string& host, const std::string& port, bool listens) {
-    struct addrinfo hints = {}, *found = nullptr;
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = listens ? AI_PASSIVE : 0;
-    const bool local = host == "127.0.0.1" || host == "localhost";
-    if (getaddrinfo(listens && !local ? nullptr : host.c_str(), port.c_str(), &hints, &found)) return -1;
-    int fd = -1, yes = 1;
-    for (const struct addrinfo* a = found; a && fd < 0; a = a->ai_next) {
-        fd = socket(a->ai_family, SOCK_STREAM, 0);
-        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
-        const int failed = (listens ? bind : connect)(fd, a->ai_addr, a->ai_addrlen);
-        if (failed || (listens && listen(fd, 4096))) close(fd), fd = -1;
-    }
-    freeaddrinfo(found);
-    return fd;
-}
-
-// A rank that has just connected says who it is. Result: its rank; 0: it is none of this run's.
-static int ask_who(int socket, uint32_t job) {
-    std::string who;
-    uint32_t its_job = 0;
-    int rank = 0, size = 0;
-    if (receive(socket, &who) != HELLO) return 0;
-    if (sscanf(who.c_str(), "train_unet job %x rank %d/%d", &its_job, &rank, &size) != 3 || its_job != job) return 0;
-    if (size != world.size || rank < 1 || rank >= size || ranks.lines.count(rank))
-        die("rank %d of %d came to a run of %d, or came twice; another run may use this MASTER_PORT", rank, size,
-            world.size);
-    return rank;
-}
-
-// A peer that sends half a note, or nothing, must not keep its reader for ever.
-static void limit_waiting(int socket) {
-    const struct timeval limit = {5, 0};
-    setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-}
-
-// Rank 0 waits for the others.
-static void let_in(int door, uint32_t job, double until) {
-    while ((int)ranks.lines.size() + 1 < world.size) {
-        struct pollfd knock = {door, POLLIN, 0};
-        if (now() > until)
-            die("only %d of %d ranks came within %d s", (int)ranks.lines.size() + 1, world.size, JOIN_SECONDS);
-        if (poll(&knock, 1, 1000) < 1) continue;
-        const int socket = accept(door, nullptr, nullptr);
-        limit_waiting(socket);
-        const int rank = ask_who(socket, job);
-        if (rank) ranks.lines[rank].socket = socket;
-        if (rank) send_note(socket, WELCOME, "");
-        else close(socket);
-    }
-}
-
-// The others knock at rank 0's door until they are let in. Result: why not; empty: they are.
-static std::string knock(const MeetingPlace& place) {
-    const int socket = open_socket(place.host, place.port, false);
-    if (socket < 0) return strerror(errno);
-    limit_waiting(socket);
-    send_note(socket, HELLO, text("train_unet job %x rank %d/%d", place.job, world.rank, world.size));
-    std::string nothing;
-    if (receive(socket, &nothing) != WELCOME) {
-        close(socket);
-        return "who listens there is not this run's rank 0";
-    }
-    ranks.lines[0].socket = socket;
-    return "";
-}
-
-// Draws the lines, and tells everyone who all are.
-static void join_ranks() {
-    const MeetingPlace place = meeting_place();
-    const double until = now() + JOIN_SECONDS;
-    std::string failed;
-    if (world.rank) {
-        while (!(failed = knock(place)).empty() && now() < until) usleep(50000);
-    } else {
-        const int door = open_socket(place.host, place.port, true);
-        if (door < 0) failed = strerror(errno);
-        else let_in(door, place.job, until);
-        close(door);
-    }
-    if (!failed.empty())
-        die("port %s of %s, where the ranks meet, can't be %s (%s); MASTER_ADDR names rank 0's machine, MASTER_PORT is "
-            "one less",
-            place.port.c_str(), place.host.c_str(), world.rank ? "reached" : "had", failed.c_str());
-    std::thread(keep_watch).detach();
-    gethostname(ranks.hosts[world.rank].name, sizeof(Host::name) - 1);
-    ranks.hosts[world.rank].process = getpid();
-    const std::vector<Host> hosts = gather_host("the introduction", ranks.hosts[world.rank]);
-    std::ranges::copy(hosts, ranks.hosts.begin());
-}
-
-// At the end of a run that went well: who is lost before rank 0 has heard that all are done is missed.
-static void leave_ranks() {
-    come_to(LAST_PLACE);
-    leave_devices();
-    if (world.rank) {
-        post_part(LAST_PLACE, "", DONE);
-        fetch(0, LAST_PLACE);
-        return;
-    }
-    for (const auto& [rank, line] : ranks.lines) fetch(rank, LAST_PLACE);
-    ranks.over = true;
-    post_part(LAST_PLACE, "", DONE);
-}
-
-// Who this process is, as a launcher says by its variables. Empty, or what they lack.
-static std::string ask_launcher(const Launcher& l) {
-    const bool has_rank = getenv(l.rank), has_size = getenv(l.size);
-    const int size = has_size ? launcher_number(l.size, 1, MOST_RANKS) : 1;
-    if (!has_rank) return size > 1 ? text("%s is %d, but %s is not set", l.size, size, l.rank) : "";
-    const int rank = launcher_number(l.rank, 0, has_size ? size - 1 : MOST_RANKS);
-    if (!has_size) return rank ? text("%s is %d, but %s is not set", l.rank, rank, l.size) : "";
-    if (size < 2) return "";
-    const int local_rank = getenv(l.local_rank) ? launcher_number(l.local_rank, 0, size - 1) : 0;
-    world = World{rank, size, local_rank};
-    launcher = &l;
-    return "";
-}
-
-static void find_ranks() {
-    std::string lacks;
-    for (const Launcher& l : LAUNCHERS) {
-        const std::string it_lacks = ask_launcher(l);
-        if (launcher) break;
-        if (lacks.empty()) lacks = it_lacks;
-    }
-    if (!launcher && !lacks.empty())
-        die("environment variables of a launcher: %s; it sets both, or nobody does", lacks.c_str());
-    if (!launcher) return; // alone
-    if (RANKS_NEED) {
-        // Rank 0 says it, and a launcher ends the others. Where there is none, or rank 0 is another program, they say it.
-        if (world.rank) sleep(2);
-        fprintf(stderr, "train_unet: %d processes were started, of which this is rank %d; %s\n", world.size, world.rank,
-                RANKS_NEED);
-        exit(1);
-    }
-    ranks.hosts.resize(world.size);
-    join_ranks();
-    atexit(leave_ranks);
-    if (world.rank && !freopen("/dev/null", "w", stdout)) die("/dev/null: %s", strerror(errno)); // rank 0 speaks
-}
-
-// --num_gpus: starts a process for each GPU, and ends when all have ended, soon after one failed.
-static std::vector<pid_t> started;
-[[noreturn]] static void start_ranks(int count, char** argv) {
-    struct sockaddr_in free_port = {};
-    socklen_t bytes = sizeof free_port;
-    const int door = open_socket("127.0.0.1", "0", true);
-    getsockname(door, (struct sockaddr*)&free_port, &bytes);
-    close(door);
-    setenv("MASTER_ADDR", "127.0.0.1", 1);
-    setenv("MASTER_PORT", std::to_string(ntohs(free_port.sin_port) - 1).c_str(), 1);
-    setenv("WORLD_SIZE", std::to_string(count).c_str(), 1);
-    for (int rank = 0; rank < count; rank++) {
-        for (const char* name : {"RANK", "LOCAL_RANK"}) setenv(name, std::to_string(rank).c_str(), 1);
-        started.push_back(fork());
-        if (started.back() < 0) die("another process can't be started (%s)", strerror(errno));
-        if (started.back()) continue;
-        prctl(PR_SET_PDEATHSIG, SIGTERM);
-        execv("/proc/self/exe", argv);
-        _exit(1);
-    }
-    auto pass_on = [](int number) {
-        stop_signal = number;
-        for (const pid_t process : started) kill(process, number);
-    };
-    for (const auto& [number, name] : STOP_SIGNALS) signal(number, pass_on);
-    double failed = INFINITY;
-    int code = 0; // of the first that failed
-    for (int status; !started.empty();) {
-        const pid_t process = waitpid(-1, &status, failed < INFINITY ? WNOHANG : 0);
-        const bool killed = process > 0 && WIFSIGNALED(status);
-        const bool told = killed && WTERMSIG(status) == stop_signal; // before it looked at signals itself
-        if (killed && !told && failed > now() - 5)
-            fprintf(stderr, "train_unet: process %d was ended by signal %d (%s)\n", process, //
-                    WTERMSIG(status), strsignal(WTERMSIG(status)));
-        std::erase(started, process);
-        if (process > 0 && status && !code) {
-            failed = now();
-            code = killed ? 1 : WEXITSTATUS(status);
-            if (told) code = 128 + stop_signal;
-        }
-        for (const pid_t process : started)
-            if (now() > failed + 5) kill(process, SIGKILL);
-        if (!process) usleep(20000);
-    }
-    exit(code);
-}
-
-static void take_num_gpus(const std::string& value, int patience, char** argv) {
-    ranks.patience = patience;
-    const int named = atoi(value.c_str());
-    const bool number = named >= 1 && std::to_string(named) == value;
-    if (value != "all" && !number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
-    if (world.size > 1 && named > 1 && named != world.size)
-        die("--num_gpus %d: a launcher has started %d processes; leave the flag out", named, world.size);
-    if (world.size > 1 || named == 1) return;
-    const int gpus = count_gpus(), count = value == "all" ? gpus : named;
-    if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
-    if (count > 1 && RANKS_NEED) die("--num_gpus %d: %s", count, RANKS_NEED);
-    if (count > 1) start_ranks(count, argv);
-}
-
-// =====================================================================================================================
-// 27. Between ranks: from device to device
 
 #ifdef USE_NCCL
 static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
@@ -11359,8 +10623,7 @@ static void join_devices(bool direct) {
     if (!world.rank) nccl_check(ncclGetUniqueId(&id));
     memcpy(&id, broadcast_host("the start of NCCL", {(const char*)&id, sizeof id}).data(), sizeof id);
     nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
-    auto here = [](const Host& h) { return !strcmp(h.name, ranks.hosts[0].name); };
-    world.direct = direct && world.size <= NEAR && std::ranges::all_of(ranks.hosts, here);
+    world.direct = direct && world.size <= NEAR && on_one_machine();
     meetings = (unsigned*)open_alloc((NEAR + 1) * sizeof(unsigned));
     CUDA_CHECK(cudaStreamCreateWithFlags(&sender.stream, cudaStreamNonBlocking));
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
@@ -11474,687 +10737,3 @@ static void all_to_all(void*, const void*, size_t, Lane*) {}
 static void all_gather(void*, const void*, size_t, Lane*) {}
 #endif
 #endif
-
-// =====================================================================================================================
-// Part III. Tools: errors, files, pictures, the run's page
-
-// =====================================================================================================================
-// 28. Errors, files and the process: files that appear whole or not at all, CRC-32, locks, the terminal
-
-static void refuse(const std::string& why) {
-    fflush(stdout);
-    if (world.size > 1) end_ranks(why);
-    fprintf(stderr, "train_unet: %s\n", why.c_str());
-    remove_unfinished();
-    tell_page(why);
-    exit(1);
-}
-
-static std::string text(const char* format, ...) {
-    va_list args;
-    va_start(args, format);
-    char buffer[8192];
-    vsnprintf(buffer, sizeof buffer, format, args);
-    va_end(args);
-    return buffer;
-}
-
-static void must(bool ok, const std::string& what, const std::string& why) {
-    if (!ok) refuse(what + ": " + why);
-}
-
-static void start_process([[maybe_unused]] char** argv) {
-#ifdef _OPENMP
-    // libgomp's threads look 300,000 times at what they wait for: beside one busy process a step took 8 times as long.
-    // 3,000 looks (0.04 to 0.15 ms) outlast most waits of an idle machine. The number is read when the library is
-    // loaded: the program starts itself again, once, unless the user has said how threads wait.
-    std::error_code none;
-    const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
-    if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
-        execv(self.c_str(), argv); // if it can't, threads wait as ever
-#endif
-    for (int fd = 0; fd < 3; fd++) // the next file that is opened would take the place of a closed standard stream
-        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
-    signal(SIGXFSZ, SIG_IGN); // ulimit -f: writing fails then, as on a full disk
-}
-
-// CRC-32 of zlib and PNG (polynomial 0xEDB88320), eight bytes at a time ("slicing by 8").
-static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
-    static const std::vector<uint32_t> table = [] {
-        std::vector<uint32_t> t(8 * 256);
-        for (uint32_t i = 0; i < t.size(); i++) { // t[256 k + i]: of byte i and k zeros behind it
-            t[i] = i < 256 ? i : t[i - 256];
-            for (int bit = 0; bit < 8; bit++) t[i] = t[i] & 1 ? 0xEDB88320u ^ t[i] >> 1 : t[i] >> 1;
-        }
-        return t;
-    }();
-    const uint8_t* p = (const uint8_t*)data;
-    crc = ~crc;
-    for (; n >= 8; n -= 8, p += 8) {
-        uint64_t eight;
-        memcpy(&eight, p, 8);
-        eight ^= crc, crc = 0;
-        for (int k = 0; k < 8; k++) crc ^= table[(7 - k) * 256 + (eight >> 8 * k & 255)];
-    }
-    for (; n > 0; n--, p++) crc = table[(crc ^ *p) & 255] ^ crc >> 8;
-    return ~crc;
-}
-
-static bool exists(const std::string& path) {
-    return access(path.c_str(), F_OK) == 0 || (errno != ENOENT && errno != ENOTDIR);
-}
-
-static Folder open_folder(const std::string& path) {
-    Folder folder{path};
-    folder.descriptor = open(path.empty() ? "." : path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder.descriptor < 0) folder.error = errno;
-    return folder;
-}
-
-static Folder make_folder(const std::string& path) {
-    std::error_code error;
-    std::filesystem::create_directories(path, error);
-    const Folder folder = open_folder(path);
-    const std::string why = error ? error.message() : strerror(folder.error);
-    if (folder.descriptor < 0)
-        die("--output_dir %s: can't be written to (%s); choose another", path.c_str(), why.c_str());
-    return folder;
-}
-
-std::string Folder::name(const std::string& file) const {
-    return path.empty() || path.ends_with("/") ? path + file : path + "/" + file;
-}
-
-bool Folder::has(const std::string& file) const {
-    struct stat st;
-    return descriptor >= 0 && (!fstatat(descriptor, file.c_str(), &st, 0) || errno != ENOENT);
-}
-
-bool Folder::is_removed() const {
-    struct stat st;
-    return !fstat(descriptor, &st) && st.st_nlink == 0;
-}
-
-bool Folder::has_its_name() const {
-    struct stat here, there;
-    if (fstat(descriptor, &here)) return true; // nobody can tell, as of a disk that fails
-    if (stat(path.c_str(), &there)) return errno != ENOENT;
-    return here.st_dev == there.st_dev && here.st_ino == there.st_ino;
-}
-
-// The names of what is in a folder, as far as they can be read. error: errno, if that is not all.
-static std::vector<std::string> names_in(const Folder& folder, int* error) {
-    std::vector<std::string> names;
-    const int again = openat(folder.descriptor, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC); // it reads from its start
-    DIR* const list = again < 0 ? nullptr : fdopendir(again);
-    *error = list ? 0 : errno;
-    while (list) {
-        errno = 0;
-        const struct dirent* const entry = readdir(list);
-        if (!entry) break;
-        names.push_back(entry->d_name);
-    }
-    if (!list) return names;
-    *error = errno;
-    closedir(list);
-    return names;
-}
-
-std::map<int64_t, std::string> Folder::list(const std::string& prefix, const char* suffix, int* trouble) const {
-    std::map<int64_t, std::string> found;
-    int why = error;
-    if (descriptor >= 0)
-        for (const std::string& file : names_in(*this, &why)) {
-            long step = -1;
-            if (!file.rfind(prefix, 0)) sscanf(&file[prefix.size()], "%18ld", &step);
-            if (file == prefix + text("%07ld%s", step, suffix)) found[step] = file;
-        }
-    // To take a folder for empty would be to begin again over a run.
-    if (trouble) *trouble = why;
-    if (!trouble && why && why != ENOENT && why != ENOTDIR)
-        die("%s: its files can't be listed (%s)", path.c_str(), strerror(why));
-    return found;
-}
-
-// Of a file or folder. seen: the folders that were looked at; links may lead there again.
-static int64_t last_change_of(const std::string& path, std::set<std::pair<dev_t, ino_t>>* seen) {
-    struct stat st;
-    if (stat(path.c_str(), &st)) return 0; // a link to nothing
-    int64_t latest = nanoseconds(st.st_mtim);
-    if (!S_ISDIR(st.st_mode) || !seen->insert({st.st_dev, st.st_ino}).second) return latest;
-    const Folder folder = open_folder(path);
-    if (folder.descriptor < 0) return latest;
-    int none = 0;
-    for (const std::string& name : names_in(folder, &none))
-        if (!name.starts_with(".")) latest = std::max(latest, last_change_of(folder.name(name), seen));
-    close(folder.descriptor);
-    return latest;
-}
-
-static int64_t last_change(const std::string& folder) {
-    std::set<std::pair<dev_t, ino_t>> seen;
-    return last_change_of(folder, &seen);
-}
-
-static int run_child(std::vector<std::string> words) {
-    std::vector<char*> argv;
-    for (std::string& word : words) argv.push_back(word.data());
-    argv.push_back(nullptr);
-    fflush(stdout);
-    const pid_t child = fork();
-    if (child < 0) die("%s: can't be started (%s)", argv[0], strerror(errno));
-    if (!child) {
-        prctl(PR_SET_PDEATHSIG, SIGTERM); // when this program ends, it ends, too
-        execvp(argv[0], argv.data());
-        _exit(CANT_RUN);
-    }
-    int status = 0;
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
-
-void Folder::remove(const std::string& file) const { unlinkat(descriptor, file.c_str(), 0); }
-
-void Folder::remove_leftovers(const std::vector<std::string>& starts) const {
-    int none = 0;
-    for (const std::string& file : names_in(*this, &none)) {
-        const size_t digits = file.find_last_not_of("0123456789") + 1;
-        if (digits == file.size() || !file.substr(0, digits).ends_with(".tmp")) continue;
-        if (std::ranges::none_of(starts, [&](auto& start) { return file.starts_with(start); })) continue;
-        const int fd = openat(descriptor, file.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-        if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) remove(file);
-        if (fd >= 0) close(fd);
-    }
-}
-
-static std::set<const AtomicFile*> unfinished;
-static std::mutex finishing; // guards it
-
-static void remove_unfinished() { // another thread may be writing: it goes on in what has no name any more
-    const std::lock_guard lock(finishing);
-    for (const AtomicFile* file : unfinished) file->folder.remove(file->temporary);
-}
-
-AtomicFile::AtomicFile(const Folder& folder, const std::string& name) : folder(folder), name(name) {
-    folder.remove_leftovers({name + ".tmp"});
-    int number = getpid(); // another host may have such a process, too
-    do {
-        temporary = name + ".tmp" + std::to_string(number++);
-        file = openat(folder.descriptor, temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (file >= 0) flock(file, LOCK_EX | LOCK_NB);
-        // Such a file may be there already, or be gone: removed as left over before it was locked.
-    } while (file < 0 ? errno == EEXIST : !folder.has(temporary) && !folder.is_removed());
-    if (file < 0) {
-        fail("can't be written", "choose a folder that exists and is yours");
-        return;
-    }
-    const std::lock_guard lock(finishing);
-    unfinished.insert(this);
-}
-
-void AtomicFile::write(const void* data, size_t n) {
-    for (size_t done = 0; done < n && !error;) {
-        const ssize_t count = ::write(file, (const char*)data + done, n - done);
-        if (count > 0) done += (size_t)count;
-        else if (errno != EINTR) fail("writing failed", "what was there before is untouched");
-    }
-}
-
-void AtomicFile::write_at(off_t offset, const void* data, size_t n) {
-    if (!error && lseek(file, offset, SEEK_SET) < 0) fail("writing failed", "what was there before is untouched");
-    write(data, n);
-}
-
-void AtomicFile::commit() {
-    if (error) return;
-    const int at = folder.descriptor;
-    if (fsync(file) || renameat(at, temporary.c_str(), at, name.c_str()))
-        return fail("writing failed", "what was there before is untouched");
-    close(file);
-    fsync(at); // the new name, too, must survive a power cut
-    const std::lock_guard lock(finishing);
-    unfinished.erase(this);
-}
-
-void AtomicFile::discard() {
-    if (file >= 0) close(file);
-    if (file >= 0) folder.remove(temporary);
-    file = -1;
-    const std::lock_guard lock(finishing);
-    unfinished.erase(this);
-}
-
-void AtomicFile::fail(const char* what, const char* advice) {
-    error = errno;
-    failure = text("%s (%s); %s", what, strerror(error), advice);
-    discard();
-}
-
-static std::string try_write_file(const Folder& folder, const std::string& name, const std::string& content) {
-    AtomicFile file(folder, name);
-    file.write(content.data(), content.size());
-    file.commit();
-    return file.failure;
-}
-
-static std::string try_copy_file(const Folder& folder, const std::string& file, const std::string& name) {
-    const int from = openat(folder.descriptor, file.c_str(), O_RDONLY | O_CLOEXEC);
-    if (from < 0) return text("%s can't be opened (%s)", file.c_str(), strerror(errno));
-    AtomicFile to(folder, name);
-    std::vector<char> part(1 << 20);
-    ssize_t n = 0;
-    while (!to.error && (n = read(from, part.data(), part.size())) > 0) to.write(part.data(), (size_t)n);
-    if (n < 0) to.fail("copying failed", "what was there before is untouched");
-    to.commit();
-    close(from);
-    return to.failure;
-}
-
-static std::string try_link_file(const Folder& folder, const std::string& file, const std::string& name) {
-    const std::string temporary = name + ".tmp" + std::to_string(getpid());
-    const int at = folder.descriptor;
-    folder.remove(temporary); // a killed process of this number may have left it
-    if (linkat(at, file.c_str(), at, temporary.c_str(), 0)) return try_copy_file(folder, file, name);
-    const int error = renameat(at, temporary.c_str(), at, name.c_str()) ? errno : 0;
-    folder.remove(temporary); // it is still there, too, if both names were this file's before
-    fsync(at);
-    return error ? text("can't be written (%s); what was there before is untouched", strerror(error)) : "";
-}
-
-void InputFile::open(const std::string& name, const char* hint) {
-    path = name;
-    file = ::open(name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); // of a pipe, not to wait for its other end
-    if (file < 0) die("%s: can't be opened (%s); %s", name.c_str(), strerror(errno), hint);
-    struct stat st;
-    if (fstat(file, &st) || !S_ISREG(st.st_mode)) die("%s: is not a file; %s", name.c_str(), hint);
-    size = (size_t)st.st_size;
-    if (size < 1024) die("%s: is %zu bytes long, and a header alone is 1024; %s", name.c_str(), size, hint);
-    read(header.slot, 1024, 0);
-}
-
-const char* InputFile::try_read(void* to, size_t n, size_t offset) const {
-    for (size_t done = 0; done < n;) {
-        const ssize_t got = pread(file, (char*)to + done, n - done, (off_t)(offset + done));
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return got ? strerror(errno) : "the file ends before it";
-        done += (size_t)got;
-    }
-    return nullptr;
-}
-
-void InputFile::read(void* to, size_t n, size_t offset) const {
-    if (const char* why = try_read(to, n, offset))
-        die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
-}
-
-static std::string read_text(const Folder& folder, const std::string& name) {
-    InputFile f;
-    f.path = folder.name(name);
-    const int how = O_RDONLY | O_NONBLOCK | O_CLOEXEC; // of a pipe, not to wait for its other end
-    f.file = openat(folder.descriptor, name.c_str(), how);
-    if (f.file < 0 && errno == ENOENT) return "";
-    struct stat st;
-    if (f.file < 0 || fstat(f.file, &st)) die("%s: can't be opened (%s)", f.path.c_str(), strerror(errno));
-    if (!S_ISREG(st.st_mode)) die("%s: is not a file; move it away", f.path.c_str());
-    std::string content((size_t)st.st_size, 0);
-    f.read(content.data(), content.size(), 0);
-    close(f.file);
-    return content;
-}
-
-uint32_t InputFile::crc(uint32_t before, size_t offset) const {
-    std::vector<uint8_t> part(1 << 20);
-    for (; offset < size; offset += part.size()) {
-        part.resize(std::min(part.size(), size - offset));
-        read(part.data(), part.size(), offset);
-        before = crc32(before, part.data(), part.size());
-    }
-    return before;
-}
-
-static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {
-    for (int i = from; i < to; i++)
-        if (const int v = h.slot[i])
-            refuse(path + text(": its header is damaged (field %d holds %d, which means nothing)", i, v) + then);
-}
-
-static void lock_folder(const Folder& folder, bool create) {
-    static int fd = -1;
-    char who[128] = "another process", host[64] = "", since[32] = "", before[9] = "";
-    const char* const name = folder.path.c_str();
-    const int flags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC | (create ? O_CREAT : 0);
-    if (folder.error && folder.error != ENOENT)
-        die("--output_dir %s: can't be written to (%s); choose another", name, strerror(folder.error));
-    struct stat st = {};
-    while (fd < 0 || (!fstat(fd, &st) && !st.st_nlink)) { // not opened yet, or removed meanwhile
-        if (fd >= 0) close(fd);
-        fd = openat(folder.descriptor, ".lock", flags, 0666);
-        if (fd < 0 && errno == ELOOP) die("%s/.lock: is a link, and a run's is a file of its own; remove it", name);
-        if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", name, strerror(errno));
-        if (fd < 0) return;
-        if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // some file systems know no locks
-            if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
-            die("%s: %s trains there; wait until it ends, or choose another --output_dir", name, who);
-        }
-    }
-    const bool empty = st.st_size == 0 && st.st_nlink == 1;
-    const bool ours = empty || (pread(fd, before, 8, 0) == 8 && !strcmp(before, "process "));
-    if (!S_ISREG(st.st_mode) || !ours) die("%s/.lock: is no run's lock, but something else; move it away", name);
-    if (!create) return;
-    const time_t now = time(nullptr);
-    gethostname(host, sizeof host - 1);
-    strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&now));
-    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
-    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return; // a full disk: who isn't known
-}
-
-static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
-
-static std::string duration(double seconds) {
-    const long s = (long)seconds, days = s / 86400;
-    return (days ? text("%ld days ", days) : "") + text("%ld:%02ld:%02ld", s / 3600 % 24, s / 60 % 60, s % 60);
-}
-
-static int terminal_columns() {
-    struct winsize size {};
-    return !isatty(1) ? 0 : ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
-}
-
-static void show_status(const std::string& line) {
-    const int columns = terminal_columns();
-    if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
-    else printf("%s\n", line.c_str());
-    fflush(stdout);
-}
-
-// =====================================================================================================================
-// 29. Pictures: PNG files, grids of images
-
-// A zlib stream (RFC 1950): one block, fixed codes (RFC 1951, section 3.2.6); repetitions are found by four bytes.
-static std::string deflate(const std::string& raw) {
-    std::string out = "\x78\x01";
-    uint32_t byte = 0, filled = 0, a = 1, b = 0;                     // a, b: Adler-32
-    auto put = [&](uint32_t value, int bits, bool is_code = false) { // from the lowest bit on; codes from the highest
-        for (int k = 0; k < bits; k++) {
-            byte |= (value >> (is_code ? bits - 1 - k : k) & 1) << filled;
-            if (++filled == 8) out += (char)byte, byte = filled = 0;
-        }
-    };
-    auto put_symbol = [&](uint32_t s) { // a literal, 256 at the end, a length from 257 on
-        if (s < 256) return s < 144 ? put(s + 48, 8, true) : put(s + 256, 9, true);
-        s < 280 ? put(s - 256, 7, true) : put(s - 88, 8, true);
-    };
-    // a length - 3 (k = 2), a distance - 1 (k = 1): 2^k codes for each number of extra bits
-    auto put_split = [&](uint32_t v, int k) {
-        int extra = 0;
-        while (v >> extra >= 2u << k) extra++;
-        const uint32_t code = ((uint32_t)extra << k) + (v >> extra);
-        k == 2 ? put_symbol(257 + code) : put(code, 5, true);
-        put(v, extra);
-    };
-    std::vector<size_t> latest(1 << 15, 0); // place of four bytes, by their hash
-    put(3, 3);                              // the last block, with fixed codes
-    for (size_t i = 0, n; i < raw.size(); i += n) {
-        size_t from = i;
-        uint32_t word = 0;
-        memcpy(&word, &raw[i], std::min<size_t>(4, raw.size() - i));
-        std::swap(from, latest[word * 2654435761u >> 17]);
-        for (n = 0; from < i && i - from <= 32768 && n < 257 && i + n < raw.size() && raw[from + n] == raw[i + n];) n++;
-        if (n >= 4) put_split((uint32_t)n - 3, 2), put_split((uint32_t)(i - from) - 1, 1);
-        else put_symbol((uint8_t)raw[i]), n = 1;
-    }
-    put_symbol(256);
-    put(0, 7); // fills the last byte
-    for (uint8_t c : raw) a = (a + c) % 65521, b = (b + a) % 65521;
-    for (uint32_t c : {b >> 8, b, a >> 8, a}) out += (char)c;
-    return out;
-}
-
-// pixels (H, W, C), C = 1 (grey) or 3 (RGB). Rows are stored as Paeth's filter of the PNG specification leaves them.
-static std::string png_file(const std::vector<uint8_t>& pixels, int W, int H, int C) {
-    std::string raw;
-    const int row = W * C;
-    for (int h = 0; h < H; h++) {
-        raw += '\4'; // the filter
-        for (int i = 0; i < row; i++) {
-            const uint8_t* p = &pixels[(size_t)h * row + i];
-            const int left = i < C ? 0 : p[-C], up = h ? p[-row] : 0, corner = i < C || !h ? 0 : p[-row - C];
-            const int to_left = abs(up - corner), to_up = abs(left - corner), to_corner = abs(left + up - 2 * corner);
-            raw += (char)(*p - (to_left <= to_up && to_left <= to_corner ? left : to_up <= to_corner ? up : corner));
-        }
-    }
-    const std::string zlib = deflate(raw);
-    auto big_endian = [](uint32_t v) { return std::string{(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; };
-    if (zlib.size() > INT_MAX) die("so many images don't fit into a PNG; a .bin holds any number");
-    auto chunk = [&](const std::string& type, const std::string& data) {
-        const std::string body = type + data;
-        return big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
-    };
-    const std::string sizes = big_endian(W) + big_endian(H) + std::string{8, (char)(C == 3 ? 2 : 0), 0, 0, 0}; // 8 bits
-    return "\x89PNG\r\n\x1a\n" + chunk("IHDR", sizes) + chunk("IDAT", zlib) + chunk("IEND", "");
-}
-
-static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C) {
-    const int columns = (int)std::ceil(std::sqrt((double)n)), rows = (n + columns - 1) / columns;
-    const int gap = 2, zoom = std::max(1, 64 / std::max(H, W)), cell_h = H * zoom + gap, cell_w = W * zoom + gap;
-    const int channels = C == 3 ? 3 : 1, height = rows * cell_h + gap, width = columns * cell_w + gap;
-    std::vector<uint8_t> pixels((size_t)height * width * channels, 255);
-    for (int i = 0; i < n; i++)
-        for (int h = 0; h < H * zoom; h++)
-            for (int w = 0; w < W * zoom; w++)
-                for (int c = 0; c < channels; c++) {
-                    const float v = (images[(((size_t)i * H + h / zoom) * W + w / zoom) * C + c] + 1) * 127.5f;
-                    const size_t y = gap + i / columns * cell_h + h, x = gap + i % columns * cell_w + w;
-                    pixels[(y * width + x) * channels + c] = (uint8_t)std::lround(std::min(std::max(v, 0.0f), 255.0f));
-                }
-    return png_file(pixels, width, height, channels);
-}
-
-// =====================================================================================================================
-// 30. The run's page: index.html
-
-void LogSummary::add(const std::string& row) {
-    std::istringstream fields(row);
-    std::string field;
-    double v[11];
-    for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
-    const double step = v[0], loss = v[1], norm = v[3], ms = v[4], told = v[10];
-    // Logs of older programs have no seconds: there the time of the steps alone is added up.
-    const bool known = told >= seconds && told < BIG;
-    if (known) seconds = told;
-    else if (ms > 0 && ms < BIG) seconds += ms / 1000;
-    LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, seconds, {}, {}};
-    for (int k = 0; k < 9; k++)
-        if (std::isfinite(v[k + 1]) && (k || !p.skipped)) p.sum[k] = v[k + 1], p.n[k] = 1;
-    if (p.n[0]) p.low = p.high = loss;
-    if (p.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * std::max(10 / (guard.n + 9), 0.02);
-    if (!parts.empty() && parts.back().last - parts.back().first + 1 < rows) return parts.back().join(p);
-    parts.push_back(p);
-    if (parts.size() < 4096) return;
-    for (size_t i = 0; i < 2048; i++) (parts[i] = parts[2 * i]).join(parts[2 * i + 1]);
-    parts.resize(2048), rows *= 2;
-}
-
-// What index.html shows, before the run's numbers are in it.
-static const char PAGE[] =
-#include "common/page.html"
-    ;
-
-// Which state of the sources this program was made of, if it was made in a git checkout.
-#ifndef TRAIN_UNET_COMMIT
-#define TRAIN_UNET_COMMIT
-#endif
-#define AS_STRING(word) #word
-#define STRING_OF(macro) AS_STRING(macro)
-static const char PROGRAM_COMMIT[] = STRING_OF(TRAIN_UNET_COMMIT);
-
-// A string in JSON; it ends no script.
-static std::string quoted(const std::string& s) {
-    std::string out = "\"";
-    for (unsigned char c : s)
-        out += c < 32 || c == '"' || c == '\\' || c == '<' ? text("\\u%04x", c) : std::string(1, (char)c);
-    return out + "\"";
-}
-
-// A list in JSON, of what add writes for each element.
-template <class List, class Add> static std::string json_list(const List& elements, const Add& add) {
-    std::string out = "[";
-    for (const auto& element : elements) {
-        if (out.size() > 1) out += ",";
-        out += add(element);
-    }
-    return out += "]";
-}
-
-// The steps of a run's grids or checkpoints.
-static std::string json_steps(const Folder& folder, const std::string& prefix, const char* suffix) {
-    int ignored = 0; // a page ends no run
-    const auto found = folder.list(prefix, suffix, &ignored);
-    return json_list(found, [](const auto& file) { return std::to_string(file.first); });
-}
-
-static std::string json_number(double v) { return std::isfinite(v) ? text("%.6g", v) : "null"; }
-
-// Rows of the log, as page.html's NAMES say.
-static std::string json_rows(const LogSummary& summary) {
-    return json_list(summary.parts, [](const LogPart& p) {
-        std::string row = text("\n[%ld,%ld,%ld,", p.first, p.last, p.skipped);
-        row += json_number(p.low) + "," + json_number(p.high) + ",";
-        for (int k = 0; k < 9; k++) row += json_number(p.sum[k] / p.n[k]) + ","; // of none: 0 / 0
-        return row + text("%.9g]", p.seconds);
-    });
-}
-
-// 2: given, 1: the preset's, 0: the default.
-static std::string json_flags(const Config& c) {
-    return json_list(FLAGS, [&](const Flag& f) {
-        const int from = c.given(f.name) ? 2 : c.chosen(f.name);
-        return text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d]", from);
-    });
-}
-
-// How long nothing may be heard of a run that is well: it draws a grid or writes a checkpoint (to a slow disk, of
-// 50 MB/s), or has not even done its first steps.
-static double longest_silence(const Run& run) {
-    const Config& c = run.config;
-    const UNet& net = run.trainer.net;
-    if (run.per_step == 0) return 300;
-    const double forward = run.per_step / c.batch_size / 3; // of an image; a step is about three times as much
-    const double evaluations = (double)run.sampler.plan.steps.size() * 2; // of a sampler that looks twice
-    const double grid = c.sample_interval ? c.num_samples * evaluations * forward : 0;
-    const double checkpoint = (double)net.flat_size * sizeof(float) * (3 + (double)c.emas.size()) / 50e6;
-    return run.page.interval + 4 * run.per_step + grid + checkpoint;
-}
-
-// A run as page.html takes it. Its rows come last, so that --compare_runs can put others in their place.
-static std::string json_run(const Run& run, const char* state, const std::string& why) {
-    const Config& c = run.config;
-    std::string out = text("{\"state\":\"%s\",\"step\":%ld,\"max_steps\":%ld,\"ms\":%.9g,\"seconds\":%.9g,", state,
-                           run.state.step, c.max_steps, run.per_step * 1e3, now() - run.began);
-    out += text("\"started\":%ld,\"resumed\":%ld,\"written\":%ld,", run.page.started, run.first_step, time(nullptr));
-    out += text("\"interval\":%.9g,\"news\":%.9g,\"batch_size\":%d,", run.page.interval, longest_silence(run),
-                c.batch_size);
-    out += "\"why\":" + quoted(why) + ",\"name\":" + quoted(c.output_dir) + ",\"about\":" + quoted(run.page.about);
-    out += ",\"commit\":" + quoted(PROGRAM_COMMIT) + ",\"path\":\"\",\"flags\":" + json_flags(c);
-    out += ",\"grids\":" + json_steps(run.folder, "samples_", ".png");
-    out += ",\"checkpoints\":" + json_steps(run.folder, "model_", ".bin");
-    return out + ",\n\"rows\":" + json_rows(run.summary) + "}";
-}
-
-// page.html with these runs in it.
-static std::string page_of(const std::vector<std::string>& runs) {
-    std::string page = PAGE;
-    return page.replace(page.find("RUNS"), 4, json_list(runs, [](const std::string& run) { return run; }));
-}
-
-// Unlike an AtomicFile, this does not wait for the disk: the next page comes soon, and a full disk may be what the last
-// one tells of. Result: whether the file is there.
-static bool try_write(const Folder& folder, const std::string& name, const std::string& content) {
-    const std::string temporary = name + ".tmp" + std::to_string(getpid());
-    const int file = openat(folder.descriptor, temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    size_t done = 0;
-    for (ssize_t n; done < content.size() && (n = write(file, &content[done], content.size() - done)) > 0;)
-        done += (size_t)n;
-    if (file < 0) return false;
-    close(file);
-    const bool moved =
-        done == content.size() && !renameat(folder.descriptor, temporary.c_str(), folder.descriptor, name.c_str());
-    if (!moved) folder.remove(temporary);
-    return moved;
-}
-
-// Pages take a thousandth of the time at most; news is at most ten minutes old.
-static void write_page(Run* run, const char* state, const std::string& why) {
-    if (world.rank) return;
-    const std::lock_guard<PageTurn> turn(page_turn);
-    const double start = now();
-    const bool written = try_write(run->folder, "index.html", page_of({json_run(*run, state, why)}));
-    const bool last = strcmp(state, "running") != 0; // no page comes behind this one
-    if (last && !written)
-        printf("%s/index.html: its last state, %s, could not be written\n", run->config.output_dir.c_str(), state);
-    const double end = now();
-    run->page.interval = std::clamp(1000 * (end - start), 10.0, 600.0);
-    run->page.due = end + run->page.interval;
-}
-
-static Run* shown_run = nullptr; // that goes on, and has a page
-
-static void begin_page(Run* run) {
-    run->began = now() - run->summary.seconds;
-    const std::string data = text("\ndata: %ld images", run->trainer.data.count);
-    run->page.about = describe(run->trainer.net) + "\nhardware: " + device_name() + data;
-    run->page.started = time(nullptr);
-    write_page(run, "running");
-    const std::lock_guard<PageTurn> turn(page_turn);
-    shown_run = run;
-}
-
-static void end_page() {
-    const std::lock_guard<PageTurn> turn(page_turn);
-    shown_run = nullptr;
-}
-
-static void tell_page(const std::string& why) {
-    const std::unique_lock<PageTurn> turn(page_turn, std::chrono::seconds(3));
-    if (turn && shown_run) write_page(std::exchange(shown_run, nullptr), "failed", why);
-}
-
-// The run in a folder, as its own page holds it. path: from the new page to the folder.
-static std::string run_of_folder(const std::string& folder, const std::string& path) {
-    const std::string begin = "<script id=\"data\" type=\"application/json\">[", no_path = "\"path\":\"\"";
-    const Folder there = open_folder(folder);
-    const std::string page = there.descriptor < 0 ? "" : read_text(there, "index.html");
-    if (there.descriptor >= 0) close(there.descriptor);
-    const size_t from = page.find(begin), to = page.find("]</script>", from);
-    if (from == std::string::npos || to == std::string::npos)
-        die("--compare_runs: %s holds no run (an index.html that train_unet has written; a run that goes on or is "
-            "resumed writes it anew)",
-            folder.c_str());
-    std::string run = page.substr(from + begin.size(), to - from - begin.size());
-    const size_t at = run.find(no_path);
-    if (at != std::string::npos) run.replace(at, no_path.size(), "\"path\":" + quoted(path));
-    return run;
-}
-
-static void compare_runs(const Config& c) {
-    namespace fs = std::filesystem;
-    for (const std::string& flag : c.on_command_line)
-        if (flag != "compare_runs" && flag != "output") die("--compare_runs: takes --output and no --%s", flag.c_str());
-    const std::string output = c.given("output") ? c.output : "compare.html";
-    must(output.ends_with(".html"), "--output " + output, "must end in .html");
-    std::vector<std::string> runs;
-    std::istringstream folders(c.compare_runs);
-    for (std::string folder; std::getline(folders, folder, ',');) {
-        std::error_code none;
-        const fs::path from = fs::absolute(fs::path(output)).parent_path();
-        runs.push_back(run_of_folder(folder, fs::relative(folder, from, none).string() + "/"));
-    }
-    must(runs.size() > 1, "--compare_runs " + c.compare_runs, "must name folders with commas, such as out,out2");
-    const fs::path path = output;
-    const Folder target = open_folder(path.parent_path().string());
-    must(target.descriptor >= 0, "--output " + output,
-         text("its folder can't be opened (%s); name one that is there", strerror(target.error)));
-    const std::string failure = try_write_file(target, path.filename().string(), page_of(runs));
-    must(failure.empty(), output, failure);
-    printf("%s: %zu runs on one page\n", output.c_str(), runs.size());
-}

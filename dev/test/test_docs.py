@@ -20,6 +20,10 @@ from common.data_files import read_data
 
 SOURCES = [
     "train_unet.cu",
+    "host/files.h",
+    "host/png.h",
+    "host/ranks.h",
+    "host/page.h",
     "dev/reference.h",
     "dev/pairs/harness.h",
     "dev/pairs/harness.py",
@@ -36,6 +40,7 @@ SCRIPTS = [
     *(ROOT / "dev").glob("*.py"),
     *(path for folder in WORKSHOP for path in sorted(folder.glob("*.py"))),
     ROOT / "train_unet.cu",
+    *(ROOT / "host").glob("*.h"),
     ROOT / "dev/pairs/harness.h",
     *(path for folder in WORKSHOP for path in sorted(folder.glob("*.cu"))),
 ]
@@ -128,7 +133,7 @@ def test_files(page: str) -> None:
         if heading:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             assert heading in [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in headings], f"{page} leads to {target}"
-    for name in re.findall(r"(?<![\w/.<-])((?:common|dev|docs|data|assets)/[\w./]+\w|\w+\.(?:cu|py))(?![\w.*])", code_of(page)):
+    for name in re.findall(r"(?<![\w/.<-])((?:common|dev|docs|data|assets|host)/[\w./]+\w|\w+\.(?:cu|py))(?![\w.*])", code_of(page)):
         near = [place / name for place in (ROOT, folder, ROOT / "dev", ROOT / "dev/test", *WORKSHOP)]
         built = re.fullmatch(r"data/\w+\.bin", name) and (ROOT / f"{name}.gz").exists()
         if program := re.fullmatch(r"dev/(\w+?)(_cuda|_cpu|_emulated)?", name):

@@ -1,0 +1,184 @@
+// png.h - PNG files (PNG specification, third edition), and grids of images as PNG files. Needs files.h.
+//
+// A PNG file is: 8 bytes that say that it is one, a chunk with its size, a chunk with its pixels, a chunk that ends it.
+// The pixels are a zlib stream (RFC 1950) of what DEFLATE (RFC 1951) makes shorter. All of it is written here in its
+// simplest form that still gives small files, so that the program needs no library.
+#pragma once
+
+#include <climits>
+#include <cmath>
+
+#include "files.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- DEFLATE
+
+// Bytes to which bits are appended. A byte is filled from its lowest bit on.
+struct BitString {
+    std::string bytes;
+    uint32_t byte = 0; // the one that is not full yet
+    int filled = 0;    // how many of its bits are there
+
+    void put_bit(uint32_t bit) {
+        byte |= bit << filled;
+        if (++filled < 8) return;
+        bytes += (char)byte;
+        byte = 0;
+        filled = 0;
+    }
+    // A number, its lowest bit first.
+    void put(uint32_t value, int bits) {
+        for (int k = 0; k < bits; k++) put_bit(value >> k & 1);
+    }
+    // A Huffman code, its highest bit first.
+    void put_code(uint32_t code, int bits) {
+        for (int k = bits - 1; k >= 0; k--) put_bit(code >> k & 1);
+    }
+    void fill_byte() {
+        while (filled) put_bit(0);
+    }
+};
+
+// A symbol of RFC 1951, section 3.2.6, with its fixed code: a byte as it is (0 to 255), the end of the block (256), or a
+// length (from 257 on).
+static void put_symbol(BitString* out, uint32_t symbol) {
+    if (symbol < 144) out->put_code(symbol + 48, 8);
+    else if (symbol < 256) out->put_code(symbol + 256, 9);
+    else if (symbol < 280) out->put_code(symbol - 256, 7);
+    else out->put_code(symbol - 88, 8);
+}
+
+// A length or a distance is a code for its leading bits, and its other bits as they are ("extra bits", section 3.2.5).
+// There are 2^k codes for each number of extra bits.
+struct LeadingBits {
+    uint32_t code;
+    int extra;
+};
+static LeadingBits leading_bits(uint32_t value, int k) {
+    int extra = 0;
+    while (value >> extra >= 2u << k) extra++;
+    return {((uint32_t)extra << k) + (value >> extra), extra};
+}
+
+// "Copy `length` bytes that lie `distance` bytes back." Length codes are symbols; distance codes have 5 bits each.
+static void put_copy(BitString* out, uint32_t length, uint32_t distance) {
+    const LeadingBits l = leading_bits(length - 3, 2);
+    put_symbol(out, 257 + l.code);
+    out->put(length - 3, l.extra);
+    const LeadingBits d = leading_bits(distance - 1, 1);
+    out->put_code(d.code, 5);
+    out->put(distance - 1, d.extra);
+}
+
+static uint32_t adler32(const std::string& bytes) { // zlib's checksum
+    uint32_t a = 1, b = 0;
+    for (const uint8_t byte : bytes) {
+        a = (a + byte) % 65521;
+        b = (b + a) % 65521;
+    }
+    return b << 16 | a;
+}
+
+static std::string big_endian(uint32_t v) { return {(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; }
+
+// A zlib stream of these bytes: one block with fixed codes. At every byte, the latest place where the same four bytes
+// stood is looked up by their hash. If at least four bytes are the same there, they are copied from it.
+static std::string deflate(const std::string& raw) {
+    constexpr size_t LONGEST = 257, FARTHEST = 32768;
+    std::vector<size_t> latest(1 << 15, 0); // the place of four bytes, by their hash
+    BitString out{"\x78\x01"};              // zlib's head: DEFLATE, compressed fast
+    out.put(3, 3);                          // the block's head: it is the last one (1 bit), with fixed codes (2 bits)
+    for (size_t i = 0; i < raw.size();) {
+        uint32_t four = 0;
+        memcpy(&four, &raw[i], std::min<size_t>(4, raw.size() - i));
+        const size_t from = std::exchange(latest[four * 2654435761u >> 17], i);
+        size_t length = 0;
+        const bool reaches = from < i && i - from <= FARTHEST;
+        while (reaches && length < LONGEST && i + length < raw.size() && raw[from + length] == raw[i + length])
+            length++;
+        if (length < 4) {
+            put_symbol(&out, (uint8_t)raw[i]);
+            i++;
+            continue;
+        }
+        put_copy(&out, (uint32_t)length, (uint32_t)(i - from));
+        i += length;
+    }
+    put_symbol(&out, 256);
+    out.fill_byte();
+    return out.bytes + big_endian(adler32(raw));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- PNG
+
+// Of the left, the upper and the upper left neighbour the one that is nearest to left + up - corner (PNG, section 9.4).
+static int paeth(int left, int up, int corner) {
+    const int to_left = abs(up - corner);
+    const int to_up = abs(left - corner);
+    const int to_corner = abs(left + up - 2 * corner);
+    if (to_left <= to_up && to_left <= to_corner) return left;
+    return to_up <= to_corner ? up : corner;
+}
+
+// The pixels (H, W, C), a row at a time: the number of its filter, 4 for Paeth's, then each byte less what the filter
+// expects there. Pictures become many small numbers by that, which DEFLATE makes shorter.
+static std::string filtered_rows(const std::vector<uint8_t>& pixels, int W, int H, int C) {
+    std::string raw;
+    const int row = W * C;
+    for (int h = 0; h < H; h++) {
+        raw += '\4';
+        for (int i = 0; i < row; i++) {
+            const uint8_t* p = &pixels[(size_t)h * row + i];
+            const int left = i < C ? 0 : p[-C];
+            const int up = h ? p[-row] : 0;
+            const int corner = i < C || !h ? 0 : p[-row - C];
+            raw += (char)(*p - paeth(left, up, corner));
+        }
+    }
+    return raw;
+}
+
+// A chunk: how many bytes it holds, its type, these bytes, and the checksum of type and bytes.
+static std::string png_chunk(const std::string& type, const std::string& data) {
+    const std::string body = type + data;
+    return big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
+}
+
+// A PNG file of pixels (H, W, C), C = 1 (grey) or 3 (RGB).
+static std::string png_file(const std::vector<uint8_t>& pixels, int W, int H, int C) {
+    const std::string zlib = deflate(filtered_rows(pixels, W, H, C));
+    if (zlib.size() > INT_MAX) die("so many images don't fit into a PNG; a .bin holds any number");
+    const char colour_type = C == 3 ? 2 : 0;
+    const std::string rest{8, colour_type, 0, 0, 0}; // bits a colour; then the usual compression, filters and order
+    return "\x89PNG\r\n\x1a\n" + png_chunk("IHDR", big_endian(W) + big_endian(H) + rest) + png_chunk("IDAT", zlib) +
+           png_chunk("IEND", "");
+}
+
+// A PNG file of n images (H, W, C) in [-1, 1] in a square grid, small ones enlarged. Unless C is 3, it shows their first
+// channel in grey.
+static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C) {
+    const int columns = (int)std::ceil(std::sqrt((double)n));
+    const int rows = (n + columns - 1) / columns;
+    const int gap = 2; // white pixels around each image
+    const int zoom = std::max(1, 64 / std::max(H, W));
+    const int cell_h = H * zoom + gap;
+    const int cell_w = W * zoom + gap;
+    const int channels = C == 3 ? 3 : 1;
+    const int height = rows * cell_h + gap;
+    const int width = columns * cell_w + gap;
+    std::vector<uint8_t> pixels((size_t)height * width * channels, 255);
+    for (int i = 0; i < n; i++) {
+        const float* image = &images[(size_t)i * H * W * C];
+        const size_t top = gap + i / columns * cell_h;
+        const size_t left = gap + i % columns * cell_w;
+        for (int h = 0; h < H * zoom; h++)
+            for (int w = 0; w < W * zoom; w++)
+                for (int c = 0; c < channels; c++) {
+                    const float v = (image[((size_t)(h / zoom) * W + w / zoom) * C + c] + 1) * 127.5f;
+                    const float limited = std::min(std::max(v, 0.0f), 255.0f);
+                    pixels[((top + h) * width + left + w) * channels + c] = (uint8_t)std::lround(limited);
+                }
+    }
+    return png_file(pixels, width, height, channels);
+}
