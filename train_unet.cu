@@ -9,61 +9,61 @@
 //    362     2. The interface: all that the program asks of a device
 //    558     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    618     4. Configuration: flags, presets, help, what can work and what cannot
-//    992     5. The network: a list of layers, made of guided-diffusion's flags
-//   1596     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1776     7. Forward and backward: two walks over the list
-//   1885     8. Diffusion: noise schedules, objectives, samplers
-//   2078         the level of a training sample, drawn, and its share of the loss
-//   2228         samplers
-//   2641     9. Data: .bin files that may be larger than memory, the order of their images
-//   2862    10. Model files: weights and checkpoints, initial weights
-//   3077    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3088         the learning rate, the verdict on a step, averages of the weights
-//   3165         what a trainer holds
-//   3256         a step
-//   3465    12. A run: log, guard, checkpoints, resume, samples
-//   4268    13. main: the command line, then a run or samples
-//   4551  Part II. The device
-//   4554    14. What all devices share: activations, patches of pixels
-//   4584    15. The CPU: the device is the host; operations are in dev/reference.h
-//   4646    16. The GPU: what all kernels share
-//   4828         Activations: pieces of 16 bytes
-//   5009         each_kernel: a thread for an element
-//   5024         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5142         Swizzle: how rows lie in shared memory
-//   5151         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5294         building blocks of Hopper's kernels (sm_90a)
-//   5480    17. Small operations: resampling, embeddings, diffusion
-//   5483         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5597         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5821         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6072    18. Group norm
-//   6075         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6409         groupnorm_backward_whole: an image's slab in shared memory
-//   6670    19. Attention
-//   6730         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7056         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7149         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7595    20. Convolution
-//   7611         ConvOut: results, 4 channels of a pixel at a time
-//   7774         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   7832         conv_halo: 3x3, stride 1, any GPU
-//   8171         conv_gather: any kernel size and stride, any GPU
-//   8383         conv_few: the first and the last layer
-//   8493         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8848         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8913         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9207         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9475         conv_weight_tma: weight gradients (sm_90a)
-//   9685    21. The optimiser
-//   9688         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9835    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9838         groupnorm_backward
-//   9906         attention: forward and, where a has dout, backward
-//   9946         convolution: forward and input gradient
-//  10167         convolution: weight gradients
-//  10379    23. The GPU: memory, copies, repeated work
-//  10551    24. Between ranks: from device to device
+//    998     5. The network: a list of layers, made of guided-diffusion's flags
+//   1602     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1782     7. Forward and backward: two walks over the list
+//   1891     8. Diffusion: noise schedules, objectives, samplers
+//   2084         the level of a training sample, drawn, and its share of the loss
+//   2234         samplers
+//   2647     9. Data: .bin files that may be larger than memory, the order of their images
+//   2868    10. Model files: weights and checkpoints, initial weights
+//   3079    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3090         the learning rate, the verdict on a step, averages of the weights
+//   3167         what a trainer holds
+//   3258         a step
+//   3467    12. A run: log, guard, checkpoints, resume, samples
+//   4270    13. main: the command line, then a run or samples
+//   4553  Part II. The device
+//   4556    14. What all devices share: activations, patches of pixels
+//   4586    15. The CPU: the device is the host; operations are in dev/reference.h
+//   4648    16. The GPU: what all kernels share
+//   4830         Activations: pieces of 16 bytes
+//   5011         each_kernel: a thread for an element
+//   5026         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5144         Swizzle: how rows lie in shared memory
+//   5153         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5296         building blocks of Hopper's kernels (sm_90a)
+//   5482    17. Small operations: resampling, embeddings, diffusion
+//   5485         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5599         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   5823         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6074    18. Group norm
+//   6077         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6411         groupnorm_backward_whole: an image's slab in shared memory
+//   6672    19. Attention
+//   6732         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7058         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7151         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7597    20. Convolution
+//   7613         ConvOut: results, 4 channels of a pixel at a time
+//   7776         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   7834         conv_halo: 3x3, stride 1, any GPU
+//   8173         conv_gather: any kernel size and stride, any GPU
+//   8385         conv_few: the first and the last layer
+//   8495         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   8850         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8915         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9209         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9477         conv_weight_tma: weight gradients (sm_90a)
+//   9687    21. The optimiser
+//   9690         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9837    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9840         groupnorm_backward
+//   9908         attention: forward and, where a has dout, backward
+//   9948         convolution: forward and input gradient
+//  10169         convolution: weight gradients
+//  10381    23. The GPU: memory, copies, repeated work
+//  10553    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -626,8 +626,10 @@ struct Config;
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;            // of a model file's header (see Model files); 0: none
-    const char* heading; // of its part of --help
+    int slot;               // of a model file's header (see Model files); 0: none
+    bool free;              // may change from run to run
+    const char* objectives; // for which alone it is, "a|b"; "": for all
+    const char* heading;    // of its part of --help
     const char* help;
     double low = 0, high = 0;
     const char* choices = "";
@@ -640,16 +642,20 @@ struct Flag {
 
 inline std::vector<Flag> FLAGS;                    // the rows of Config
 inline std::map<std::string, std::string> PRESETS; // what each of them sets
-inline const char* heading;                        // of the rows to come
+inline const char* heading = "";                   // of the rows to come
+inline const char* objectives = "";                // and for which they are
 
-// The rows of common/flags.h, which says what they mean. A flag has a type, a name, a default, help, and low, high or
-// WORDS. SAVED: model files keep it, in this slot of their header.
-#define SAVED(slot, type, name, value, ...) \
-    type name = value;                      \
-    static inline const bool name##_row = (FLAGS.push_back({#name, &Config::name, slot, heading, __VA_ARGS__}), true)
-#define FLAG(type, name, ...) SAVED(0, type, name, __VA_ARGS__)
+// The rows of common/flags.h, which says what they mean.
+#define FLAG_ROW(slot, free, type, name, value, ...) \
+    type name = value;                               \
+    static inline const bool name##_row =            \
+        (FLAGS.push_back({#name, &Config::name, slot, free, objectives, heading, __VA_ARGS__}), true)
+#define FLAG(...) FLAG_ROW(0, false, __VA_ARGS__)
+#define SAVED(slot, ...) FLAG_ROW(slot, false, __VA_ARGS__)
+#define FREE(slot, ...) FLAG_ROW(slot, true, __VA_ARGS__)
 #define WORDS(choices) 0, 0, choices
 #define HEADING(name, title) static inline const char* const name##_flags = heading = title
+#define OBJECTIVES(name, words) static inline const char* const name = objectives = words
 #define PRESET_TEXT(flags, ...) std::string(flags) __VA_OPT__(+" " + __VA_ARGS__)
 #define PRESETS_SHARE(name, ...) static inline const std::string name = PRESET_TEXT(__VA_ARGS__)
 #define PRESET(name, ...) \
@@ -2870,21 +2876,17 @@ constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_DIFFUSION =
               SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106,
               SLOT_ECT = 107, SLOT_ECT_END = 113, SLOT_PATH = 128;
 
-// Settings of the model that may change from run to run.
-static const std::set<std::string> FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small",
-                                                 "P_mean",  "P_std",         "t_mean",     "t_std"};
-
 static bool is_ect(const Header& h) { return h.slot[0] == MODEL_MAGIC && h.slot[43] == 3; }
 
-// Whether a slot of a header says something; else it is 0.
-static bool slot_is_used(const Header& h, int slot) {
-    if (slot == 15 || slot == 50) return h.slot[14] == 1; // num_classes, class_dropout: with class_cond
-    if (slot == 47) return h.slot[16] == 1;               // vlb_weight: with learn_sigma
-    const bool edm = h.slot[43] == 1, flow = h.slot[43] == 2, ect = is_ect(h);
-    if (slot >= 51 && slot <= 53) return edm || ect; // sigma_data, P_mean, P_std
-    if (slot == 54 || slot == 55) return flow;       // t_mean, t_std
-    if (slot == 57 || (slot >= SLOT_ECT && slot < SLOT_ECT_END)) return ect;
-    return true;
+// Whether the slot of a flag says something in this header; else it is 0.
+static bool slot_is_used(const Header& h, const Flag& f) {
+    if (f.slot == 15 || f.slot == 50) return h.slot[14] == 1; // num_classes, class_dropout: with class_cond
+    if (f.slot == 47) return h.slot[16] == 1;                 // vlb_weight: with learn_sigma
+    if (!*f.objectives) return true;
+    const std::vector<std::string> words = choices(*find_flag("objective"));
+    const size_t number = h.slot[43];
+    if (number >= words.size()) return false; // of a damaged file
+    return text("|%s|", f.objectives).find("|" + words[number] + "|") != std::string::npos;
 }
 
 // The configuration as header slots (docs/FORMATS.md lists them), words as their number; take_model_file reads them.
@@ -2895,7 +2897,7 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     h.slot[6] = config.H;
     h.slot[7] = config.W;
     for (const Flag& f : FLAGS) { // those on which others depend come first
-        if (!f.slot || (f.slot > SLOT_STEP && !(contents & HAS_TRAINING)) || !slot_is_used(h, f.slot)) continue;
+        if (!f.slot || (f.slot > SLOT_STEP && !(contents & HAS_TRAINING)) || !slot_is_used(h, f)) continue;
         const std::vector<std::string> words = choices(f);
         if (const float* real = f.at<float>(config)) h.set(f.slot, *real);
         else if (words.empty()) h.slot[f.slot] = std::stoi(flag_value(config, f));
@@ -4299,7 +4301,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     auto take = [&](const std::string& name, const std::string& value) {
         const Flag& f = *find_flag(name);
         const std::string wanted = flag_value(*c, f);
-        if (c->given(name) && (f.slot > SLOT_STEP || FREE_FLAGS.count(name))) return;
+        if (c->given(name) && (f.slot > SLOT_STEP || f.free)) return;
         set_flag(c, f, value, path + ": ");
         if (c->given(name) && !same_value(name, flag_value(*c, f), wanted))
             die("--%s %s: %s was made with %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
@@ -4333,7 +4335,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
         if (tuned && (f.slot == 43 || f.slot == 52 || f.slot == 53)) continue; // objective, P_mean, P_std are its own
         const std::vector<std::string> words = choices(f);
         const size_t n = s[f.slot];
-        if (!slot_is_used(h, f.slot)) check_unused(h, f.slot, f.slot + 1, path, "");
+        if (!slot_is_used(h, f)) check_unused(h, f.slot, f.slot + 1, path, "");
         else if (f.at<float>(*c)) take(f.name, text("%.9g", h.get<float>(f.slot)));
         else take(f.name, n < words.size() ? words[n] : std::to_string(s[f.slot]));
     }

@@ -7,7 +7,9 @@
 //   FLAG(type, name, default, help)             a flag
 //   FLAG(type, name, default, help, low, high)  a number from low to high
 //   FLAG(type, name, default, help, WORDS(w))   one of several words, "a|b"
-//   SAVED(slot, ...)                            a flag that model files keep, in this slot (docs/FORMATS.md)
+//   SAVED(slot, ...)                            a flag that model files keep, in this slot of a header (docs/FORMATS.md)
+//   FREE(slot, ...)                             the same, and it may change from run to run
+//   OBJECTIVES(name, w)                         the next flags are for these objectives alone, "a|b"; "": for all
 //   PRESET(name, flags[, NAME])                 what a preset sets; what it leaves out keeps its default
 //   PRESETS_SHARE(NAME, flags[, NAME])          what several presets have in common
 //
@@ -35,7 +37,7 @@ FLAG(ints, attention_resolutions, "16,8", "image heights at which there is atten
 SAVED(11, int, num_heads, 4, "attention heads", 1, 1024);
 SAVED(12, int, num_head_channels, -1, "channels per head instead of num_heads; -1: use num_heads", -1, 8192);
 SAVED(13, int, num_heads_upsample, -1, "heads in the upward half; -1: num_heads", -1, 1024);
-SAVED(21, float, dropout, 0, "probability", 0, 0.99);
+FREE(21, float, dropout, 0, "probability", 0, 0.99);
 SAVED(14, bool, class_cond, false, "condition on the labels of the data");
 SAVED(15, int, num_classes, 0, "classes (default: the data file's)", 0, 1e6);
 SAVED(50, float, class_dropout, 0, "probability of leaving out an image's class, for --guidance_scale", 0, 0.99);
@@ -56,16 +58,19 @@ SAVED(43, string, objective, "ddpm",
       WORDS("ddpm|edm|flow|ect"));
 SAVED(44, string, predict, "eps", "its output: the noise, x_0, or signal * noise - sigma * x_0", WORDS("eps|x0|v"));
 FLAG(bool, predict_xstart, false, "guided-diffusion's name for --predict x0");
-SAVED(46, float, min_snr_gamma, 0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6);
-SAVED(47, float, vlb_weight, 1e-3, "with --learn_sigma: the variational bound's weight; 0: not learned", 0, 1000);
+FREE(46, float, min_snr_gamma, 0, "weigh the loss by min(SNR, gamma), Hang et al. 2023; 0: don't", 0, 1e6);
+FREE(47, float, vlb_weight, 1e-3, "with --learn_sigma: the variational bound's weight; 0: not learned", 0, 1000);
 FLAG(bool, rescale_learned_sigmas, true, "guided-diffusion's --vlb_weight: True 1/1000, False 1/T");
-SAVED(48, bool, use_kl, false, "train on the variational bound alone");
-SAVED(49, bool, sigma_small, false, "the smaller of the two fixed variances, where none is learned");
+FREE(48, bool, use_kl, false, "train on the variational bound alone");
+FREE(49, bool, sigma_small, false, "the smaller of the two fixed variances, where none is learned");
+OBJECTIVES(of_edm, "edm|ect");
 SAVED(51, float, sigma_data, 0.5, "edm, ect: standard deviation of the data", 1e-3, 1e3);
-SAVED(52, float, P_mean, -1.2, "edm, ect: mean of ln(sigma) in training (default of ect: -1.1)", -20, 20);
-SAVED(53, float, P_std, 1.2, "edm, ect: its standard deviation (default of ect: 2)", 0, 20);
-SAVED(54, float, t_mean, 0, "flow: mean of ln(t / (1 - t)) in training", -20, 20);
-SAVED(55, float, t_std, 0, "flow: its standard deviation; 0: t is uniform", 0, 20);
+FREE(52, float, P_mean, -1.2, "edm, ect: mean of ln(sigma) in training (default of ect: -1.1)", -20, 20);
+FREE(53, float, P_std, 1.2, "edm, ect: its standard deviation (default of ect: 2)", 0, 20);
+OBJECTIVES(of_flow, "flow");
+FREE(54, float, t_mean, 0, "flow: mean of ln(t / (1 - t)) in training", -20, 20);
+FREE(55, float, t_std, 0, "flow: its standard deviation; 0: t is uniform", 0, 20);
+OBJECTIVES(of_ect, "ect");
 SAVED(57, string, ect_frame, "edm", "ect: whose network it is (default: that of the --init file)", WORDS("edm|flow"));
 SAVED(107, float, ect_q, 2, "ect: the teacher's sigma r, of the student's t: r / t = 1 - n(t) / q^a", 1.01, 1e6);
 SAVED(108, float, ect_k, 8, "ect: n(t) = 1 + k sigmoid(-b t)", 0, 1000);
@@ -73,6 +78,7 @@ SAVED(109, float, ect_b, 1, "ect: see ect_k", 0, 1000);
 SAVED(110, int, ect_d, 0, "ect: steps after which a, at first 1, grows by 1; 0: an eighth of max_steps", 0, 2e9);
 SAVED(111, float, ect_c, 0, "ect: of the distance, sqrt(|difference|^2 + c^2) - c", 0, 1e6);
 SAVED(112, string, ect_weight, "gap", "ect: 1 / (t - r), or snr: 1 / t^2 + 1 / sigma_data^2", WORDS("gap|snr"));
+OBJECTIVES(of_all, "");
 
 HEADING(sampling, "Sampling");
 FLAG(string, sampler, "ddim", "of grids and --sample; with any objective (default of ect: consistency)",

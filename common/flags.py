@@ -33,7 +33,7 @@ NAMES = {"true": True, "false": False, "BIG": 1e9}
 
 
 def flag(default: Any, text: str, low: float = -math.inf, high: float = math.inf, choices: str = "", **more: Any) -> Any:
-    """A flag: what --help says, and low..high for numbers or "a|b" for words. more: the slot and the heading of one in the table."""
+    """A flag: what --help says, and low..high for numbers or "a|b" for words. more: what the table says besides."""
     return field(default=default, metadata={"help": text, "limits": (low, high), "words": choices.split("|") if choices else None} | more)
 
 
@@ -41,8 +41,8 @@ def literal(node: ast.expr) -> Any:
     return NAMES[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
-def read_flag(slot: int, heading: str, kind: ast.Name, name: ast.Name, default: ast.expr, text: ast.expr, *limits: ast.expr) -> tuple[str, str, Any]:
-    """(name, type, dataclass field) of a row FLAG or SAVED."""
+def read_flag(row: dict[str, Any], kind: ast.Name, name: ast.Name, default: ast.expr, text: ast.expr, *limits: ast.expr) -> tuple[str, str, Any]:
+    """(name, type, dataclass field) of a FLAG. row: what else its row says."""
     value, type_ = literal(default), TYPES[kind.id]
     if isinstance(value, str):
         value = parse_value(name.id, type_, value)
@@ -52,20 +52,21 @@ def read_flag(slot: int, heading: str, kind: ast.Name, name: ast.Name, default: 
         more = {"choices": literal(limits[0].args[0])}
     else:
         more = dict(zip(("low", "high"), map(literal, limits)))
-    return name.id, type_, flag(value, literal(text), **more, slot=slot, heading=heading)
+    return name.id, type_, flag(value, literal(text), **more, **row)
 
 
 def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str]]:
     """The flags and the presets of common/flags.h, whose rows are Python, too."""
-    flags, presets, shared, heading = [], {}, {}, ""
+    flags, presets, shared, heading, objectives = [], {}, {}, "", ""
     for row in ast.parse(re.sub(r"^//", "#", path.read_text(), flags=re.M)).body:
         macro, (first, *rest) = row.value.func.id, row.value.args
         if macro == "HEADING":
             heading = literal(rest[0])
-        elif macro == "FLAG":
-            flags.append(read_flag(0, heading, first, *rest))
-        elif macro == "SAVED":
-            flags.append(read_flag(literal(first), heading, *rest))
+        elif macro == "OBJECTIVES":
+            objectives = literal(rest[0])
+        elif macro in ("FLAG", "SAVED", "FREE"):
+            slot, args = (0, row.value.args) if macro == "FLAG" else (literal(first), rest)
+            flags.append(read_flag({"slot": slot, "free": macro == "FREE", "objectives": objectives, "heading": heading}, *args))
         else:  # PRESET, PRESETS_SHARE
             text = " ".join(shared[part.id] if isinstance(part, ast.Name) else literal(part) for part in rest)
             (presets if macro == "PRESET" else shared)[first.id] = text
@@ -257,6 +258,8 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
 
 FLAGS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
 WORDS: dict[str, list[str]] = {name: f.metadata["words"] for name, f in FLAGS.items() if f.metadata["words"]}
+OBJECTIVES_OWN = {name: f.metadata["objectives"].split("|") for name, f in FLAGS.items() if f.metadata.get("objectives")}
+FREE_FLAGS = {name for name, f in FLAGS.items() if f.metadata.get("free")}  # saved, but may change from run to run
 SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
 SAMPLING_FLAGS += ["mid_t", "dynamic_threshold", "classes", "guidance_scale", "noise_seed", "strength", "jump_length", "jump_n_sample"]
 
@@ -269,9 +272,6 @@ SAVED_FLAGS = [name for name in CHECKPOINT_FLAGS if SLOTS[name] < 64]
 
 MOST_EMAS = 8
 POWER_EMAS = tuple(float32(exponent) for exponent in (16.97, 6.94))  # in the place of a rate: --ema_snapshots'
-# Flags that are for some objectives only.
-OBJECTIVES_OWN = dict.fromkeys(["sigma_data", "P_mean", "P_std"], ("edm", "ect")) | dict.fromkeys(["t_mean", "t_std"], ("flow",))
-OBJECTIVES_OWN |= dict.fromkeys(["ect_frame", "ect_q", "ect_k", "ect_b", "ect_d", "ect_c", "ect_weight"], ("ect",))
 LARGEST_GAP_DIVISOR = 1e6  # of ect_q^a: a smaller gap is lost in fp32's rounding
 FOREIGN_PRESET = "adm"  # what a state_dict without a configuration, most likely guided-diffusion's, does not say
 # guided-diffusion's channel_mult by image height, for --channel_mult ""

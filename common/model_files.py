@@ -22,7 +22,7 @@ from common import files
 from common.config import make_config, validate
 from common.files import MODEL_MAGIC, UNET_CU_MODEL_MAGIC
 from common.flags import (
-    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
+    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, FREE_FLAGS, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
 )  # fmt: skip
 from common.model import parameter_count, parameter_shapes, to_state_dict
 from common.program import UserError
@@ -64,7 +64,6 @@ def header_type() -> np.dtype:
 
 
 HEADER = header_type()
-FREE_FLAGS = {"dropout", "min_snr_gamma", "vlb_weight", "use_kl", "sigma_small", "P_mean", "P_std", "t_mean", "t_std"}  # may change from run to run
 
 
 TUNES = "--objective ect: tunes models of --objective edm and flow, and {} was made with ddpm"
