@@ -50,7 +50,7 @@ from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
     random_words, to_normals,
 )  # fmt: skip
-from common.run_folder import StepResult, plot_loss, prepare_run, progress_line, run_folder
+from common.run_folder import RunFolder, StepResult, plot_loss, prepare_run, progress_line, run_folder
 from common.samples import grid_pixels, png_bytes, save_samples
 
 # ======================================================================================================================
@@ -661,19 +661,19 @@ class Trainer:
 VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
 
 
-def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> int:
-    """A training run. Returns the program's exit code, which after a signal is a shell's for it: what comes next must not go on with a model that is
-    half trained (python train_unet.py && next)."""
-    val_data = open_data(config.val_data_file) if config.val_data_file else None
-    if val_data:
-        val_data.check(config)
-        val_data = Data(val_data.path, val_data.read(np.arange(min(len(val_data.images), VAL_IMAGES))), val_data.labels)
-    if start and not config.resume_checkpoint:  # --init takes the weights alone
-        start = ModelFile(start.config, start.weights_to_use(config.use_ema))
-    trainer = Trainer(config, device, start)
-    state, first_step = trainer.state, trainer.state.step
-    state.data_images, state.data_crc = len(data.images), data.crc
-    print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {device}, {trainer.precision}{', compiled' * trainer.compiled}")
+def read_validation_data(config: Config) -> Data | None:
+    """The first images of --val_data_file, in memory."""
+    if not config.val_data_file:
+        return None
+    data = open_data(config.val_data_file)
+    data.check(config)
+    return Data(data.path, data.read(np.arange(min(len(data.images), VAL_IMAGES))), data.labels)
+
+
+def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
+    """Prints what is trained, on what, and where it goes on."""
+    config, first_step = trainer.config, trainer.state.step
+    print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {trainer.device}, {trainer.precision}{', compiled' * trainer.compiled}")
     unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
     if config.in_channels not in (1, 3):
@@ -684,12 +684,34 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         if was != now and first_step < config.max_steps:
             order = f"the order of the data goes by batches, so that image {now * first_step} of it comes next, not {was * first_step}"
             print(f"--batch_size {now}: was {was} before; {order}")
+
+
+def next_batch(trainer: Trainer, data: Data) -> Batch:
+    return training_batch(trainer.config, data, trainer.state.step, trainer.device, trainer.history.probabilities())
+
+
+def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen) -> None:
+    """A grid of pictures by the averaged weights."""
+    config, step = trainer.config, trainer.state.step
+    images = sample(trainer.averaged, config, config.num_samples)
+    if not torch.isfinite(images).all():
+        screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
+    screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images))))
+
+
+def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> int:
+    """A training run. Returns the program's exit code, which after a signal is a shell's for it: what comes next must not go on with a model that is
+    half trained (python train_unet.py && next)."""
+    val_data = read_validation_data(config)
+    if start and not config.resume_checkpoint:  # --init takes the weights alone
+        start = ModelFile(start.config, start.weights_to_use(config.use_ema))
+    trainer = Trainer(config, device, start)
+    state, first_step = trainer.state, trainer.state.step
+    state.data_images, state.data_crc = len(data.images), data.crc
+    announce(trainer, data, start)
     if first_step >= config.max_steps:
         print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
         return 0
-
-    def next_batch() -> Batch:
-        return training_batch(config, data, state.step, trainer.device, trainer.history.probabilities())
 
     def save_rest() -> bool:
         """Saves what no checkpoint and no snapshot holds yet. Returns whether that worked."""
@@ -706,7 +728,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         while not last:
             began = time.perf_counter()
             try:
-                batch = next_batch()
+                batch = next_batch(trainer, data)
             except DataError as e:
                 told = "nothing was trained"
                 if state.step > first_step:
@@ -742,10 +764,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 keeper.save_snapshot(trainer.snapshot(), step)
             draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
             if draw:
-                images = sample(trainer.averaged, config, config.num_samples)
-                if not torch.isfinite(images).all():
-                    screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
-                screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images))))
+                draw_samples(trainer, folder, screen)
             if not log.rows and (last or draw):
                 screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
         keeper.finish(state.step, save_rest, stop)
@@ -754,7 +773,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         else:
             told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
             with contextlib.suppress(DataError):  # one step more, only to see whether the last checkpoint is good
-                if keeper.waits() and not trainer.train_step(*next_batch()).objection:
+                if keeper.waits() and not trainer.train_step(*next_batch(trainer, data)).objection:
                     keeper.prove()
         screen.tell_any(folder.write_waiting())
         screen.tell(told)

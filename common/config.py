@@ -45,51 +45,70 @@ def space_timesteps(steps: int, respacing: str) -> list[int]:
     return kept
 
 
+def check(config: Config, ok: bool, name: str, wanted: str) -> None:
+    """UserError about a flag, unless it is ok."""
+    if not ok:
+        raise UserError(f"--{name} {format_value(name, getattr(config, name))}: {wanted}")
+
+
 def validate(config: Config) -> None:
     """UserError, with what would work, if a model or a run with these flags can't."""
-
-    def check(ok: bool, name: str, wanted: str) -> None:
-        if not ok:
-            raise UserError(f"--{name} {format_value(name, getattr(config, name))}: {wanted}")
-
     for f in FLAGS.values():
         check_value(f, getattr(config, f.name))
+    check_network(config)
+    check_attention(config)
+    check_objective(config)
+    check_sampling(config)
+    check_run(config)
+
+
+def check_network(config: Config) -> None:
+    """Sizes: of images, patches, levels, channels."""
     height, width = config.image_size
-    check(4 <= height <= 4096 and 4 <= width <= 4096, "image_size", "must be a number of pixels from 4 to 4096, or HxW")
-    check(len(config.channel_mult) > 0, "channel_mult", f"must be given for images {height} high, such as 1,2,2")
+    check(config, 4 <= height <= 4096 and 4 <= width <= 4096, "image_size", "must be a number of pixels from 4 to 4096, or HxW")
+    check(config, len(config.channel_mult) > 0, "channel_mult", f"must be given for images {height} high, such as 1,2,2")
     levels = len(config.channel_mult)
-    check(levels <= 8, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4")
+    check(config, levels <= 8, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4")
     depth, patch = config.patch * 2 ** (levels - 1), config.in_channels * config.patch**2
-    check(patch <= 64, "patch_size", f"makes {patch} channels of a patch, of at most 64")
+    check(config, patch <= 64, "patch_size", f"makes {patch} channels of a patch, of at most 64")
     wanted = f"must be a multiple of {depth}, because {levels} levels halve it {levels - 1} times{' in patches' * (config.patch > 1)}"
-    check(height % depth == 0 and width % depth == 0, "image_size", wanted)
-    check(config.num_channels % 32 == 0, "num_channels", "must be a multiple of 32 (group norm has 32 groups)")
+    check(config, height % depth == 0 and width % depth == 0, "image_size", wanted)
+    check(config, config.num_channels % 32 == 0, "num_channels", "must be a multiple of 32 (group norm has 32 groups)")
     for level, m in enumerate(config.channel_mult):
         ok = 0 < m <= 64 and config.channels(level) >= 32 and config.channels(level) % 32 == 0
-        check(ok, "channel_mult", f"{m:g} * num_channels {config.num_channels} must be a positive multiple of 32")
-    check(len(config.attention_resolutions) <= 8, "attention_resolutions", "must be up to 8 heights, such as 16,8")
+        check(config, ok, "channel_mult", f"{m:g} * num_channels {config.num_channels} must be a positive multiple of 32")
+
+
+def check_attention(config: Config) -> None:
+    """Where there is attention, and how many heads."""
+    height, levels = config.image_size[0], len(config.channel_mult)
+    check(config, len(config.attention_resolutions) <= 8, "attention_resolutions", "must be up to 8 heights, such as 16,8")
     heights = [height // config.patch // 2**level for level in range(levels)]
     for r in config.attention_resolutions:
         wanted = f"{r} never occurs; the heights of this model are {', '.join(map(str, heights))}"
-        check(r in heights, "attention_resolutions", wanted)
+        check(config, r in heights, "attention_resolutions", wanted)
     for level in (lv for lv in range(levels) if config.has_attention(lv) or lv == levels - 1):  # and the middle block
         ch, wanted = config.channels(level), "must divide the {} channels where there is attention"
         if config.num_head_channels != -1:
             ok = config.num_head_channels > 0 and ch % config.num_head_channels == 0
-            check(ok, "num_head_channels", wanted.format(ch) + "; 32 does")
+            check(config, ok, "num_head_channels", wanted.format(ch) + "; 32 does")
         else:
-            check(ch % config.num_heads == 0, "num_heads", wanted.format(ch))
+            check(config, ch % config.num_heads == 0, "num_heads", wanted.format(ch))
             up = config.num_heads if config.num_heads_upsample == -1 else config.num_heads_upsample
-            check(up > 0 and ch % up == 0, "num_heads_upsample", wanted.format(ch))
+            check(config, up > 0 and ch % up == 0, "num_heads_upsample", wanted.format(ch))
+
+
+def check_objective(config: Config) -> None:
+    """Classes, and flags that are for some objectives alone; those of other objectives get their defaults."""
     if config.class_cond:
-        check(config.num_classes > 0, "num_classes", "must say how many classes --class_cond True conditions on")
+        check(config, config.num_classes > 0, "num_classes", "must say how many classes --class_cond True conditions on")
     else:
         config.num_classes = 0
-        check(config.class_dropout == 0, "class_dropout", "there is no class to leave out without --class_cond True")
+        check(config, config.class_dropout == 0, "class_dropout", "there is no class to leave out without --class_cond True")
     if config.objective != "ddpm":
         for name in ("predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"):
             wanted = f"is for --objective ddpm; {config.objective} has a prediction, a weighting and noise levels of its own"
-            check(getattr(config, name) == getattr(Config, name), name, wanted)
+            check(config, getattr(config, name) == getattr(Config, name), name, wanted)
     for name, objectives in OBJECTIVES_OWN.items():
         if config.objective not in objectives:
             default = getattr(Config, name)
@@ -98,36 +117,44 @@ def validate(config: Config) -> None:
         stages, most = math.ceil(config.max_steps / config.ect_stage), int(math.log(LARGEST_GAP_DIVISOR) / math.log(config.ect_q))
         enough = math.ceil(config.max_steps / max(most, 1))
         told = f"makes a grow to {stages}, and --ect_q {config.ect_q:g}^a must stay below {LARGEST_GAP_DIVISOR:g}; {enough} is enough"
-        check(stages <= most, "ect_d", told)
-    check(not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
-    check(not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
+        check(config, stages <= most, "ect_d", told)
+    check(config, not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
+
+
+def check_sampling(config: Config) -> None:
+    """Samplers, guidance, and images that are changed."""
+    check(config, not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
     ok = all(0 <= k < config.num_classes for k in config.classes)
-    check(ok, "classes", f"must be some of the classes 0 to {config.num_classes - 1}")
+    check(config, ok, "classes", f"must be some of the classes 0 to {config.num_classes - 1}")
     wanted = "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1"
-    check(config.guidance_scale == 1 or config.null_class, "guidance_scale", wanted)
-    check(config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
-    check(config.sampler != "consistency" or config.mid_t < config.sigma_max, "mid_t", f"must be below --sigma_max {config.sigma_max:g}")
-    check(not (config.start_from and config.inpaint), "start_from", "and --inpaint: images are changed in one of these ways at a time")
-    check(bool(config.inpaint) == bool(config.mask), "inpaint", "and --mask need each other, the images and where to paint them anew")
+    check(config, config.guidance_scale == 1 or config.null_class, "guidance_scale", wanted)
+    check(config, config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
+    check(config, config.sampler != "consistency" or config.mid_t < config.sigma_max, "mid_t", f"must be below --sigma_max {config.sigma_max:g}")
+    check(config, not (config.start_from and config.inpaint), "start_from", "and --inpaint: images are changed in one of these ways at a time")
+    check(config, bool(config.inpaint) == bool(config.mask), "inpaint", "and --mask need each other, the images and where to paint them anew")
     changed = bool(config.start_from or config.inpaint)
-    check(not changed or config.sample > 0, "start_from" if config.start_from else "inpaint", "is for --sample")
+    check(config, not changed or config.sample > 0, "start_from" if config.start_from else "inpaint", "is for --sample")
     ok = config.S_churn == 0 or not changed
-    check(ok, "S_churn", "is for images made of noise alone; leave it out with --start_from and --inpaint")
+    check(config, ok, "S_churn", "is for images made of noise alone; leave it out with --start_from and --inpaint")
     ok = config.S_churn == 0 or config.sampler in ("euler", "heun")
-    check(ok, "S_churn", f"is for --sampler euler and heun; {config.sampler} adds no noise that way")
+    check(config, ok, "S_churn", f"is for --sampler euler and heun; {config.sampler} adds no noise that way")
     space_timesteps(config.diffusion_steps, config.timestep_respacing)
     if config.noise_schedule == "linear":
-        check(config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
+        check(config, config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
+
+
+def check_run(config: Config) -> None:
+    """Training, data and files."""
     ok = 1 <= len(config.ema_rate) <= MOST_EMAS and all(0 <= rate <= 1 or rate in POWER_EMAS[: 2 * (k > 0)] for k, rate in enumerate(config.ema_rate))
-    check(ok, "ema_rate", f"must be a number from 0 to 1, or up to {MOST_EMAS} of them with commas")
+    check(config, ok, "ema_rate", f"must be a number from 0 to 1, or up to {MOST_EMAS} of them with commas")
     ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
-    check(ok, "microbatch", f"must divide --batch_size {config.batch_size}")
-    check(config.output_dir != "", "output_dir", "must name a folder")
+    check(config, ok, "microbatch", f"must divide --batch_size {config.batch_size}")
+    check(config, config.output_dir != "", "output_dir", "must name a folder")
     ok = not config.keep_best or config.val_data_file != "" or config.sample > 0
-    check(ok, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best")
-    check(config.output.endswith((".png", ".bin")), "output", "must end in .png (one grid) or .bin (float images)")
+    check(config, ok, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best")
+    check(config, config.output.endswith((".png", ".bin")), "output", "must end in .png (one grid) or .bin (float images)")
     ok = len(config.data_file.encode(errors="replace")) <= 511 and "\0" not in config.data_file
-    check(ok, "data_file", "must be at most 511 bytes long, to fit in a checkpoint")
+    check(config, ok, "data_file", "must be at most 511 bytes long, to fit in a checkpoint")
 
 
 # ======================================================================================================================
