@@ -208,18 +208,21 @@ def test_the_schedule_of_diffusers(make_data: Callable, tiny_rivals: None) -> No
 
 
 def test_the_sampler_for_diffusers_finds_what_a_perfect_network_knows(make_data: Callable, tiny_rivals: None) -> None:
-    """Of images that are all of one grey the noise is known exactly, and so the samples are of that grey."""
+    """Of images that are all of one grey the noise is known exactly: it is the same at every step, and the samples are of that grey."""
     need_rival("diffusers")
     file = make_data("d.bin", np.full((8, 1, 8, 8), 200, np.uint8))
     rival = speedrun_rivals.Diffusers(speedrun_rivals.Pictures(str(file), torch.device("cpu")), 0)
     grey, alpha_bars = float(rival.pictures.images[0, 0, 0, 0]), rival.scheduler.alphas_cumprod
+    noises = []
 
     def perfect(x: torch.Tensor, t: torch.Tensor) -> types.SimpleNamespace:
         alpha_bar = alpha_bars[t].view(-1, 1, 1, 1)
-        return types.SimpleNamespace(sample=(x - alpha_bar.sqrt() * grey) / (1 - alpha_bar).sqrt())
+        noises.append((x - alpha_bar.sqrt() * grey) / (1 - alpha_bar).sqrt())
+        return types.SimpleNamespace(sample=noises[-1])
 
     rival.drawn_from = perfect
     assert (rival.draw_batch(3) - grey).abs().max() < 1e-3
+    assert len(noises) == 3 and all((noise - noises[0]).abs().max() < 1e-3 for noise in noises)
 
 
 def test_a_table_with_a_rival(tmp_path: Path, make_data: Callable, tiny_rivals: None, capsys: pytest.CaptureFixture) -> None:
