@@ -55,7 +55,8 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
-// When the program ends by an error, two others may want to know why. Each of them sets its function; null: nobody asks.
+// When the program ends by an error, two others may want to know why. Each of them sets its function; null: nobody
+// asks.
 typedef void (*Listener)(const std::string& why);
 static std::atomic<Listener> end_all_ranks = nullptr; // of ranks.h, in a run of several processes; it does not return
 static std::atomic<Listener> tell_page = nullptr;     // of page.h, while a run goes on: its page says why it ended
@@ -80,8 +81,8 @@ static void must(bool ok, const std::string& what, const std::string& why) {
     if (!ok) refuse(what + ": " + why);
 }
 
-// Called by new when there is no memory, in any thread. It ends the process by _exit: an exception can't leave an OpenMP
-// loop, and exit() may not run in one of its threads. It is set before anything below asks for memory.
+// Called by new when there is no memory, in any thread. It ends the process by _exit: an exception can't leave an
+// OpenMP loop, and exit() may not run in one of its threads. It is set before anything below asks for memory.
 [[maybe_unused]] static const std::new_handler handler_before = std::set_new_handler([] {
     fflush(stdout);
     fprintf(stderr, "train_unet: there is not enough memory; "
@@ -95,6 +96,7 @@ static void must(bool ok, const std::string& what, const std::string& why) {
 // Seconds, from some moment in the past on.
 static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
 
+// A moment as the system has it, as one number.
 static int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * 1000000000LL + time.tv_nsec; }
 
 // Such as 0:01:30 or 2 days 13:00:05.
@@ -113,7 +115,8 @@ static int terminal_columns() {
     return known ? size.ws_col : 80;
 }
 
-// Prints a line about how things stand. On a terminal it replaces the line before it, and is cut to the terminal's width.
+// Prints a line about how things stand. On a terminal it replaces the line before it, and is cut to the terminal's
+// width.
 static void show_status(const std::string& line) {
     const int columns = terminal_columns();
     if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
@@ -124,7 +127,8 @@ static void show_status(const std::string& line) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- The process
 
-// Signals that ask a run to end: Ctrl-C, kill, a terminal that is closed, a reader that went away (./train_unet | head).
+// Signals that ask a run to end: Ctrl-C, kill, a terminal that is closed, a reader that went away (./train_unet |
+// head).
 static const std::map<int, const char*> STOP_SIGNALS = {
     {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 [[maybe_unused]] static volatile sig_atomic_t stop_signal =
@@ -133,10 +137,10 @@ static const std::map<int, const char*> STOP_SIGNALS = {
 // The first call of main: prepares the process for what the system may do to it.
 static void start_process([[maybe_unused]] char** argv) {
 #ifdef _OPENMP
-    // A thread of libgomp that waits first looks 300,000 times whether it may go on. Beside one busy process that made a
-    // step 8 times as slow. With 3,000 looks (0.04 to 0.15 ms) most waits on an idle machine still end while it looks.
-    // The library reads the number when it is loaded, so the program sets it and starts itself again, once. It does not
-    // if the user has said how threads shall wait.
+    // A thread of libgomp that waits first looks 300,000 times whether it may go on. Beside one busy process that made
+    // a step 8 times as slow. With 3,000 looks (0.04 to 0.15 ms) most waits on an idle machine still end while it
+    // looks. The library reads the number when it is loaded, so the program sets it and starts itself again, once. It
+    // does not if the user has said how threads shall wait.
     std::error_code none;
     const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
     if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
@@ -173,9 +177,8 @@ static int run_child(std::vector<std::string> words) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- CRC-32, the checksum of zlib and PNG (polynomial 0xEDB88320)
 
-// The checksum of n bytes. crc: 0 or, to go on, the checksum of all bytes before them.
-// Eight bytes are taken at a time ("slicing by 8"), by eight tables: table[256 k + i] is the checksum of the byte i with
-// k bytes of zeros behind it.
+// The checksum of n bytes. crc: 0 or, to go on, the checksum of all bytes before them. Eight bytes are taken at a time
+// ("slicing by 8"), by eight tables: table[256 k + i] is the checksum of the byte i with k bytes of zeros behind it.
 static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     static const std::vector<uint32_t> table = [] {
         std::vector<uint32_t> t(8 * 256);
@@ -302,6 +305,7 @@ inline std::map<int64_t, std::string> Folder::list(const std::string& prefix, co
 
 inline void Folder::remove(const std::string& file) const { unlinkat(descriptor, file.c_str(), 0); }
 
+// Their names end in .tmp and the number of a process (see AtomicFile). Its lock is gone when the process is.
 inline void Folder::remove_leftovers(const std::vector<std::string>& starts) const {
     int none = 0;
     for (const std::string& file : names_in(*this, &none)) {
@@ -330,8 +334,8 @@ static int64_t last_change_of(const std::string& path, std::set<std::pair<dev_t,
     return latest;
 }
 
-// When something in a folder last changed, in nanoseconds since 1970: a file in it or below it, or which files there are.
-// Hidden files don't count.
+// When something in a folder last changed, in nanoseconds since 1970: a file in it or below it, or which files there
+// are. Hidden files don't count.
 static int64_t last_change(const std::string& folder) {
     std::set<std::pair<dev_t, ino_t>> seen;
     return last_change_of(folder, &seen);
@@ -353,18 +357,18 @@ struct AtomicFile {
     std::string failure; // a sentence about that
 
     AtomicFile(const Folder& folder, const std::string& name);
-    void write(const void* data, size_t n);
+    void write(const void* data, size_t n); // behind what was written last
     void write_at(off_t offset, const void* data, size_t n);
-    void commit();
-    void discard();
-    void fail(const char* what, const char* advice);
+    void commit();                                   // the file is complete: it takes its place
+    void discard();                                  // the file is given up
+    void fail(const char* what, const char* advice); // notes errno as a sentence, and gives the file up
 };
 
 static std::set<const AtomicFile*> unfinished; // neither committed nor discarded yet
 static std::mutex finishing;                   // guards it
 
-// Called when the program ends by an error. Another thread may still write to such a file: its bytes then go into a file
-// that has no name any more.
+// Called when the program ends by an error. Another thread may still write to such a file: its bytes then go into a
+// file that has no name any more.
 static void remove_unfinished() {
     const std::lock_guard lock(finishing);
     for (const AtomicFile* file : unfinished) file->folder.remove(file->temporary);
@@ -388,6 +392,7 @@ inline AtomicFile::AtomicFile(const Folder& folder, const std::string& name) : f
     unfinished.insert(this);
 }
 
+// The system may take fewer bytes at a time than it is given, so it is asked until all are written.
 inline void AtomicFile::write(const void* data, size_t n) {
     for (size_t done = 0; done < n && !error;) {
         const ssize_t count = ::write(file, (const char*)data + done, n - done);
@@ -401,6 +406,8 @@ inline void AtomicFile::write_at(off_t offset, const void* data, size_t n) {
     write(data, n);
 }
 
+// The bytes are on the disk before the name is changed. So at any moment, be it that of a power cut, the name stands
+// for the old file or for the whole new one.
 inline void AtomicFile::commit() {
     if (error) return;
     const int where = folder.descriptor;
@@ -503,6 +510,7 @@ inline void InputFile::open(const std::string& name, const char* hint) {
     read(header.slot, 1024, 0);
 }
 
+// The system may give fewer bytes at a time than it is asked for.
 inline const char* InputFile::try_read(void* to, size_t n, size_t offset) const {
     for (size_t done = 0; done < n;) {
         const ssize_t got = pread(file, (char*)to + done, n - done, (off_t)(offset + done));
@@ -518,6 +526,7 @@ inline void InputFile::read(void* to, size_t n, size_t offset) const {
         die("%s: can't be read (%s); it was cut short, or its disk fails", path.c_str(), why);
 }
 
+// A file may be larger than memory, so it is read in parts of a megabyte.
 inline uint32_t InputFile::crc(uint32_t before, size_t offset) const {
     std::vector<uint8_t> part(1 << 20);
     for (; offset < size; offset += part.size()) {
@@ -528,7 +537,8 @@ inline uint32_t InputFile::crc(uint32_t before, size_t offset) const {
     return before;
 }
 
-// Slots from .. to - 1 of a header must be 0, since they mean nothing. then: the end of the sentence where they are not.
+// Slots from .. to - 1 of a header must be 0, since they mean nothing. then: the end of the sentence where they are
+// not.
 static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {
     for (int i = from; i < to; i++)
         if (const int v = h.slot[i])
@@ -562,8 +572,10 @@ static void lock_folder(const Folder& folder, bool create) {
     const int flags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC | (create ? O_CREAT : 0);
     if (folder.error && folder.error != ENOENT)
         die("--output_dir %s: can't be written to (%s); choose another", name, strerror(folder.error));
+    // The lock is on the file, not on its name. If the name was removed between opening and locking, another process
+    // may make and lock a new file of that name, so this one is opened again.
     struct stat st = {};
-    while (fd < 0 || (!fstat(fd, &st) && !st.st_nlink)) { // it is not opened yet, or was removed before it was locked
+    while (fd < 0 || (!fstat(fd, &st) && !st.st_nlink)) {
         if (fd >= 0) close(fd);
         fd = openat(folder.descriptor, ".lock", flags, 0666);
         if (fd < 0 && errno == ELOOP) die("%s/.lock: is a link, and a run's is a file of its own; remove it", name);
@@ -574,6 +586,7 @@ static void lock_folder(const Folder& folder, bool create) {
             die("%s: %s trains there; wait until it ends, or choose another --output_dir", name, who);
         }
     }
+    // What is there is written over below, so it must be a lock: a new file, or one that begins as a lock does.
     const bool empty = st.st_size == 0 && st.st_nlink == 1;
     const bool ours = empty || (pread(fd, before, 8, 0) == 8 && !strcmp(before, "process "));
     if (!S_ISREG(st.st_mode) || !ours) die("%s/.lock: is no run's lock, but something else; move it away", name);

@@ -39,8 +39,8 @@ struct BitString {
     }
 };
 
-// A symbol of RFC 1951, section 3.2.6, with its fixed code: a byte as it is (0 to 255), the end of the block (256), or a
-// length (from 257 on).
+// A symbol of RFC 1951, section 3.2.6, with its fixed code: a byte as it is (0 to 255), the end of the block (256), or
+// a length (from 257 on).
 static void put_symbol(BitString* out, uint32_t symbol) {
     if (symbol < 144) out->put_code(symbol + 48, 8);
     else if (symbol < 256) out->put_code(symbol + 256, 9);
@@ -52,7 +52,7 @@ static void put_symbol(BitString* out, uint32_t symbol) {
 // There are 2^k codes for each number of extra bits.
 struct LeadingBits {
     uint32_t code;
-    int extra;
+    int extra; // how many bits follow as they are
 };
 static LeadingBits leading_bits(uint32_t value, int k) {
     int extra = 0;
@@ -70,7 +70,8 @@ static void put_copy(BitString* out, uint32_t length, uint32_t distance) {
     out->put(distance - 1, d.extra);
 }
 
-static uint32_t adler32(const std::string& bytes) { // zlib's checksum
+// zlib's checksum: the sum of all bytes, plus 1, and the sum of these sums, each modulo the largest prime below 2^16.
+static uint32_t adler32(const std::string& bytes) {
     uint32_t a = 1, b = 0;
     for (const uint8_t byte : bytes) {
         a = (a + byte) % 65521;
@@ -79,6 +80,7 @@ static uint32_t adler32(const std::string& bytes) { // zlib's checksum
     return b << 16 | a;
 }
 
+// A number of four bytes, the highest one first, as PNG and zlib have it.
 static std::string big_endian(uint32_t v) { return {(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; }
 
 // A zlib stream of these bytes: one block with fixed codes. At every byte, the latest place where the same four bytes
@@ -150,13 +152,14 @@ static std::string png_file(const std::vector<uint8_t>& pixels, int W, int H, in
     const std::string zlib = deflate(filtered_rows(pixels, W, H, C));
     if (zlib.size() > INT_MAX) die("so many images don't fit into a PNG; a .bin holds any number");
     const char colour_type = C == 3 ? 2 : 0;
-    const std::string rest{8, colour_type, 0, 0, 0}; // bits a colour; then the usual compression, filters and order
+    // Bits a colour, the type, then the only compression and the only set of filters that PNG has; not interlaced.
+    const std::string rest{8, colour_type, 0, 0, 0};
     return "\x89PNG\r\n\x1a\n" + png_chunk("IHDR", big_endian(W) + big_endian(H) + rest) + png_chunk("IDAT", zlib) +
            png_chunk("IEND", "");
 }
 
-// A PNG file of n images (H, W, C) in [-1, 1] in a square grid, small ones enlarged. Unless C is 3, it shows their first
-// channel in grey.
+// A PNG file of n images (H, W, C) in [-1, 1] in a square grid, small ones enlarged. Unless C is 3, it shows their
+// first channel in grey.
 static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C) {
     const int columns = (int)std::ceil(std::sqrt((double)n));
     const int rows = (n + columns - 1) / columns;
