@@ -9948,162 +9948,232 @@ static void attention_backward(act* dqkv, const act* dout, const act* qkv, const
 // --- convolution: forward and input gradient
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
-// The convolutions that Hopper's kernels know, and whose weight gradients are all conv_weight_tma's.
+// Do Hopper's kernels know this convolution? If so, conv_weight_tma always computes its weight gradient.
 static bool conv_is_wgmma(const ConvShape& s) {
     return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
-// For strides and upsampling the input is upsampled, or the output's gradient spread out, in the workspace, and the
-// convolution becomes one of stride 1: more traffic, and yet two to four times as fast with wgmma. With mma.sync the
-// gradient of an upsampled input alone goes this way, a fifth to a half faster.
+// Hopper's kernels know neither strides nor upsampling. So the input is upsampled in the workspace, or for stride 2 the
+// output's gradient is spread out there, with zeros between. Then the convolution is one of stride 1 and the same size.
+// That moves more bytes, and is two to four times as fast with wgmma. With mma.sync only the gradient of an upsampled
+// input goes this way: it takes 17 to 33 % less time.
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
-    s.H <<= s.upsample, s.W <<= s.upsample, s.upsample = 0, s.stride = 1;
+    s.H <<= s.upsample;
+    s.W <<= s.upsample;
+    s.upsample = 0;
+    s.stride = 1;
     return s;
 }
 static bool conv_takes_detour(const ConvShape& s) {
-    return s.kernel == 3 && (s.stride == 2) != (s.upsample == 1) && conv_is_wgmma(conv_without_detour(s));
+    const bool one_of_both = (s.stride == 2) != (s.upsample == 1);
+    return s.kernel == 3 && one_of_both && conv_is_wgmma(conv_without_detour(s));
 }
 static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
     if (!s.upsample && !conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
-    return ((size_t)one.B * one.H * one.W * (s.upsample ? s.C1 : s.Cout) * act_bytes() + 255) / 256 * 256;
+    const int channels = s.upsample ? s.C1 : s.Cout; // the upsampled input, or the spread gradient
+    return ((size_t)one.B * one.H * one.W * channels * act_bytes() + 255) / 256 * 256;
 }
 
-// Weight gradients that go through something else first, alone, and then are those of another convolution.
+// Weight gradients that first go through something else, alone; then they are those of conv_weight_shape.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
-// The kernel and tile that end soonest, in ns on an H200: rounds of blocks x (a block + its taps of slices).
+// What a block of conv_small takes, in ns as measured on an H200.
+struct SmallCosts {
+    int block;     // beside its taps
+    int tap_alone; // one tap of one slice, if there is no more than one block for each multiprocessor
+    int tap_full;  // and if there are more
+};
+
+// 3x3 on images of up to 32 x 32: the kernel and the tile that end soonest.
 template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
-    const int taps = ceil_div(p.C1, 64) * 9;
+    const int taps = ceil_div(p.C1, 64) * 9; // of all slices
     Cheapest<void (*)(const ConvCall&)> way;
-    // A block; a tap if it has a multiprocessor for itself, and if not.
-    auto consider = [&](auto tile, int block, int alone, int full) {
+
+    // Time = rounds of blocks * (block + its taps * tap).
+    auto consider = [&](auto tile, SmallCosts cost) {
         using T = decltype(tile);
         if (T::SPLIT > 1 && !gpu.clusters) return;
         const int tiles = ceil_div(p.B, T::IMAGES) * ceil_div(p.H, 8) * ceil_div(p.W, T::TILE_W);
-        const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT, rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
-        const int tap = (blocks <= gpu.sms ? alone : full) / (p.C1 == 32 && T::N <= 64 ? 2 : 1);
-        way.consider((int64_t)rounds * (block + tap * taps / T::SPLIT), conv_small_launch<T>);
+        const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
+        const int rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
+        const bool half_slice = p.C1 == 32 && T::N <= 64; // a slice of 32 channels is half the products
+        const int tap = (blocks <= gpu.sms ? cost.tap_alone : cost.tap_full) / (half_slice ? 2 : 1);
+        way.consider((int64_t)rounds * (cost.block + tap * taps / T::SPLIT), conv_small_launch<T>);
     };
-    //                           warpgroups, N, images, split, per SM
-    consider(SmallTile<TRANSPOSED, 1, 64, 1, 1, 2>(), 1270, 104, 209);
-    consider(SmallTile<TRANSPOSED, 1, 64, 1, 2, 2>(), 2350, 52, 235);
-    consider(SmallTile<TRANSPOSED, 2, 64, 2, 2, 1>(), 2780, 94, 196);
-    consider(SmallTile<TRANSPOSED, 2, 64, 2, 1, 1>(), 1780, 140, 184);
-    consider(SmallTile<TRANSPOSED, 1, 192, 1, 1, 1>(), 1250, 267, 345);
-    consider(SmallTile<TRANSPOSED, 2, 128, 2, 1, 1>(), 2340, 286, 366);
-    if (p.W > 8) {
-        consider(SmallTile<TRANSPOSED, 2, 32, 1, 1, 1>(), 1040, 129, 124);
-        consider(SmallTile<TRANSPOSED, 2, 192, 1, 1, 1>(), 3160, 422, 475);
+    //           warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
+    consider(SmallTile<TRANSPOSED, 1, 64, 1, 1, 2>(), {1270, 104, 209});  // the most blocks
+    consider(SmallTile<TRANSPOSED, 1, 64, 1, 2, 2>(), {2350, 52, 235});   // two blocks share a tile's taps
+    consider(SmallTile<TRANSPOSED, 2, 64, 2, 2, 1>(), {2780, 94, 196});   // the same, and two images share weights
+    consider(SmallTile<TRANSPOSED, 2, 64, 2, 1, 1>(), {1780, 140, 184});  // two images share weights
+    consider(SmallTile<TRANSPOSED, 1, 192, 1, 1, 1>(), {1250, 267, 345}); // many channels share pixels
+    consider(SmallTile<TRANSPOSED, 2, 128, 2, 1, 1>(), {2340, 286, 366}); // both
+    if (p.W > 8) {                                                        // tiles of 8 x 16 pixels
+        consider(SmallTile<TRANSPOSED, 2, 32, 1, 1, 1>(), {1040, 129, 124});
+        consider(SmallTile<TRANSPOSED, 2, 192, 1, 1, 1>(), {3160, 422, 475});
     }
-    if (p.H > 8) { // persistent blocks; up to 128 input channels their weights stay, and the two warpgroups take turns
-        const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
-        auto persistent = [&](auto tile, int once, int n, int64_t each) { // each n tiles
-            way.consider(once + ceil_div(ceil_div(tiles, n), tile.runs(p.Cout)) * each, conv_tiles<decltype(tile)>);
-        };
-        if (p.C1 == 32) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED, 2>(), 1550, 1, 325 + 74 * taps);
-        else if (taps <= 18) persistent(ConvTiles<9, 16, 1, true, TRANSPOSED>(), 1550, 1, 325 + 148 * taps);
-        else if (p.H % 32) persistent(ConvTiles<9, 16, 1, false, TRANSPOSED>(), 425, 2, 1660 + 314 * taps);
-        else persistent(ConvTiles<9, 32, 1, false, TRANSPOSED>(), 425, 4, 1660 + 640 * taps);
-    }
+    if (p.H <= 8) return way.best(p);
+
+    // conv_tiles, whose blocks are persistent. Time = once + tiles of the busiest block / n * each (n tiles), in ns.
+    const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
+    auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
+        const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
+        way.consider(once + runs_of_n * each, conv_tiles<decltype(tile)>);
+    };
+    // Up to 128 input channels all weights stay in shared memory, and the two warpgroups take turns.
+    if (p.C1 == 32) consider_tiles(ConvTiles<9, 16, 1, true, TRANSPOSED, 2>(), 1550, 1, 325 + 74 * taps);
+    else if (taps <= 18) consider_tiles(ConvTiles<9, 16, 1, true, TRANSPOSED>(), 1550, 1, 325 + 148 * taps);
+    else if (p.H % 32) consider_tiles(ConvTiles<9, 16, 1, false, TRANSPOSED>(), 425, 2, 1660 + 314 * taps);
+    else consider_tiles(ConvTiles<9, 32, 1, false, TRANSPOSED>(), 425, 4, 1660 + 640 * taps);
     way.best(p);
 }
 
-// The tile that ends soonest, in cycles as measured on an H200: rounds of tiles x (products, or the bytes that a
-// multiprocessor gets from the L2 and back, or what a tile takes beside its products).
+// 1x1: the tile of conv_tiles that ends soonest, in cycles as measured on an H200.
 template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     ConvCall p = c;
     const int HW = p.H * p.W;
     const bool add = p.out.part1.add1 || p.out.part2.add1;
-    // Pixels are pixels: images as one of width 8. Statistics are of 64 pixels or more, so they know no images either.
+    // To a 1x1 convolution all images are one, of width 8: it fills its tiles. Not with an embedding, which differs from
+    // image to image; and with statistics, which are of 64 pixels or more, only if these are pixels of one image.
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
-    if (as_one) p.H = p.B * (HW / 8), p.W = 8, p.B = 1;
+    if (as_one) {
+        p.H = p.B * (HW / 8);
+        p.W = 8;
+        p.B = 1;
+    }
     const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
     Cheapest<void (*)(const ConvCall&)> way;
+
+    constexpr int64_t L2_BYTES = 36; // that a multiprocessor gets from the L2 or writes there in a cycle, at most
     auto consider = [&](auto tile) {
         using T = decltype(tile);
-        const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS, stages = T::stages(weights);
-        if (stages <= T::BLOCKS || (!T::RESIDENT && slices < T::BLOCKS)) return; // a tile's results take so many stages
+        const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS;
+        const int stages = T::stages(weights);
+        const bool results_fit = stages > T::BLOCKS && (T::RESIDENT || slices >= T::BLOCKS);
+        if (!results_fit) return; // a tile's results take BLOCKS stages
+
+        // A unit is what passes through a stage at once: a tile, or one for each of two warpgroups.
         const int units = ceil_div(p.B * ceil_div(p.H, T::ROWS) * ceil_div(p.W, 8), T::UNIT);
-        const int64_t rounds = ceil_div(units, T::runs(p.Cout)), tile_bytes = T::UNIT * T::PIXEL_BYTES;
+        const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
+
+        // Cycles of a unit's products: for each slice and block of channels 4 of k = 16, with 6 cycles to start each.
         const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
+
+        // Cycles of a unit's bytes: slices and streamed weights in, results out, addends in.
+        const int64_t tile_bytes = T::UNIT * T::PIXEL_BYTES;
         const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
         const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
-        // Bytes in a cycle: fewer, if few stages are left beside a tile's results and what is being multiplied.
-        const int64_t few = std::max(1, stages - T::BLOCKS - 2) * tile_bytes / 1800;
-        const int64_t longest = std::max(products, bytes / (T::RESIDENT ? std::min<int64_t>(36, few) : 36));
+        // Few stages beside a tile's results and the slice in work: less is on its way, over a latency of 1800 cycles.
+        const int64_t ahead = std::max(1, stages - T::BLOCKS - 2) * tile_bytes;
+        const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
+        const int64_t longest = std::max(products, bytes / bytes_per_cycle);
+
+        // Cycles after a unit's products: adding, rounding, storing. If stages are short, the next unit waits for that.
         const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
         const int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6) + (tight ? 3000 : 0);
-        const int64_t one = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
-        way.consider((T::RESIDENT ? slices * T::WEIGHT_BYTES / 36 : 0) + end + rounds * one, conv_tiles<T>);
+
+        // Resident: one warpgroup ends a tile while the other multiplies. Streamed: one after the other.
+        const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
+        const int64_t first_weights = T::RESIDENT ? slices * T::WEIGHT_BYTES / L2_BYTES : 0;
+        way.consider(first_weights + end + rounds * unit, conv_tiles<T>);
     };
+    //                 rows, blocks of 64 channels, resident
     consider(ConvTiles<1, 16, 1, true, TRANSPOSED>());
     consider(ConvTiles<1, 16, 2, true, TRANSPOSED>());
     consider(ConvTiles<1, 16, 3, true, TRANSPOSED>());
     consider(ConvTiles<1, 8, 3, false, TRANSPOSED>());
     consider(ConvTiles<1, 16, 2, false, TRANSPOSED>());
     consider(ConvTiles<1, 16, 3, false, TRANSPOSED>());
-    if (p.C1 + p.C2 == 32) conv_tiles<ConvTiles<1, 16, 1, true, TRANSPOSED, 2>>(p);
+    if (p.C1 + p.C2 == 32) conv_tiles<ConvTiles<1, 16, 1, true, TRANSPOSED, 2>>(p); // half the products of a slice
     else way.best(p);
 }
 
-// Rounds of blocks, as many at once as fit, times a block's channels: a last round takes its time even if nearly empty.
+// A measure of conv_halo's time with this tile: rounds of blocks, as many at once as fit, times a block's channels. The
+// last round takes as long as the others even if it is nearly empty.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = ceil_div(c.B, Tile::IMAGES) * ceil_div(c.H, 8 * Tile::ROWS) * ceil_div(c.W, 8 * Tile::COLS);
-    const int slots = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM) * gpu.sms;
-    return ceil_div(tiles * ceil_div(c.Cout, Tile::CHANNELS), slots) * Tile::CHANNELS;
+    const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
+    const int blocks_at_once = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM) * gpu.sms;
+    return ceil_div(blocks, blocks_at_once) * Tile::CHANNELS;
 }
 
-// Which kernel, and which tile: small images' channels are cut finer, so that every multiprocessor has a block.
+// Which kernel, and which tile. In general: the largest tile with which every multiprocessor still has a block.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
-    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, slices = ceil_div(C1, 64), sms = gpu.sms;
-    const bool mma = device.bf16, last = s.fp32_out, skip = o.skip.weight; // last: the network's own output
-    // Hopper's kernels store all parts, and add one addend to each at most
-    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0)), addends = o.part1.add2 || o.part2.add2;
-    const bool wgmma = conv_is_wgmma(s) && parts && !addends;
-    // any GPU
-    const bool halo = conv_is_halo(s), small = H <= 8 || W <= 8;
+    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, HW = H * W;
+    const int slices = ceil_div(C1, 64), sms = gpu.sms;
+
+    // Hopper's kernels store all parts of the result, and add one addend at most to each.
+    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
+    const bool second_addends = o.part1.add2 || o.part2.add2;
+    const bool wgmma = conv_is_wgmma(s) && parts && !second_addends;
+    const bool skip = o.skip.weight; // computes the skip connection as well: only conv_tiles with resident weights can
+
+    const bool bf = device.bf16, halo = conv_is_halo(s);
+    const bool to_fp32 = s.fp32_out; // the network's last convolution
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
-    const int HW = H * W, groups = s.B * ceil_div(Cout, 64), tiles_128 = groups * ceil_div(HW, 128);
-    const int tiles_256 = groups * ceil_div(H, 16) * ceil_div(W, 16); // of 16 x 16 pixels
-    const int pairs = ceil_div(Cout, 128);                            // of 64 channels: little may be wasted
+
+    // conv_halo's tiles.
     typedef HaloTile<bf16, 1, 64, 1, 2> Halo64;
     typedef HaloTile<bf16, 1, 48, 1, 2> Halo48;
     typedef HaloTile<bf16, 2, 32, 4, 2> Small32;
     typedef HaloTile<bf16, 2, 48, 2, 3> Small48;
-    const bool use_48 = halo_rounds<Halo48>(c) * 10 <= halo_rounds<Halo64>(c) * 9,
-               small_48 = halo_rounds<Small48>(c) * 10 <= halo_rounds<Small32>(c) * 9;
-    const bool many_256 = tiles_256 > (Cout % 64 ? 2 : 1) * sms, many_128 = HW > 64 && tiles_128 >= sms;
-    const bool wide = HW > 64 && pairs * 512 <= Cout * 5 && s.B * ceil_div(HW, 128) * pairs >= 4 * sms;
+    const bool small = H <= 8 || W <= 8;
+    const int channel_blocks = ceil_div(Cout, 64);
+    const int tiles_16x16 = s.B * channel_blocks * ceil_div(H, 16) * ceil_div(W, 16);
+    const bool many_16x16 = tiles_16x16 > (Cout % 64 ? 2 : 1) * sms;
+    // 48 channels waste less of some numbers of channels; they have to take 10 % less time.
+    const bool use_48 = halo_rounds<Halo48>(c) * 10 <= halo_rounds<Halo64>(c) * 9;
+    const bool small_48 = halo_rounds<Small48>(c) * 10 <= halo_rounds<Small32>(c) * 9;
+
+    // conv_gather's tiles, of 128 or 64 pixels x 64 channels, or of 128 x 128.
+    const bool many_128 = HW > 64 && s.B * channel_blocks * ceil_div(HW, 128) >= sms;
+    const int blocks_of_128 = ceil_div(Cout, 128);
+    const bool little_wasted = blocks_of_128 * 512 <= Cout * 5; // at most a fifth of the channels computed is none
+    const bool wide = HW > 64 && little_wasted && s.B * ceil_div(HW, 128) * blocks_of_128 >= 4 * sms;
+
     const Way<ConvCall> ways[] = {
+        // Hopper. conv_tiles: taps, rows, blocks of 64 channels, resident weights
         {wgmma && s.kernel == 1, conv_point<BACKWARD>},
+        // small images are too few tiles for persistent blocks
         {wgmma && !skip && H <= 32 && W <= 32, conv_small<BACKWARD>},
+        // 32 input channels are half a slice: two products a tap instead of four
         {wgmma && C1 == 32, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD, 2>>},
+        // one slice of weights leaves room for tiles of 32 rows
         {wgmma && !skip && slices == 1 && Cout > 64 && H >= 64, conv_tiles<ConvTiles<9, 32, 1, true, BACKWARD>>},
+        // two slices of weights still stay in shared memory
         {wgmma && slices <= 2, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD>>},
+        // more stream past; 32 rows use them for more pixels, where few rows lie outside the image
         {wgmma && (H % 32 == 0 || H > 64), conv_tiles<ConvTiles<9, 32, 1, false, BACKWARD>>},
         {wgmma, conv_tiles<ConvTiles<9, 16, 1, false, BACKWARD>>},
-        //                                  images, channels, K groups, per SM
-        {mma && halo && last, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
-        {mma && halo && small && small_48, conv_halo<Small48, BACKWARD>},
-        {mma && halo && small, conv_halo<Small32, BACKWARD>},
-        {mma && halo && many_256 && use_48, conv_halo<Halo48, BACKWARD>},
-        {mma && halo && many_256, conv_halo<Halo64, BACKWARD>},
-        {mma && halo && Cout <= 128, conv_halo<HaloTile<bf16, 1, 32, 2, 2>, BACKWARD>},
-        {mma && halo, conv_halo<HaloTile<bf16, 1, 48, 2, 1>, BACKWARD>},
-        //                            pixels / 64, channels, of a warp, stages
-        {mma && wide, conv_gather<GatherTile<bf16, 2, 128, 64, 2>, BACKWARD>},
-        {mma && many_128, conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>},
-        {mma, conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>},
-        {halo && last, conv_halo<HaloTile<float, 1, 16, 1, 2>, false>},
+
+        // bf16 on any GPU. conv_halo: images, channels, K groups, blocks per multiprocessor
+        // the network's last convolution has few channels
+        {bf && halo && to_fp32, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
+        // images of 8 x 8: two to a block; K groups make up for few pixels
+        {bf && halo && small && small_48, conv_halo<Small48, BACKWARD>},
+        {bf && halo && small, conv_halo<Small32, BACKWARD>},
+        // enough tiles of 16 x 16 pixels x 64 channels: the largest tile
+        {bf && halo && many_16x16 && use_48, conv_halo<Halo48, BACKWARD>},
+        {bf && halo && many_16x16, conv_halo<Halo64, BACKWARD>},
+        // few tiles: the channels are cut finer, and two K groups share a tile
+        {bf && halo && Cout <= 128, conv_halo<HaloTile<bf16, 1, 32, 2, 2>, BACKWARD>},
+        {bf && halo, conv_halo<HaloTile<bf16, 1, 48, 2, 1>, BACKWARD>},
+        // conv_gather: pixels / 64, channels, channels of a warp, stages
+        // 128 x 128 needs the fewest bytes for its products
+        {bf && wide, conv_gather<GatherTile<bf16, 2, 128, 64, 2>, BACKWARD>},
+        {bf && many_128, conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>},
+        {bf, conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>},
+
+        // fp32 on any GPU, by the same reasons
+        {halo && to_fp32, conv_halo<HaloTile<float, 1, 16, 1, 2>, false>},
         {halo && small, conv_halo<HaloTile<float, 2, 32, 2, 2>, BACKWARD>},
-        {halo && many_256, conv_halo<HaloTile<float, 1, 64, 1, 2>, BACKWARD>},
+        {halo && many_16x16, conv_halo<HaloTile<float, 1, 64, 1, 2>, BACKWARD>},
         {halo, conv_halo<HaloTile<float, 1, 32, 1, 3>, BACKWARD>},
         {many_128, conv_gather<GatherTile<float, 2, 64, 32, 3>, BACKWARD>},
         {true, conv_gather<GatherTile<float, 1, 64, 32, 3>, BACKWARD>},
@@ -10116,43 +10186,54 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
                          const ConvSkip& skip) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
     const bool detour = conv_takes_detour(s);
-    char* const all = device.workspace;
+    char* const workspace = device.workspace;
     if (detour && s.upsample) {
-        upsample_forward(all, nullptr, x1, s.B, s.H, s.W, s.C1);
-        return conv_forward(out, stats, all, nullptr, weight, bias, emb, emb_stride, residual, conv_without_detour(s));
+        upsample_forward(workspace, nullptr, x1, s.B, s.H, s.W, s.C1);
+        const ConvShape one = conv_without_detour(s);
+        return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    if (detour && !residual && s.B * s.H * s.W <= 1 << 16) { // where launches cost more than four times the products
-        conv_forward(all, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, conv_without_detour(s));
-        return launch_resample<bf16, PICK>(out, stats, all, s.B, s.H, s.W, s.Cout);
+    // Stride 2: compute all pixels with stride 1 and pick every fourth. That pays if there are so few pixels that launches
+    // cost more than products.
+    const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
+    if (detour && !residual && few_pixels) {
+        const ConvShape one = conv_without_detour(s);
+        conv_forward(workspace, nullptr, x1, nullptr, weight, bias, emb, emb_stride, nullptr, one);
+        return launch_resample<bf16, PICK>(out, stats, workspace, s.B, s.H, s.W, s.Cout);
     }
     if (conv_is_first(s)) {
-        const ConvFew p = make_few_rows(s, x1, weight, all);
-        return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, few_shape(s));
+        const ConvFew p = make_few_rows(s, x1, weight, workspace);
+        const ConvShape rows = few_shape(s);
+        return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, rows);
     }
     ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B, .bias = bias, .emb = emb, .emb_stride = emb_stride};
     o.skip = skip;
-    if (stats) o.stats = stats->sums, o.parts = &stats->parts;
+    if (stats) {
+        o.stats = stats->sums;
+        o.parts = &stats->parts;
+    }
     conv_product<false>({s, s.B, s.out_H(), s.out_W(), s.C1, s.C2, s.Cout, x1, x2, weight, o});
 }
 
-// Can a 3x3 convolution of shape s take along the skip connection that is added to its result? Where its weights stay
-// in shared memory, and there is room for those of the skip connection and for a stage more than a tile takes.
+// Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can where all
+// its weights stay in shared memory, beside those of the skip connection and one stage more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
-    if (!conv_is_wgmma(s) || !conv_is_wgmma(skip) || s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
-    const int slices = ceil_div(s.C1, 64), skips = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
-    const int weights = 9 * slices + skips;
-    return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skips;
+    if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
+    if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
+    const int slices = ceil_div(s.C1, 64);
+    const int skip_slices = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
+    const int weights = 9 * slices + skip_slices;
+    return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skip_slices;
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
-    if (s.upsample || conv_takes_detour(s)) { // any GPU goes back through the upsampled input's gradient
-        act* const detour = device.workspace;
-        if (s.upsample) {
-            conv_backward_input(Grad{detour}, Grad{}, dout, weight, conv_without_detour(s));
-            return upsample_backward(dx1, detour, s.B, s.H, s.W, s.C1);
-        }
-        spread(detour, dout, s.B, s.H, s.W, s.Cout);
-        return conv_backward_input(dx1, Grad{}, detour, weight, conv_without_detour(s));
+    act* const workspace = device.workspace;
+    if (s.upsample) { // on any GPU: the upsampled input's gradient first, then sums of 2 x 2
+        conv_backward_input(Grad{workspace}, Grad{}, dout, weight, conv_without_detour(s));
+        return upsample_backward(dx1, workspace, s.B, s.H, s.W, s.C1);
+    }
+    if (conv_takes_detour(s)) { // stride 2
+        spread(workspace, dout, s.B, s.H, s.W, s.Cout);
+        return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
