@@ -51,19 +51,19 @@
 //   8173         conv_gather: any kernel size and stride, any GPU
 //   8385         conv_few: the first and the last layer
 //   8495         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8850         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8915         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9209         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9477         conv_weight_tma: weight gradients (sm_90a)
-//   9687    21. The optimiser
-//   9690         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9837    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9840         groupnorm_backward
-//   9908         attention: forward and, where a has dout, backward
-//   9948         convolution: forward and input gradient
-//  10169         convolution: weight gradients
-//  10381    23. The GPU: memory, copies, repeated work
-//  10553    24. Between ranks: from device to device
+//   8919         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   8984         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9278         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9546         conv_weight_tma: weight gradients (sm_90a)
+//   9756    21. The optimiser
+//   9759         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//   9906    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//   9909         groupnorm_backward
+//   9977         attention: forward and, where a has dout, backward
+//  10017         convolution: forward and input gradient
+//  10319         convolution: weight gradients
+//  10531    23. The GPU: memory, copies, repeated work
+//  10703    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -8493,31 +8493,50 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-// dweight[co, tap, ci] += sum over output pixels p of dout[p, co] * x[source(p, tap), ci]
+// dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// Used when: conv_weight_tma (below) is not; halo: 3x3 with stride 1, gather: all else.
-// How: the product's long side is the pixels. A block owns 64 x 64 weights of one tap or of nine and a range of pixel
-//   tiles; the ranges' sums are partials in the workspace, which conv_weight_sum adds up in a fixed order. Four warps
-//   (or four for each kw) own 32 x 32: 2 x 4 fragments of mma. The bias gradient is dout times a matrix of ones, in the
-//   warps that see each dout once, one partial for each (range, image). Small layers share launches.
-// Costs: x and dout are read once for every 64 x 64 weights; as many partials as there are ranges.
+// Used when: conv_weight_tma (below) does not take the shape. conv_weight_halo: 3x3 with stride 1; conv_weight_gather:
+//   everything else.
+// How: This is a product of matrices whose summed side, the pixels, is long, and whose result is small. A block owns a
+//   tile of 64 x 64 weights (output x input channels), of one tap or of all nine, and a RANGE of the pixels, which it
+//   goes through in pixel tiles of 64. Four warps share the 64 x 64 weights, 32 x 32 each: 2 x 4 fragments of mma.
+//
+//     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
+//     +----+----+----+             +----+----+----+          range 0   range 1   range 2
+//     | a range of    |     x      | the same     |    ->    [     ] + [     ] + [     ]  -> dweight (conv_weight_sum)
+//     | pixel tiles   |            | pixel tiles  |
+//     +----+----+----+             +----+----+----+
+//
+//   With more than one range the blocks write partial sums to the workspace, and conv_weight_sum adds them up in a fixed
+//   order. The bias gradient, the sum of dout over all pixels, is dout^T times a matrix of ones. Those warps compute it
+//   that see each dout once; there is one partial for each (range, image). Small layers share a launch (WeightBatch).
+// Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
-    // (splits + B, Cout): sum of dout over the pixels of image n in range s at [s + n], a number no other such pair has
+    // (splits + B, Cout): the sum of dout over those pixels of image n that range s has, in row s + n. No other pair
+    // (s, n) has the same sum s + n, since ranges and images both follow the order of the pixels.
     float* bias_partial;
-    int bias_images;                           // B, or 1 where the batch counts as one image, since nobody wants demb
-    int taps, tiles1, channel_tiles, tiles;    // 64-channel tiles of x1, of both inputs; times those of Cout
-    int tiles_h, tiles_w, pixel_tiles, splits; // of an image; of all; ranges of them
-    int warpgroups, block_co, block_ci;        // of a block of conv_weight_tma; tiles of Cout and Cin that it owns
-    int co_tiles, input_groups;                // of Cout; of block_ci
+    int bias_images;        // B; or 1 if all images count as one, because nobody wants demb
+    int taps;               // of the filter
+    int tiles1;             // tiles of 64 channels of x1
+    int channel_tiles;      // of x1 and x2
+    int tiles;              // of 64 x 64 weights: channel_tiles x co_tiles
+    int tiles_h, tiles_w;   // pixel tiles of an image, down and across
+    int pixel_tiles;        // of all images
+    int splits;             // ranges of pixel tiles
+    int warpgroups;         // of a block of conv_weight_tma
+    int block_co, block_ci; // tiles of Cout and of Cin that a block owns
+    int co_tiles;           // tiles of 64 channels of Cout
+    int input_groups;       // groups of block_ci tiles of Cin
 };
 
-constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // 25 us, of a launch for which no further layers are waited for
-// Of 16 KB, in one of conv_weight_tma's launches; one for every block and nine of its 64 x 64 sums.
+constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // 25 us: a launch that takes so long does not wait for further layers
+// The most partial sums, of 16 KB, that a launch of conv_weight_tma may write; one for each of the H200's 132 blocks and
+// their nine tiles of 64 x 64 weights.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
-// Several of them for one launch: work i has the blocks from first_block[i] on.
+// Several layers' works in one launch: work i has the blocks from first_block[i] on.
 constexpr int WEIGHT_BATCH = 8;
 template <class Work> struct WorkBlock { // a block's work, and its number among that work's blocks
     const Work& work;
@@ -8526,17 +8545,18 @@ template <class Work> struct WorkBlock { // a block's work, and its number among
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
-    INLINE WorkBlock<Work> own() const {
+    INLINE WorkBlock<Work> own() const { // of this block
         int i = 0;
         while (WORKS > 1 && i + 1 < n && (int)blockIdx.x >= first_block[i + 1]) i++;
         return {work[i], (int)blockIdx.x - first_block[i]};
     }
 };
 
+// Range `split` goes from this pixel tile to that of split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Where the weights of fragment i (of 1024) of a 64 x 64 tile lie in dweight: v.x, v.y = (co, ci), (co, ci + 1); v.z,
-// v.w: of co + 8. null: beyond the last channel.
+// Where the four weights of a thread's fragment lie in dweight: v.x, v.y are (co, ci), (co, ci + 1); v.z, v.w are those of
+// co + 8. A row is null if it is beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -8544,11 +8564,14 @@ struct WeightPlace {
         if (row8) *row8 = make_float2(v.z, v.w);
     }
 };
+// Those of fragment i of a tile of 64 x 64 weights. i < 1024 counts (warp, fragment of the warp's 2 x 4, lane).
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
-    const int lane = i % 32, fragment = i / 32 % 8, warp = i / 256, t = tile % p.channel_tiles;
-    const bool second = t >= p.tiles1;
-    const int co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4 + tile / p.channel_tiles * 64;
-    const int ci = warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2 + (second ? t - p.tiles1 : t) * 64;
+    const int lane = i % 32, fragment = i / 32 % 8, warp = i / 256;
+    const int co_tile = tile / p.channel_tiles, t = tile % p.channel_tiles;
+    const bool second = t >= p.tiles1; // a tile of the second input's channels
+    const int ci_tile = second ? t - p.tiles1 : t;
+    const int co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4 + co_tile * 64;
+    const int ci = warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2 + ci_tile * 64;
     const int Cin = p.shape.C1 + p.shape.C2;
     const bool inside = ci < (second ? p.shape.C2 : p.shape.C1);
     float* const row = p.dweight + ((size_t)co * p.taps + tap) * Cin + (second ? p.shape.C1 : 0) + ci;
@@ -8556,7 +8579,8 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
                        inside && co + 8 < p.shape.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
 }
 
-// The end of a portable kernel: each(put) calls put(tile, tap, i, v) for a thread's fragments, behind one branch.
+// The end of a portable kernel. each(put) calls put(tile, tap, i, v) for all of a thread's fragments; whether that goes to
+// dweight or to the partials is decided once, outside the loop.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -8565,9 +8589,14 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
         });
 }
 
-// The second kernel: the first blocks of a work add up the bias's partials, the others the weights'. Of 8 rows of 32
-// threads, `groups` share the ranges of the same 32 fragments: about 8 ranges a thread.
-HD static inline int weight_sum_groups(int splits) { return splits > 32 ? 8 : splits > 16 ? 4 : splits > 8 ? 2 : 1; }
+// The second kernel adds up the partials: a work's first blocks those of the bias, the others those of the weights.
+// Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. `groups` rows share the ranges of the same 32
+// fragments, so that a thread adds up about 8 ranges.
+HD static inline int weight_sum_groups(int splits) {
+    if (splits > 32) return 8;
+    if (splits > 16) return 4;
+    return splits > 8 ? 2 : 1;
+}
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
     const auto [p, block] = batch.own();
@@ -8575,8 +8604,9 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     const int bias_blocks = bias_sum_blocks(p.shape.Cout), groups = weight_sum_groups(p.splits);
     if (block >= bias_blocks) {
         __shared__ float4 rows[8][32];
-        const int n = p.tiles * p.taps * 1024, group = y % groups,
-                  i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
+        const int n = p.tiles * p.taps * 1024; // fragments of a range
+        const int group = y % groups;
+        const int i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
         const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
         float4 sum = {};
         await_previous_kernel();
@@ -8590,10 +8620,11 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
         }
         return to.set(sum);
     }
+    // Bias: a block has 8 channels; 32 threads of each share the images, or the ranges.
     __shared__ double totals[32][8];
-    // 8 channels, 32 images or ranges at once
-    const int c = block * 8 + x % 8, image_tiles = p.pixel_tiles / p.bias_images, part = y * 4 + x / 8;
-    auto split_of = [&](int tile) {
+    const int c = block * 8 + x % 8, part = y * 4 + x / 8;
+    const int image_tiles = p.pixel_tiles / p.bias_images;
+    auto split_of = [&](int tile) { // the range that has this pixel tile
         return (int)(((unsigned)tile * p.splits + p.splits - 1) / (unsigned)p.pixel_tiles);
     };
     await_previous_kernel();
@@ -8616,16 +8647,24 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     if (p.dbias) p.dbias[c] = (float)total;
 }
 
-// Sums of dout over an image's pixels in the two main loops below: a warp's 16 M channels from co on, if it owns them.
+// Sums of dout over each image's pixels, in the main loops of the two kernels below: of a warp's 16 M channels from co on,
+// if the warp owns them.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool own;
-    int split, co, first, per_image = p.tiles_h * p.tiles_w; // pixel tiles: the block's first one, those of an image
-    int image = first / per_image, left = per_image - first % per_image; // of this image
+    int split, co;
+    int first;                                // the block's first pixel tile
+    int per_image = p.tiles_h * p.tiles_w;    // pixel tiles
+    int image = first / per_image;            // that is being summed
+    int left = per_image - first % per_image; // its pixel tiles that are still to come
     float acc[M][4] = {};
 
     INLINE void next_tile() {
-        if (left == 0) put(), image++, left = per_image;
+        if (left == 0) {
+            put();
+            image++;
+            left = per_image;
+        }
         left--;
     }
     INLINE void put() {
@@ -8637,110 +8676,124 @@ template <class T, int M> struct BiasSum {
         }
         UNROLL_FOR (int i = 0; i < 4 * M; i++) acc[i / 4][i % 4] = 0;
     }
-    INLINE void add(const uint32_t (&dout)[M][4 * PARTS<T>], float scale) { // dout times ones
-        uint32_t ones[1][2 * PARTS<T>] = {};
-        ones[0][0] = ones[0][1] = PARTS<T> == 1 ? 0x3F803F80 : 0x3C003C00; // bf16; the high parts, fp16
+    INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // dout times ones
+        FragmentB<T> ones[1] = {};
+        constexpr uint32_t TWO_ONES = PARTS<T> == 1 ? 0x3F803F80 : 0x3C003C00; // in bf16; the high parts in fp16
+        ones[0][0] = TWO_ONES;
+        ones[0][1] = TWO_ONES;
         if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
     }
 };
 
-// Both operands come out of (pixels, channels) by ldmatrix.trans: 16 pixels of 16 M channels of dout, of 8 N of x.
-template <class T, int M> INLINE void load_weight_a(uint32_t (&a)[M][4 * PARTS<T>], uint32_t dout) {
-    UNROLL_FOR (int i = 0; i < M; i++)
-        UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
-            ldmatrix_trans(a[i] + 4 * h, a[i] + 4 * h + 2, dout ^ (i * PARTS<T> * 32 + h * 16));
+// Both operands lie in shared memory as (pixels, channels), and the pixels are k: ldmatrix.trans turns them. place: where
+// this lane's row of the first fragment lies. 16 pixels of 16 M channels of dout, and of 8 N channels of x:
+template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
+    UNROLL_FOR (int i = 0; i < M; i++) load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
 }
-template <class T, int N> INLINE void load_weight_b(uint32_t (&b)[N][2 * PARTS<T>], uint32_t x) {
-    UNROLL_FOR (int j = 0; j < N; j += 2)
-        UNROLL_FOR (int h = 0; h < PARTS<T>; h++)
-            ldmatrix_trans(b[j] + 2 * h, b[j + 1] + 2 * h, x ^ (j * PARTS<T> * 16 + h * 16));
+template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t place) {
+    UNROLL_FOR (int j = 0; j < N; j += 2) load_fragments<T, true>(b[j], b[j + 1], channels_on<T>(place, 8 * j));
 }
 
-// 3x3, stride 1. Pixel tiles of 8x8 with their halo of x, a ring of four (of floats two). A k16 step is two image rows
-// of 8 pixels. 12 warps: 2 x 2 x three kw.
-constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128;
+// conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: 2 x 2 quarters of the
+// 64 x 64 for each of three kw; a warp has the three kh. A pixel tile is 8 x 8 pixels of dout, and the same with a border
+// of x. Tiles pass through a ring of STAGES. One product of k = 16 pixels is two image rows of 8.
+constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // of shared memory: 4 stages of bf16 or 2 of floats
 template <class T, int WORKS>
 static __global__ void __launch_bounds__(384, 1)
     conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
-    constexpr int P = PARTS<T>, CHUNKS = 8, ROW = 64 * sizeof(T), STAGES = 4 / P, X_BYTES = 100 * ROW,
-                  STAGE_BYTES = X_BYTES + 64 * ROW;
+    constexpr int CHUNKS = 8, ROW = 64 * sizeof(T), STAGES = 4 / PARTS<T>; // ROW: a pixel, 64 channels
+    constexpr int X_BYTES = 100 * ROW, STAGE_BYTES = X_BYTES + 64 * ROW;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
+
+    // The block's weights, and its range of pixel tiles: first .. end - 1.
     const auto [p, block] = batch.own();
     const int tile = block % p.tiles, split = block / p.tiles, t = tile % p.channel_tiles;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const int H = p.shape.H << p.shape.upsample, W = p.shape.W << p.shape.upsample, up = p.shape.upsample,
-              Cout = p.shape.Cout, C = p.shape.C1;
-    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64, chunk = tid % CHUNKS;
-    // A thread copies a chunk of a column of x in every X_ROWS-th row, of dout in every D_ROWS-th, without branches.
-    constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS, D_ROWS = 384 / CHUNKS / 8,
-                  D_LOADS = (7 + D_ROWS) / D_ROWS;
-    const int x_col = tid / CHUNKS % 10, x_row = tid / CHUNKS / 10, d_col = tid / CHUNKS % 8, d_row = tid / CHUNKS / 8;
+    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64;
+    const int up = p.shape.upsample, H = p.shape.H << up, W = p.shape.W << up; // of dout; x is read through upsampling
+    const int Cout = p.shape.Cout, C = p.shape.C1;
+
+    // A thread copies one chunk of one column: of x in every X_ROWS-th row, of dout in every D_ROWS-th, without branches.
+    const int chunk = tid % CHUNKS;
+    constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS;
+    constexpr int D_ROWS = 384 / CHUNKS / 8, D_LOADS = (7 + D_ROWS) / D_ROWS;
+    const int x_col = tid / CHUNKS % 10, x_row = tid / CHUNKS / 10;
+    const int d_col = tid / CHUNKS % 8, d_row = tid / CHUNKS / 8;
+    auto owns_x = [&](int k) { return x_row < min(X_ROWS, 10 - k * X_ROWS); };
+    auto owns_dout = [&](int k) { return d_row < min(D_ROWS, 8 - k * D_ROWS); };
     const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
     const T* const x = (const T*)p.x1 + (x_in ? ci0 + chunk * 8 : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co0 + chunk * 8 : 0);
-    const uint32_t x_to = base + tid / CHUNKS * ROW + ((chunk * P ^ (x_col & 7)) << 4);
-    const uint32_t dout_to = base + X_BYTES + tid / CHUNKS * ROW + ((chunk * P ^ (d_col & 7)) << 4);
-    Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to load
-    auto load = [&](int pixel_tile) {
+    const uint32_t x_to = base + tid / CHUNKS * ROW + chunk_place<T>(chunk, x_col & 7);
+    const uint32_t dout_to = base + X_BYTES + tid / CHUNKS * ROW + chunk_place<T>(chunk, d_col & 7);
+    Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to copy
+    auto copy_tile = [&](int pixel_tile) {
         const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES;
         UNROLL_FOR (int k = 0; k < X_LOADS; k++) {
             const int h = next.h + x_row + k * X_ROWS - 1, w = next.w + x_col - 1;
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
             const uint32_t pixel = valid ? (next.n * p.shape.H + (h >> up)) * p.shape.W + (w >> up) : 0;
-            copy_channels(x_to, stage + k * X_ROWS * 10 * ROW, pixel_of(x, pixel, C), valid,
-                          x_row < min(X_ROWS, 10 - k * X_ROWS));
+            copy_channels(x_to, stage + k * X_ROWS * 10 * ROW, pixel_of(x, pixel, C), valid, owns_x(k));
         }
         UNROLL_FOR (int k = 0; k < D_LOADS; k++) {
             const int h = next.h + d_row + k * D_ROWS, w = next.w + d_col;
             const bool valid = pixel_tile < end && dout_in && h < H && w < W;
             const uint32_t pixel = valid ? (next.n * H + h) * W + w : 0;
-            copy_channels(dout_to, stage + k * D_ROWS * 8 * ROW, pixel_of(dout, pixel, Cout), valid,
-                          d_row < min(D_ROWS, 8 - k * D_ROWS));
+            copy_channels(dout_to, stage + k * D_ROWS * 8 * ROW, pixel_of(dout, pixel, Cout), valid, owns_dout(k));
         }
         copies_committed();
-        if ((next.w += 8) < W) return;
+        next.w += 8;
+        if (next.w < W) return;
         next.w = 0;
-        if ((next.h += 8) >= H) next.h = 0, next.n++;
+        next.h += 8;
+        if (next.h < H) return;
+        next.h = 0;
+        next.n++;
     };
-    for (int i = 0; i < STAGES - 1; i++) load(first + i);
+    for (int i = 0; i < STAGES - 1; i++) copy_tile(first + i);
+
+    // Where this lane's rows for ldmatrix lie. x: (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
-    // (row, ci 0-7), (row + 1, 0-7), (row, 8-15), ...
-    uint32_t x_at = base + (low * 10 + col) * ROW + (((ci_warp * 4 + high) * P ^ (col & 7)) << 4);
-    uint32_t dout_at = base + X_BYTES + (high * 8 + l7) * ROW + (((co_warp * 4 + low) * P ^ l7) << 4);
-    asm volatile("" : "+r"(x_at), "+r"(dout_at));            // or the compiler makes them anew for every tile
-    float acc[3][2][4][4] = {}, x_scale = 1, dout_scale = 1; // [kh][16 co][8 ci]
+    uint32_t lane_x = base + (low * 10 + col) * ROW + chunk_place<T>(ci_warp * 4 + high, col & 7);
+    uint32_t lane_dout = base + X_BYTES + (high * 8 + l7) * ROW + chunk_place<T>(co_warp * 4 + low, l7);
+    asm volatile("" : "+r"(lane_x), "+r"(lane_dout)); // or the compiler makes them anew for every tile
+
+    float acc[3][2][4][4] = {}; // [kh][16 co][8 ci]
+    float x_scale = 1, dout_scale = 1;
     BiasSum<T, 2> bias{p, t == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
-        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES, xs = x_at + stage,
-                       ds = dout_at + stage;
-        if constexpr (P == 2) {
-            auto own_x = [&](auto f) {
-                UNROLL_FOR (int k = 0; k < X_LOADS; k++)
-                    if (x_row < min(X_ROWS, 10 - k * X_ROWS)) f(x_to + stage + k * X_ROWS * 10 * ROW);
-            };
-            auto own_dout = [&](auto f) {
-                UNROLL_FOR (int k = 0; k < D_LOADS; k++)
-                    if (d_row < min(D_ROWS, 8 - k * D_ROWS)) f(dout_to + stage + k * D_ROWS * 8 * ROW);
-            };
-            take_apart_both<12>(x_scale, own_x, dout_scale, own_dout);
-        }
+        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES;
+        const uint32_t xs = lane_x + stage, ds = lane_dout + stage;
+        auto own_x = [&](auto f) {
+            UNROLL_FOR (int k = 0; k < X_LOADS; k++)
+                if (owns_x(k)) f(x_to + stage + k * X_ROWS * 10 * ROW);
+        };
+        auto own_dout = [&](auto f) {
+            UNROLL_FOR (int k = 0; k < D_LOADS; k++)
+                if (owns_dout(k)) f(dout_to + stage + k * D_ROWS * 8 * ROW);
+        };
+        take_apart_copies<T, 12>(x_scale, own_x, dout_scale, own_dout);
         __syncthreads();
-        load(pixel_tile + STAGES - 1);
+        copy_tile(pixel_tile + STAGES - 1);
         bias.next_tile();
-        uint32_t below[4][2 * P]; // bf16: what is under kh = 2 is under kh = 0 two rows further down
-        UNROLL_FOR (int r = 0; r < 4; r++) {
-            uint32_t a[2][4 * P];
-            load_weight_a<T>(a, ds + r * 16 * ROW);
+
+        // bf16 keeps what it has loaded for kh = 2: two image rows further down it is what kh = 0 needs. With floats it
+        // would be too many registers.
+        constexpr bool KEEP_ROWS = PARTS<T> == 1;
+        FragmentB<T> below[4];
+        UNROLL_FOR (int r = 0; r < 4; r++) { // two image rows each
+            FragmentA<T> a[2];
+            load_dout<T>(a, ds + r * 16 * ROW);
             bias.add(a, dout_scale);
             UNROLL_FOR (int kh = 0; kh < 3; kh++) {
-                uint32_t b[4][2 * P];
-                if (P == 1 && r && kh == 0) memcpy(b, below, sizeof b);
-                else load_weight_b<T, 4>(b, xs + (2 * r + kh) * 10 * ROW);
-                if (P == 1 && kh == 2) memcpy(below, b, sizeof b);
+                FragmentB<T> b[4];
+                if (KEEP_ROWS && r && kh == 0) memcpy(b, below, sizeof b);
+                else load_x<T>(b, xs + (2 * r + kh) * 10 * ROW);
+                if (KEEP_ROWS && kh == 2) memcpy(below, b, sizeof b);
                 multiply<T, 2, 4>(acc[kh][0], 4, 1, a, b, x_scale * dout_scale);
             }
         }
@@ -8749,84 +8802,98 @@ static __global__ void __launch_bounds__(384, 1)
     bias.put();
     put_weights(p, split, [&](auto put) {
         UNROLL_FOR (int f = 0; f < 24; f++) {
-            const float* v = acc[f / 8][f / 4 % 2][f % 4];
-            put(tile, f / 8 * 3 + kw, (warp % 4 * 8 + f % 8) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
+            const int kh = f / 8, fragment = f % 8;
+            const float* v = acc[kh][fragment / 4][fragment % 4];
+            put(tile, kh * 3 + kw, (warp % 4 * 8 + fragment) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
         }
     });
 }
 
-// Any convolution, one tap a block: N x N tiles of 64 x 64 weights, of which each of 2 x 2 warps owns N x N quarters.
-// Tiles of 64 pixels in a ring.
+// conv_weight_gather: any convolution. A block has one tap, N x N tiles of 64 x 64 weights, and 2 x 2 warps, of which each
+// owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring: 64 rows of x, as the tap
+// reads them, then 64 rows of dout.
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
 template <class T, int N, int WORKS>
 static __global__ void __launch_bounds__(128, 4 - N)
     conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
-    constexpr int CHUNKS = 8 * N, ROW = 64 * N * sizeof(T), PASS = 128 / CHUNKS, P = PARTS<T>, M = 2 * N,
-                  STAGES = WEIGHT_GATHER_STAGES<T, N>;
+    constexpr int CHUNKS = 8 * N, ROW = 64 * N * sizeof(T); // of a pixel: 64 N channels
+    constexpr int PIXELS_AT_ONCE = 128 / CHUNKS;            // by one copy of all threads
+    constexpr int M = 2 * N, STAGES = WEIGHT_GATHER_STAGES<T, N>;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1;
+
+    // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1.
     const auto [p, block] = batch.own();
-    const int co_tiles = p.tiles / p.channel_tiles, ci_blocks = ceil_div(p.channel_tiles, N),
-              blocks = ci_blocks * ceil_div(co_tiles, N);
+    const int co_tiles = p.tiles / p.channel_tiles;
+    const int ci_blocks = ceil_div(p.channel_tiles, N), blocks = ci_blocks * ceil_div(co_tiles, N);
     const int tap = block / blocks % p.taps, split = block / blocks / p.taps;
     const int co_tile = block % blocks / ci_blocks * N, ci_tile = block % ci_blocks * N;
     const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const int Wo = p.shape.out_W(), HWo = p.shape.out_H() * Wo, chunk = tid % CHUNKS, row = tid / CHUNKS;
-    // a thread's chunk of a pixel: of x, of either input, and of dout
-    const int t = ci_tile + chunk * 8 / 64, ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * 8 % 64,
-              co = co_tile * 64 + chunk * 8;
+
+    // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, of x (of either input) and of dout.
+    const int chunk = tid % CHUNKS, row = tid / CHUNKS;
+    const int Wo = p.shape.out_W(), HWo = p.shape.out_H() * Wo;
+    const int t = ci_tile + chunk * 8 / 64;
+    const int ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * 8 % 64;
+    const int co = co_tile * 64 + chunk * 8;
     const int Cout = p.shape.Cout, C = t < p.tiles1 ? p.shape.C1 : p.shape.C2;
-    const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout,
-               direct = p.shape.kernel == 1 && p.shape.stride == 1;
+    const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout;
+    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // each pixel reads the one in its place
     const T* const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     int dy, dx;
     tap_offset<false>(p.shape, tap, dy, dx);
-    const uint32_t to = base + row * ROW + ((chunk * P ^ (row & 7)) << 4); // one key for all its rows
-    int n = first / p.tiles_w, p0 = (first - n * p.tiles_w) * 64; // the pixel tile to load: its image, its first pixel
-    auto load = [&](int pixel_tile) {
+    const uint32_t to = base + row * ROW + chunk_place<T>(chunk, row & 7); // all its rows have the same swizzle key
+    int n = first / p.tiles_w, p0 = (first - n * p.tiles_w) * 64; // the pixel tile to copy: its image, its first pixel
+    auto copy_tile = [&](int pixel_tile) {
         const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
         const int h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
-        UNROLL_FOR (int k = 0; k < 64; k += PASS) {
+        UNROLL_FOR (int k = 0; k < 64; k += PIXELS_AT_ONCE) {
             const int i = row + k, pixel = p0 + i;
             int source = -1;
             if (pixel < HWo) source = direct ? pixel : source_pixel<false>(p.shape, Wo_inverse, h0, w0, i, dy, dx);
-            const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo;
-            const uint32_t x_at = x_valid ? n * p.shape.H * p.shape.W + source : 0,
-                           dout_at = dout_valid ? n * HWo + pixel : 0;
-            copy_channels(to, stage + k * ROW, pixel_of(x, x_at, C), x_valid);
-            copy_channels(to, stage + (64 + k) * ROW, pixel_of(dout, dout_at, Cout), dout_valid);
+            const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo; // not valid: zeros
+            const uint32_t x_pixel = x_valid ? n * p.shape.H * p.shape.W + source : 0;
+            const uint32_t dout_pixel = dout_valid ? n * HWo + pixel : 0;
+            copy_channels(to, stage + k * ROW, pixel_of(x, x_pixel, C), x_valid);
+            copy_channels(to, stage + (64 + k) * ROW, pixel_of(dout, dout_pixel, Cout), dout_valid);
         }
-        if ((p0 += 64) >= HWo) p0 = 0, n++;
+        p0 += 64;
+        if (p0 < HWo) return;
+        p0 = 0;
+        n++;
     };
     for (int k = 0; k < STAGES - 1; k++) {
-        if (first + k < end) load(first + k);
+        if (first + k < end) copy_tile(first + k);
         copies_committed();
     }
-    // (pixels 0-7, ci 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
+
+    // Where this lane's rows for ldmatrix lie. x: (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
-    uint32_t x_at = base + (low * 8 + l7) * ROW + (((ci_warp * 4 * N + high) * P ^ l7) << 4);
-    uint32_t dout_at = base + 64 * ROW + (high * 8 + l7) * ROW + (((co_warp * 4 * N + low) * P ^ l7) << 4);
-    asm volatile("" : "+r"(x_at), "+r"(dout_at));             // as above
-    float acc[M][2 * M][4] = {}, x_scale = 1, dout_scale = 1; // [16 co][8 ci]
+    uint32_t lane_x = base + (low * 8 + l7) * ROW + chunk_place<T>(ci_warp * 4 * N + high, l7);
+    uint32_t lane_dout = base + 64 * ROW + (high * 8 + l7) * ROW + chunk_place<T>(co_warp * 4 * N + low, l7);
+    asm volatile("" : "+r"(lane_x), "+r"(lane_dout)); // or the compiler makes them anew for every tile
+
+    float acc[M][2 * M][4] = {}; // [16 co][8 ci]
+    float x_scale = 1, dout_scale = 1;
     BiasSum<T, M> bias{p, ci_tile == 0 && ci_warp == 0 && tap == 0, split, co_tile * 64 + co_warp * 32 * N, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
         const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
-        if constexpr (P == 2) {
-            auto own = [&](int row) { return places<64 / PASS, PASS * ROW>(to + stage + row * ROW); };
-            take_apart_both<4>(x_scale, own(0), dout_scale, own(64));
-        }
+        auto own = [&](int row) { return places<64 / PIXELS_AT_ONCE, PIXELS_AT_ONCE * ROW>(to + stage + row * ROW); };
+        take_apart_copies<T, 4>(x_scale, own(0), dout_scale, own(64));
         __syncthreads();
-        if (pixel_tile + STAGES - 1 < end) load(pixel_tile + STAGES - 1);
+        if (pixel_tile + STAGES - 1 < end) copy_tile(pixel_tile + STAGES - 1);
         copies_committed();
         bias.next_tile();
-        UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) {
-            uint32_t a[M][4 * P], b[2 * M][2 * P];
-            load_weight_a<T>(a, dout_at + stage + k), load_weight_b<T, 2 * M>(b, x_at + stage + k);
+        UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) { // 16 pixels on
+            FragmentA<T> a[M];
+            FragmentB<T> b[2 * M];
+            load_dout<T>(a, lane_dout + stage + k);
+            load_x<T>(b, lane_x + stage + k);
             bias.add(a, dout_scale);
             multiply<T, M, 2 * M>(acc[0], 2 * M, 1, a, b, x_scale * dout_scale);
         }
@@ -8834,13 +8901,15 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // Of 32 x 32 weights: of which tile, and of which of the tile's four warps (weight_place)?
+        // weight_place counts by tiles of 64 x 64 with four warps each. (a, b): which 32 x 32 of the block's weights.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
-            const int i = f / (2 * M), j = f % (2 * M), a = co_warp * N + i / 2, b = ci_warp * N + j / 4;
-            const int own_co = co_tile + a / 2, own_ci = ci_tile + b / 2, fragment = i % 2 * 4 + j % 4;
+            const int i = f / (2 * M), j = f % (2 * M);
+            const int a = co_warp * N + i / 2, b = ci_warp * N + j / 4;
+            const int own_co = co_tile + a / 2, own_ci = ci_tile + b / 2;
             if (own_co >= co_tiles || own_ci >= p.channel_tiles) continue;
+            const int warp_of_tile = a % 2 + b % 2 * 2, fragment = i % 2 * 4 + j % 4;
             const float* v = acc[i][j];
-            put(own_co * p.channel_tiles + own_ci, tap, ((a % 2 + b % 2 * 2) * 8 + fragment) * 32 + lane,
+            put(own_co * p.channel_tiles + own_ci, tap, (warp_of_tile * 8 + fragment) * 32 + lane,
                 make_float4(v[0], v[1], v[2], v[3]));
         }
     });
