@@ -4,66 +4,69 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    144  Part I. The program
-//    147     1. Types at the interface: what operations are called with
-//    362     2. The interface: all that the program asks of a device
-//    558     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    618     4. Configuration: flags, presets, help, what can work and what cannot
-//    998     5. The network: a list of layers, made of guided-diffusion's flags
-//   1602     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1782     7. Forward and backward: two walks over the list
-//   1891     8. Diffusion: noise schedules, objectives, samplers
-//   2084         the level of a training sample, drawn, and its share of the loss
-//   2234         samplers
-//   2647     9. Data: .bin files that may be larger than memory, the order of their images
-//   2868    10. Model files: weights and checkpoints, initial weights
-//   3079    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3090         the learning rate, the verdict on a step, averages of the weights
-//   3167         what a trainer holds
-//   3258         a step
-//   3467    12. A run: log, guard, checkpoints, resume, samples
-//   4270    13. main: the command line, then a run or samples
-//   4553  Part II. The device
-//   4556    14. What all devices share: activations, patches of pixels
-//   4586    15. The CPU: the device is the host; operations are in dev/reference.h
-//   4648    16. The GPU: what all kernels share
-//   4830         Activations: pieces of 16 bytes
-//   5011         each_kernel: a thread for an element
-//   5026         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5144         Swizzle: how rows lie in shared memory
-//   5153         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5296         building blocks of Hopper's kernels (sm_90a)
-//   5482    17. Small operations: resampling, embeddings, diffusion
-//   5485         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5599         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   5823         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6074    18. Group norm
-//   6077         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6411         groupnorm_backward_whole: an image's slab in shared memory
-//   6672    19. Attention
-//   6732         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7058         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7151         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7597    20. Convolution
-//   7613         ConvOut: results, 4 channels of a pixel at a time
-//   7776         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   7834         conv_halo: 3x3, stride 1, any GPU
-//   8173         conv_gather: any kernel size and stride, any GPU
-//   8385         conv_few: the first and the last layer
-//   8495         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   8919         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   8984         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9278         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9546         conv_weight_tma: weight gradients (sm_90a)
-//   9756    21. The optimiser
-//   9759         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//   9906    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//   9909         groupnorm_backward
-//   9977         attention: forward and, where a has dout, backward
-//  10017         convolution: forward and input gradient
-//  10319         convolution: weight gradients
-//  10531    23. The GPU: memory, copies, repeated work
-//  10703    24. Between ranks: from device to device
+//    148  Part I. The program
+//    151     1. Types at the interface: what operations are called with
+//    366     2. The interface: all that the program asks of a device
+//    562     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    622     4. Configuration: flags, presets, help, what can work and what cannot
+//   1002     5. The network: a list of layers, made of guided-diffusion's flags
+//   1606     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1786     7. Forward and backward: two walks over the list
+//   1895     8. Diffusion: noise schedules, objectives, samplers
+//   2088         the level of a training sample, drawn, and its share of the loss
+//   2238         samplers
+//   2651     9. Data: .bin files that may be larger than memory, the order of their images
+//   2872    10. Model files: weights and checkpoints, initial weights
+//   3083    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3094         the learning rate, the verdict on a step, averages of the weights
+//   3171         what a trainer holds
+//   3262         a step
+//   3471    12. A run: log, guard, checkpoints, resume, samples
+//   4274    13. main: the command line, then a run or samples
+//   4557  Part II. The device
+//   4560    14. What all devices share: activations, patches of pixels
+//   4603    15. The CPU: the device is the host; operations are in dev/reference.h
+//   4671    16. The GPU: what all kernels share
+//   4737         Launches, which may overlap
+//   4779         Decisions: what kernels are chosen with
+//   4817         Single instructions: shared memory, mbarriers, clusters
+//   4901         Activations: pieces of 16 bytes
+//   5113         each_kernel: a thread for an element
+//   5127         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5275         Swizzle: how rows lie in shared memory
+//   5293         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5468         building blocks of Hopper's kernels (sm_90a)
+//   5716    17. Small operations: resampling, embeddings, diffusion
+//   5719         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5853         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6109         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6397    18. Group norm
+//   6400         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6734         groupnorm_backward_whole: an image's slab in shared memory
+//   6995    19. Attention
+//   7055         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7381         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7474         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   7920    20. Convolution
+//   7936         ConvOut: results, 4 channels of a pixel at a time
+//   8099         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8157         conv_halo: 3x3, stride 1, any GPU
+//   8496         conv_gather: any kernel size and stride, any GPU
+//   8708         conv_few: the first and the last layer
+//   8818         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9242         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9307         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9601         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//   9869         conv_weight_tma: weight gradients (sm_90a)
+//  10079    21. The optimiser
+//  10082         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  10253    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  10256         groupnorm_backward
+//  10324         attention: forward and, where a has dout, backward
+//  10364         convolution: forward and input gradient
+//  10666         convolution: weight gradients
+//  10878    23. The GPU: memory, copies, repeated work
+//  11095    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -108,6 +111,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cfloat>
 #include <climits>
@@ -4555,29 +4559,42 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // =====================================================================================================================
 // 14. What all devices share: activations, patches of pixels
 
-// The sigmoid of z = u / Z_FACTOR, as exact as tensors of type T need it: for bf16, u is the exponent of e^-z = 2^u.
+// An activation is a value of enum Activation, a struct with two functions like Silu below, and a row in
+// with_activation. The group norms of both builds call these and know no formula themselves.
+//
+// The two functions take different arguments. f takes z. df, the derivative at z, takes u = Z_FACTOR<T> z, because that
+// is what the sigmoid is fastest in, and because norms get the factor for nothing: their z is x * scale + shift, and
+// the factor goes into scale and shift once for an image and channel. For bf16, u = -z log2(e): the hardware computes
+// 2^u, which is e^-z. For fp32, u is z.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = sizeof(T) == 4 ? 1 : -LOG2E;
+
+// sigmoid(z) = 1 / (1 + e^-z), given u, as exact as tensors of type T need it
 template <class T> INLINE float sigmoid(float u);
 
-// An activation: f(z), and its derivative at z = u / Z_FACTOR, since norms know u at no cost. SiLU's: s + z s (1 - s).
+// SiLU, with s = sigmoid(z):   f(z) = z s,   f'(z) = s + z s (1 - s)
 template <class T> struct Silu {
     static INLINE float f(float z) { return z * sigmoid<T>(Z_FACTOR<T> * z); }
     static INLINE float df(float u) {
         const float s = sigmoid<T>(u);
-        return sizeof(T) == 4 ? s * (1 + u * (1 - s)) : fmaf(u, s * fmaf(s, LN2, -LN2), s);
+        if (sizeof(T) == 4) return s * (1 + u * (1 - s));
+        return fmaf(u, s * fmaf(s, LN2, -LN2), s); // z = -ln(2) u
     }
 };
 
-// work(the activation), if there is one.
+// Calls work(Silu<T>{}) for the activation a; for NONE nothing is to be done.
 template <class T, class F> INLINE void with_activation(Activation a, F work) {
     if (a != Activation::NONE) work(Silu<T>{});
 }
 
-// Where number i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p p).
+// F.pixel_unshuffle as a rule for places: where element i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p
+// p).
 HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
-    const int c = i % C, w = i / C % W, h = i / C / W % H;
-    const size_t patch = (i / C / W / H * (H / p) + h / p) * (W / p) + w / p;
+    const int c = i % C;
+    const int w = i / C % W;
+    const int h = i / C / W % H;
+    const size_t b = i / C / W / H;
+    const size_t patch = (b * (H / p) + h / p) * (W / p) + w / p;
     return ((patch * C + c) * p + h % p) * p + w % p;
 }
 
@@ -4587,7 +4604,9 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 
 #include "dev/reference.h"
 
-// No skip connection is computed inside another convolution, and operations take the memory that they need.
+// Here is what the interface asks beside the operations. Much of it is empty: the device's memory is the host's, work
+// is done when a function returns, and operations allocate the memory that they need (so they need no workspace).
+// conv_takes_skip: no convolution computes its skip connection itself.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
 static size_t conv_detour_bytes(const ConvShape&) { return 0; }
@@ -4599,8 +4618,9 @@ static size_t loss_workspace(int) { return 0; }
 static void reserve(const Workspace&, bool) {}
 static int max_stat_parts(int, int) { return 1; }
 
-Lane* const MAIN_LANE = nullptr;
+Lane* const MAIN_LANE = nullptr; // there is nothing to choose
 
+// Aligned to whole cache lines and vectors, and filled with zeros.
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     if (posix_memalign(&p, 256, bytes))
@@ -4615,6 +4635,7 @@ static size_t device_available() { return SIZE_MAX; } // the system says no when
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
 
+// Nothing runs beside anything else, so nobody waits.
 template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
@@ -4630,11 +4651,13 @@ static void start_device(const std::string& precision, int number) {
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
 static size_t act_bytes() { return sizeof(float); }
-static act* make_copy(float* params, size_t) { return params; }
+static act* make_copy(float* params, size_t) { return params; } // fp32 weights are read where they are
 
+// A repeated piece of work is simply done again.
 template <class F> static void replay(Graph*, F work) { work(); }
 static void free_graph(Graph*) {}
 
+// The host's buffer and the device's are the same memory.
 static Upload make_upload(size_t bytes) {
     uint8_t* p = (uint8_t*)device_alloc_bytes(bytes);
     return Upload{p, p, bytes, nullptr, nullptr};
@@ -4646,7 +4669,12 @@ static void release(Upload*) {}
 #else // the GPU
 // =====================================================================================================================
 // 16. The GPU: what all kernels share
+//
+// From top to bottom: the GPU and its streams, launches, decisions; then what kernels are built of: single PTX
+// instructions, activations in registers, sums over threads, tensor cores (mma.sync on any GPU; TMA and wgmma on
+// Hopper).
 
+// Loops over registers must be unrolled: an array is in registers only if every index is known to the compiler.
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
@@ -4657,7 +4685,7 @@ typedef __nv_bfloat16 bf16;
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own is one more below.
+// What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own gets one more member below.
 struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory; the most that a block can have
@@ -4665,19 +4693,22 @@ struct Gpu {
     bool clusters;                       // the same, and clusters of blocks are allowed
     bool wgmma;                          // the code is sm_90a's, and its wgmma and TMA are allowed
 
-    // Bytes of dynamic shared memory for each of so many blocks on a multiprocessor, and how many blocks of so many
-    // fit. Each takes 1 KB of the system's, and `statics` that its kernel declares.
+    // Bytes of dynamic shared memory that each block can have if `blocks` of them are to fit on a multiprocessor; and
+    // how many blocks fit that have `bytes` each. Every block also takes 1 KB for the system, and `statics` bytes for
+    // the __shared__ variables that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
     constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
-// Those that kernels are cut for: what is not wgmma's fits the one with the least shared memory.
-constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false},
-    H200{132, 228 * 1024, 227 * 1024, true, true, true};
+// The GPUs that kernels' tiles are cut for. Kernels without wgmma run on any GPU, so they fit the one with the least
+// shared memory, RTX 30.
+constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
+constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
 static Gpu gpu; // the one of this process; tests describe others
 
-// Kernels that run one after the other; each operation may use the workspace until the next one.
+// A lane is a CUDA stream and its workspace. Kernels of a lane run one after the other, so each operation may overwrite
+// the whole workspace; what it leaves there is lost at the next operation.
 struct Lane {
     cudaStream_t stream = nullptr;
     char* workspace = nullptr;
@@ -4685,12 +4716,12 @@ struct Lane {
     bool joined = false; // the next kernel waits for another lane's as well: it is launched without overlap
 };
 
-// Operations work on the device's own lane, or on the one that they are told: side, beside it (run_beside).
+// The device is the main lane, and has a side lane, which runs beside it (run_beside).
 struct Device : Lane {
     Lane side;
     cudaStream_t copy_stream = nullptr;
-    bool bf16 = true;          // type of activations and of the convolutions' weights; else fp32 (no TF32)
-    char* norm_sums = nullptr; // what group norms' backward passes leave to finish_gradients
+    bool bf16 = true;          // the type of activations and of the convolutions' weights; else fp32 (no TF32)
+    char* norm_sums = nullptr; // sums that group norms' backward passes leave for finish_gradients
     size_t norm_sums_bytes = 0;
 };
 static Device device;
@@ -4702,36 +4733,52 @@ Lane* const MAIN_LANE = &device;
         if (error_ != cudaSuccess) die("CUDA: %s (%s:%d: %s)", cudaGetErrorString(error_), __FILE__, __LINE__, #call); \
     } while (0)
 
-// A launch that may overlap the kernel before it (programmatic dependent launch, sm_90 and later): its blocks come in
-// as soon as all blocks of that kernel are there and resources allow. So a kernel launched like this must call
-// await_previous_kernel before it touches what another one writes. Until then it may prepare what depends on the
-// parameters alone, and read what kernels before the previous one wrote, which are all done.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- Launches, which may overlap
+// Launches a kernel that may overlap the kernel before it (programmatic dependent launch, sm_90 and later; CUDA C++
+// Programming Guide, "Programmatic Dependent Launch and Synchronization"):
+//
+//   kernel A   |---- blocks run ----------|
+//   kernel B        |-- prepares --|waits |---- blocks run ----|
+//                                         ^ await_previous_kernel returns
+//
+// B's blocks come in as soon as all blocks of A have started and there is room. So every kernel that is launched like
+// this calls await_previous_kernel before it touches anything that another kernel writes. Before that it may compute
+// addresses, read its parameters, and read what kernels before A wrote: those have ended.
+// cluster: so many blocks in a row reach each other's shared memory (1: no cluster).
 template <class... Parameters, class... Arguments>
 static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
                       size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
-    if (gpu.overlap && allowed.early && !lane->joined)
-        attributes[config.numAttrs++] = {
-            cudaLaunchAttributeProgrammaticStreamSerialization, {}, {.programmaticStreamSerializationAllowed = 1}};
-    if (cluster > 1)
-        attributes[config.numAttrs++] = {
-            cudaLaunchAttributeClusterDimension, {}, {.clusterDim = {(unsigned)cluster, 1, 1}}};
+    if (gpu.overlap && allowed.early && !lane->joined) {
+        cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+        overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlap.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        cudaLaunchAttribute& dimension = attributes[config.numAttrs++];
+        dimension.id = cudaLaunchAttributeClusterDimension;
+        dimension.val.clusterDim = {(unsigned)cluster, 1, 1};
+    }
     lane->joined = false;
     if (shared_bytes)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
+// launch(kernel, grid, threads, shared bytes, arguments ...) on the main lane, without a cluster
 template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_LANE, 1, rest...); }
 
-// For kernels that do not call await_previous_kernel.
+// For kernels that do not call await_previous_kernel: they start when everything before them has ended.
 template <class... Rest> static void launch_behind(Rest... rest) {
     device.joined = true;
     launch(rest...);
 }
 
-// A decision table, what a call is given -> what launches its kernel: the first row whose condition holds, as the last
-// one's always does.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- Decisions: what kernels are chosen with
+// A decision table: each row has a condition and the function that launches a kernel. decide takes the first row whose
+// condition holds; the last row's always does.
 template <class Call> struct Way {
     bool when;
     void (*launch)(const Call&);
@@ -4740,34 +4787,50 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
     std::ranges::find(table, true, &Way<Call>::when)->launch(call);
 }
 
-// f(bf16()) or f(float()), as activations are: from there on their type is a template's.
-template <class F> static void with_act(F f) { device.bf16 ? f(bf16()) : f(float()); }
+// Calls f(bf16()) or f(float()), by the type of activations. The program calls operations with act*, of no known type;
+// f is a template, so from here on the type is known to the compiler.
+template <class F> static void with_act(F f) {
+    if (device.bf16) f(bf16());
+    else f(float());
+}
 
-// The candidate that costs least, by costs as they were measured; of several, the first.
+// The candidate with the least cost, as costs were measured. Of candidates with equal costs it is the first one.
 template <class T> struct Cheapest {
     T best = {};
     double cost = INFINITY;
     void consider(double c, const T& candidate) {
-        if (c < cost) cost = c, best = candidate;
+        if (c < cost) {
+            cost = c;
+            best = candidate;
+        }
     }
 };
 
 #ifdef __CUDA_ARCH__
-constexpr int ARCH = __CUDA_ARCH__; // that this code is compiled for: 900 is compute capability 9.0
+constexpr int ARCH = __CUDA_ARCH__; // what this code is compiled for: 900 is compute capability 9.0
 #else
 constexpr int ARCH = 0; // the host
 #endif
 constexpr bool CLUSTERS = ARCH >= 900;
 
-// INLINE without static: nobody complains of what a build does not use.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- Single instructions: shared memory, mbarriers, clusters
+// PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are not
+// static, so that the compiler does not complain of those that a build does not use.
+
+// An instruction without results. "memory" and volatile: the compiler moves no other memory access and no barrier past
+// it.
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
-INLINE void await_previous_kernel() { // waits before it lets others begin: else three kernels could overlap
+// Waits until the kernels before this one have ended, and their writes can be seen (see launch_on). Only then does it
+// let the next kernel start. In the other order three kernels could overlap, and the third one waits for the second
+// alone.
+INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// volatile: not to pass a barrier
+// Loads of 4, 8 and 16 bytes. They are volatile, so that the compiler does not move them past a barrier.
 INLINE float load_float(uint32_t address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
@@ -4787,11 +4850,14 @@ INLINE void store_shared(uint32_t to, uint4 v) {
     PTX("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
-// --- mbarriers (PTX ISA, "Asynchronous barriers"): a phase ends when all arrivals and all announced bytes are in
+// --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
+// An mbarrier is 8 bytes of shared memory that count. It goes through phases 0, 1, 2, ...; a phase ends when as many
+// threads have arrived as mbarrier_init said, and all bytes that were announced for it have been written by TMA or
+// st.async. Whoever waits names the phase's parity (0 for phases 0, 2, 4, ...), so nobody may fall two phases behind.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
-INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // one arrival, which announces bytes as well
     PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
 }
 INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
@@ -4799,20 +4865,24 @@ INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // until the phas
     PTX("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }",
         "r"(barrier), "r"(parity));
 }
-INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); } // initialised, also for TMA
-
-// --- clusters of blocks: their barrier, and one another's shared memory
-INLINE void cluster_arrive() { // orders no writes but that of a barrier's initial state
-    PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;");
+INLINE void mbarriers_ready() { // after mbarrier_init: TMA and other blocks of the cluster see the barriers, too
+    PTX("fence.mbarrier_init.release.cluster;");
 }
+
+// --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
+// accesses to one another's shared memory
+// The barrier in two halves, between which a block can do something else. This arrival makes only the initial state of
+// mbarriers visible to the other blocks, no other writes.
+INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
+// The whole barrier. Everything that was written before it is visible to all threads of the cluster.
 INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
-// Where an address of this block's shared memory lies in the cluster's block `rank`
+// The address, in the cluster's block `rank`, of what lies at address p in this block.
 INLINE uint32_t at_block(uint32_t p, int rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
     return p;
 }
-// 8 or 16 bytes to such an address, and as many less that the barrier there waits for
+// Writes 8 or 16 bytes to such an address, in the background. `barrier`, in the same block, counts these bytes.
 INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];", //
         "r"(p), "f"(v.x), "f"(v.y), "r"(barrier));
@@ -4821,28 +4891,42 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
-// An arrival there, which orders nothing (no fence for all of the GPU's memory)
+// Arrives at another block's barrier. It is relaxed, which means that it orders no writes: with release the compiler
+// would put a fence for all of the GPU's memory before it.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
-// They move in 16-byte accesses of VEC<T> neighbouring channels (8 bf16 or 4 floats); there are multiples of 32.
+// A piece is 16 bytes: VEC<T> neighbouring channels of a pixel, 8 bf16 or 4 floats. Threads load and store whole
+// pieces, the widest access that there is. Channel counts are multiples of 32, so a pixel is a whole number of pieces.
+// In registers a piece is unpacked to fp32; arithmetic is always fp32, and results are rounded once, in pack.
 template <class T> constexpr int VEC = 16 / sizeof(T);
 static int act_vec() { return device.bf16 ? VEC<bf16> : VEC<float>; }
 
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
-INLINE void unpack(float (&v)[4], uint4 r) {
-    v[0] = __uint_as_float(r.x), v[1] = __uint_as_float(r.y), v[2] = __uint_as_float(r.z), v[3] = __uint_as_float(r.w);
-}
-INLINE float2 unpack_bf16(uint32_t v) { // a bf16 is the upper half of a float
+
+// A bf16 is the upper half of a float: unpacking is a shift or a mask.
+INLINE float2 unpack_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
-INLINE void add_bf16(float* sum, uint32_t v) { sum[0] += unpack_bf16(v).x, sum[1] += unpack_bf16(v).y; }
+INLINE void add_bf16(float* sum, uint32_t v) {
+    sum[0] += unpack_bf16(v).x;
+    sum[1] += unpack_bf16(v).y;
+}
+INLINE void unpack(float (&v)[4], uint4 r) {
+    v[0] = __uint_as_float(r.x);
+    v[1] = __uint_as_float(r.y);
+    v[2] = __uint_as_float(r.z);
+    v[3] = __uint_as_float(r.w);
+}
 INLINE void unpack(float (&v)[8], uint4 r) {
-    const uint32_t w[4] = {r.x, r.y, r.z, r.w};
-    UNROLL_FOR (int i = 0; i < 4; i++) v[2 * i] = unpack_bf16(w[i]).x, v[2 * i + 1] = unpack_bf16(w[i]).y;
+    const uint32_t pairs[4] = {r.x, r.y, r.z, r.w};
+    UNROLL_FOR (int i = 0; i < 4; i++) {
+        v[2 * i] = unpack_bf16(pairs[i]).x;
+        v[2 * i + 1] = unpack_bf16(pairs[i]).y;
+    }
 }
 // sum += the values of a piece
 template <int V> INLINE void add_piece(float (&sum)[V], uint4 piece) {
@@ -4851,6 +4935,7 @@ template <int V> INLINE void add_piece(float (&sum)[V], uint4 piece) {
     UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i];
 }
 
+// Back to a piece; bf16 are rounded to nearest, ties to even.
 INLINE uint32_t pack_bf16(float low, float high) {
     const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
     return *(const uint32_t*)&r;
@@ -4865,7 +4950,7 @@ INLINE uint4 pack(const float (&v)[8]) {
 INLINE float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 INLINE float4 operator*(float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); }
 
-// Four elements as they lie in memory.
+// Four elements as they lie in memory (8 or 16 bytes), for loops that take four channels at a time.
 template <class T> using Four = std::conditional_t<sizeof(T) == 4, float4, uint2>;
 
 INLINE float4 to_floats(uint2 v) {
@@ -4875,7 +4960,9 @@ INLINE float4 to_floats(uint2 v) {
 INLINE float4 to_floats(float4 v) { return v; }
 INLINE uint2 pack_bf16(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats(*(const Four<T>*)p); }
-// One store of 8 or 16 bytes, which the compiler must not take apart: half of every 32-byte sector was wasted.
+
+// One store of 8 or 16 bytes. Left alone, the compiler took such stores apart, and half of every 32-byte sector that
+// went to memory was wasted.
 INLINE void store_whole(void* p, uint4 v) {
     PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -4883,7 +4970,7 @@ INLINE void store_whole(void* p, uint2 v) { PTX("st.global.v2.b32 [%0], {%1,%2};
 INLINE void store_whole(void* p, float4 v) {
     PTX("st.global.v4.f32 [%0], {%1,%2,%3,%4};", "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
-// Stores v and returns what is stored.
+// Stores v, rounded to T. Returns the rounded values: statistics are taken of what the group norm will read.
 template <class T> INLINE float4 store4(T* p, float4 v) {
     Four<T> four;
     if constexpr (sizeof(T) == 4) four = v;
@@ -4892,16 +4979,17 @@ template <class T> INLINE float4 store4(T* p, float4 v) {
     return to_floats(four);
 }
 
+// A Grad with its element's type, for kernels
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
-// dx[i...] = v + addends
+// dx[i ...] = v + the addends, for the VEC<T> elements of a piece
 template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
     UNROLL_FOR (int k = 0; k < 2; k++)
         if (const T* add = k ? g.add2 : g.add1) add_piece(v, load16(add + i));
     *(uint4*)(g.dx + i) = pack(v);
 }
 
-// The hardware's approximations, good to an ulp or two (with denormals as 0).
+// The hardware's approximations of 2^x and 1 / x, good to a unit or two in the last place. Denormal numbers count as 0.
 INLINE float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -4911,14 +4999,16 @@ INLINE float reciprocal_fast(float x) {
     return x;
 }
 
-// For bf16, u = -z log2 e was rounded (1e-6 where |z| = 10); for fp32 e^-z is the library's.
+// 1 / (1 + e^-z), given u = Z_FACTOR<T> z (see Silu). For bf16 e^-z = 2^u is one instruction; rounding u costs 1e-6
+// of the result where |z| = 10, far below bf16's 4e-3. For fp32 u is z, and the library's exponential is exact enough.
 template <class T> INLINE float sigmoid(float u) {
     return reciprocal_fast(1.0f + (sizeof(T) == 4 ? expf(-u) : exp2_fast(u)));
 }
 
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Where a tile of rows x columns begins: one of tiles_h x tiles_w to each image, or to each stack of `images`.
+// Where a tile begins: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns pixels.
+// Where images are small, a tile takes a stack of `images` of them.
 struct Origin {
     int n, h, w;
 };
@@ -4926,32 +5016,41 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
     return Origin{tile / tiles_w / tiles_h * images, tile / tiles_w % tiles_h * rows, tile % tiles_w * columns};
 }
 
-// Copies to shared memory in the background (cp.async, sm_80), in groups that arrive in the order of their commits.
-// Zeros if not valid (`from` must be a mapped address all the same).
+// --- copies from global to shared memory in the background (cp.async, sm_80; PTX ISA, "Asynchronous Copy: non-bulk")
+// A thread starts copies, closes a group of them (copies_committed), does something else, and waits until all groups
+// but the latest PENDING have arrived (copies_arrived). Groups arrive in the order of their commits. A wait concerns
+// the thread's own copies; for those of other threads a __syncthreads follows. Where a copy is not valid, zeros are
+// written: the padding of an image. `from` must be a mapped address all the same.
+INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
+template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %0;", "n"(PENDING)); }
+
 INLINE void copy_async_16(void* to, const void* from, bool valid = true) {
     PTX("cp.async.cg.shared.global [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
-// A part of a row, of which the L2 fetches 128 bytes at once. Where it is wanted: no branch, so that copies may stand
-// between products.
+// A piece of a row whose neighbours will be wanted soon: the L2 cache fetches 128 bytes at once. Nothing is copied
+// unless it is wanted. That is a predicate and no branch, so the compiler can put such copies between the products of a
+// loop.
 INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
     PTX("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; "
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
-// 8 channels: a piece of bf16 or two of floats, of which the second's place has another bit 4.
+// 8 channels: one piece of bf16, or two of floats. The second piece lies where bit 4 of the address is toggled, since
+// rows are swizzled (see Swizzle).
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
     UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++)
         copy_async_row_if(wanted, (to ^ (j * 16)) + offset, from + j * VEC<T>, valid);
 }
-// A pixel of C channels: one multiplication and addition, of 32 bits to 64.
+// The address of a pixel of C channels. In this form it is one instruction, a 32-bit product added to 64 bits.
 template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     return (const T*)((const char*)x + (size_t)pixel * (uint32_t)(C * (int)sizeof(T)));
 }
-template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) { // 4 or 8 of them
+// Copies of 4 or 8 bytes
+template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) {
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
 }
-// What is read for the last time leaves the L2 cache before the rest.
+// A policy for data that is read for the last time: it leaves the L2 cache before all other data.
 INLINE uint64_t last_read() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -4961,12 +5060,11 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
     PTX("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from),
         "l"(policy));
 }
-INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
-template <int PENDING> INLINE void copies_arrived() { // all groups but the latest PENDING
-    PTX("cp.async.wait_group %0;", "n"(PENDING));
-}
 
-// Sum or maximum over the lanes whose numbers differ in these bits alone: all of them get it. Added up in this order.
+// --- sums over threads. All are taken in a fixed order, so results are the same in every run.
+
+// The sum over the lanes of a warp whose numbers differ in these bits alone; each of them gets it. lane_sum<1, 2> adds
+// lanes 4i, 4i + 1, 4i + 2, 4i + 3; bits are taken in the order in which they are given. lane_max: the largest.
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -4977,29 +5075,33 @@ template <int... BITS> INLINE float lane_max(float v) {
     return v;
 }
 
-// Of 2 HALF values that this lane and the one `offset` further have, each gets half of the sums; true: the upper half.
+// Two lanes whose numbers differ by `offset` have 2 HALF values each. Afterwards each lane has, in v[0 ... HALF - 1],
+// the sums of one half of them: the lower lane v[0 ... HALF - 1] of both, the upper lane (which gets true) the others.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
-        const float keep = upper ? v[i + HALF] : v[i], give = upper ? v[i] : v[i + HALF];
+        const float keep = upper ? v[i + HALF] : v[i];
+        const float give = upper ? v[i] : v[i + HALF];
         v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, offset);
     }
     return upper;
 }
 
-// Each thread has two sums of V neighbouring channels, thread t those of column t % columns: calls result(k, column,
-// sum over the column's threads), k = 2 channel + (0, 1). fp32 in, double out, in a fixed order. Sizes are powers of 2;
-// shared has 2 V (THREADS + columns) numbers.
+// Adds up a block's statistics. Thread t comes with two arrays of V neighbouring channels' sums (first: of x; second:
+// of x^2), of the channels in column t % columns. result(k, column, sum) is called once for every channel and array:
+// sum is over the column's threads, k = 2 channel + (0: first, 1: second). fp32 comes in, double goes out. THREADS, V
+// and columns are powers of 2; shared has 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
-    const int pitch = THREADS + columns;
+    const int pitch = THREADS + columns; // padded, so that different k lie in different banks
     UNROLL_FOR (int i = 0; i < V; i++) {
         shared[2 * i * pitch + threadIdx.x] = first[i];
         shared[(2 * i + 1) * pitch + threadIdx.x] = second[i];
     }
     __syncthreads();
-    const int lanes = THREADS / (2 * V * columns), i = threadIdx.x / lanes, lane = threadIdx.x % lanes, k = i / columns,
-              column = i % columns;
+    const int lanes = THREADS / (2 * V * columns); // threads that add up one sum together
+    const int i = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+    const int k = i / columns, column = i % columns;
     double total = 0;
     UNROLL_8_FOR (int t = lane * columns + column; t < THREADS; t += lanes * columns)
         total += shared[k * (THREADS + columns) + t];
@@ -5009,10 +5111,9 @@ INLINE void fold_columns(float* shared, int columns, const float (&first)[V], co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- each_kernel: a thread for an element
-// Blocks of 256 threads, one element each.
+// Small operations are written as a lambda f(i), which each(n, f) runs for every i < n, in blocks of 256 threads.
 static int blocks_for(size_t n) { return (int)std::max<size_t>((n + 255) / 256, 1); }
 
-// f(i) for every i < n, a thread each: kernels of a few lines are such lambdas.
 template <class F> static __global__ void __launch_bounds__(256) each_kernel(size_t n, F f) {
     await_previous_kernel();
     if (const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n) f(i);
@@ -5024,10 +5125,20 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-// PTX ISA, "Matrix Fragments for mma.m16n8k16". Two neighbouring tiles of a result, packed to bf16, are an A fragment.
+// A warp multiplies together: d (16, 8) += a (16, 16) * b (16, 8), in fragments, the registers of its 32 lanes (PTX
+// ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). With g = lane / 4 and q = lane % 4 a lane has
+//
+//             columns k                         n                              columns n
+//             2q, 2q+1  2q+8, 2q+9          k   g                              2q, 2q+1
+//   row g   [    a[0]      a[2]   ]   2q, 2q+1 [ b[0] ]             row g    [ d[0] d[1] ]
+//   row g+8 [    a[1]      a[3]   ]   2q+8, +9 [ b[1] ]             row g+8  [ d[2] d[3] ]
+//
+// A register of a and b holds two neighbours along k. So two neighbouring tiles of a result d, packed to bf16, are an a
+// fragment of the next product: attention multiplies its probabilities without a detour through shared memory.
 
-// Four 8x8 matrices of 16-bit elements from shared memory to v[0], v[1], w[0], w[1]: lanes 8i .. 8i+7 have addresses of
-// matrix i's rows, lane l gets elements 2 (l % 4) and + 1 of row l / 4 of each. volatile: not to pass a barrier.
+// ldmatrix brings four 8x8 matrices of 16-bit elements from shared memory to v[0], v[1], w[0], w[1], one fragment a or
+// two b. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows; lane l gets elements 2 (l % 4) and + 1 of row l / 4
+// of each. ldmatrix_trans transposes each matrix. They are volatile, so that the compiler moves them past no barrier.
 #define LDMATRIX(NAME, TRANSPOSED)                                                                 \
     INLINE void NAME(uint32_t* v, uint32_t* w, uint32_t address) {                                 \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0,%1,%2,%3}, [%4];" \
@@ -5037,9 +5148,6 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
 LDMATRIX(ldmatrix, "")
 LDMATRIX(ldmatrix_trans, ".trans")
 
-// d (16, 8) += a (16, 16) * b (16, 8). With g = lane / 4, q = lane % 4: a0 = (g, 2q), a1 = (g + 8, 2q), a2 = (g, 2q +
-// 8), a3 = (g + 8, 2q + 8), each with its right neighbour; b0 = (2q, g), b1 = (2q + 8, g) with the one below; d0, d1 =
-// (g, 2q), (g, 2q + 1), d2, d3 = the same of row g + 8.
 #define MMA(NAME, TYPES)                                                                  \
     INLINE void NAME(float(&d)[4], const uint32_t* a, const uint32_t* b) {                \
         asm volatile("mma.sync.aligned.m16n8k16.row.col." TYPES                           \
@@ -5050,24 +5158,30 @@ LDMATRIX(ldmatrix_trans, ".trans")
 MMA(mma_bf16, "f32.bf16.bf16.f32")
 MMA(mma_fp16, "f32.f16.f16.f32")
 
-// fp32 on the tensor cores: a float, scaled by a power of two, is the sum of two fp16 numbers of 11 bits each, high +
-// low, so that 2^-22 of it is lost at most, and a product is high high' + high low' + low high'. A fragment of floats
-// has twice as many registers: the high parts, then the low ones. The scale is that of the largest of the numbers that
-// are taken apart together; one that is smaller by 2^-17 begins to lose bits.
-template <class T> constexpr int PARTS = sizeof(T) / 2; // registers of a fragment for each that it has in bf16
+// fp32 on the tensor cores. TF32 would keep 11 bits of a float. Instead, a float, scaled by a power of two, is taken
+// apart into the sum of two fp16 numbers of 11 bits each, high + low. At most 2^-22 of it is lost. A product of two
+// floats is then three products of fp16: high high' + high low' + low high' (low low' is too small to matter). A
+// fragment of floats has twice as many registers as one of bf16: all high parts, then all low parts. fp16 has few
+// exponents, so numbers that are taken apart together share one scale, by the largest of them. A number that is smaller
+// than that by 2^-17 begins to lose bits.
+template <class T>
+constexpr int PARTS = sizeof(T) / 2; // bf16: 1, float: 2. A fragment has PARTS times bf16's registers
 struct PartScale {
-    uint32_t exponent;
-    INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // of the largest magnitude's bits
-    INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // to 2^14 ... 2^15
-    INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }
+    uint32_t exponent; // the largest magnitude's, as it stands in a float's bits
+    INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
+    INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings it to 2^14 ... 2^15
+    INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
 INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& low) {
     const __half2 h = __floats2half2_rn(v * scale, w * scale);
     const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
-    high = *(const uint32_t*)&h, low = *(const uint32_t*)&l;
+    high = *(const uint32_t*)&h;
+    low = *(const uint32_t*)&l;
 }
 
-// All of a warp's N fragments, loaded in pairs of k of a row (the same two for a and b). Returns what undoes the scale.
+// Takes apart a warp's N fragments in its registers. They come as floats, in pairs of neighbours along k, and leave as
+// high and low parts. Any order of the k within 16 is right as long as a's is b's. Returns what undoes the scale; for
+// bf16 it does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     if (sizeof(T) == 2) return 1;
     float top = 0;
@@ -5078,18 +5192,23 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
         uint32_t low[R / 2];
         UNROLL_FOR (int i = 0; i < R; i += 2)
             take_apart(__uint_as_float(v[i]), __uint_as_float(v[i + 1]), scale.apply(), v[i / 2], low[i / 2]);
-        UNROLL_FOR (int i = 0; i < R / 2; i++) v[R / 2 + i] = low[i];
+        UNROLL_FOR (int i = 0; i < R / 2; i++) {
+            v[R / 2 + i] = low[i];
+        }
     }
     return scale.undo();
 }
 
-// A convolution's block takes apart what lies in shared memory, before it becomes fragments several times over: each
-// thread the places that it has copied itself, which need no barrier, of 8 floats in two pieces, at an address and at
-// this address with 16 toggled, where their high and low parts then lie as bf16 would. places(f) calls f(address) for
-// all of a thread's. The block's threads meet between find_top, where each warp puts the largest magnitude of its own,
-// and take_apart_places, which returns what undoes the scale.
+// Convolutions take floats apart while they lie in shared memory, since each number becomes part of a fragment several
+// times. A place is 8 floats: a piece at an address, and one at this address with bit 4 toggled. Afterwards the first
+// piece holds the 8 high parts, as 8 bf16 would lie there, and the second the low ones. Each thread takes apart what it
+// has copied itself, so that this needs no barrier: places(f) calls f(address) for all of a thread's places.
+// Two steps, with a __syncthreads between them: find_top (each warp writes its largest magnitude) and take_apart_places
+// (which scales by the largest of all, and returns what undoes the scale).
 INLINE void load_place(float (&v)[8], uint32_t at) {
-    UNROLL_FOR (int i = 0; i < 2; i++) unpack((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
+    UNROLL_FOR (int i = 0; i < 2; i++) {
+        unpack((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
+    }
 }
 template <int WARPS, class Places> INLINE void find_top(uint32_t (&tops)[WARPS], Places places) {
     float top = 0, v[8];
@@ -5097,6 +5216,7 @@ template <int WARPS, class Places> INLINE void find_top(uint32_t (&tops)[WARPS],
         load_place(v, at);
         UNROLL_FOR (float x : v) top = fmaxf(top, fabsf(x));
     });
+    // Magnitudes are compared as whole numbers: floats that are not negative have the same order as their bits.
     const uint32_t warp_top = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(top));
     if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = warp_top;
 }
@@ -5107,59 +5227,83 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
     places([&](uint32_t at) {
         float v[8];
         load_place(v, at);
-        UNROLL_FOR (int i = 0; i < 4; i++) take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
-        UNROLL_FOR (int i = 0; i < 2; i++) store_shared(at ^ (i * 16), (const uint4&)parts[i]);
+        UNROLL_FOR (int i = 0; i < 4; i++) {
+            take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
+        }
+        UNROLL_FOR (int i = 0; i < 2; i++) {
+            store_shared(at ^ (i * 16), (const uint4&)parts[i]);
+        }
     });
     return scale.undo();
 }
-// The same of both operands of a product, in a block of so many warps.
+// The same for both operands of a product, in a block of so many warps.
 template <int WARPS, class A, class B> INLINE void take_apart_both(float& a_scale, A a, float& b_scale, B b) {
     __shared__ uint32_t tops[2][WARPS];
-    find_top(tops[0], a), find_top(tops[1], b);
+    find_top(tops[0], a);
+    find_top(tops[1], b);
     __syncthreads();
-    a_scale = take_apart_places(tops[0], a), b_scale = take_apart_places(tops[1], b);
+    a_scale = take_apart_places(tops[0], a);
+    b_scale = take_apart_places(tops[1], b);
 }
 
-// d[m * a_step + n * b_step] += a[m] * b[n] of 16 columns. The tensor cores truncate what they add up; so the sums of
-// 16 products of floats are added by fp32 units, which round. Four sums are under way: a product waits for the last.
+// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, what
+// undoes both operands' scales.
+// Tensor cores truncate what they add up. So for floats only the three products of 16 columns are summed there, and
+// fp32 units, which round, add that to d. Each of the three must wait for the one before it: four tiles take turns.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                      const uint32_t (*b)[2 * PARTS<T>], float scale) {
-    constexpr int N = NA * NB, AT_ONCE = PARTS<T> == 1 ? 1 : N < 4 ? N : 4;
+    constexpr int N = NA * NB; // tiles
+    constexpr int AT_ONCE = PARTS<T> == 1 ? 1 : std::min(N, 4);
     auto at = [&](int i) -> float(&)[4] { return d[i % NA * a_step + i / NA * b_step]; };
     static_assert(N % AT_ONCE == 0, "");
     UNROLL_FOR (int first = 0; first < N; first += AT_ONCE) {
         if constexpr (PARTS<T> == 1) mma_bf16(at(first), a[first % NA], b[first / NA]);
         else {
             float sum[AT_ONCE][4] = {};
-            UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high'
+            UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high': the smallest first
                 UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
                     mma_fp16(sum[i], a[(first + i) % NA] + 4 * (part == 0), b[(first + i) / NA] + 2 * (part == 1));
-            UNROLL_FOR (int i = 0; i < 4 * AT_ONCE; i++) at(first + i / 4)[i % 4] += sum[i / 4][i % 4] * scale;
+            UNROLL_FOR (int i = 0; i < 4 * AT_ONCE; i++) {
+                at(first + i / 4)[i % 4] += sum[i / 4][i % 4] * scale;
+            }
         }
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Swizzle: how rows lie in shared memory
-// Rows of CHUNKS x 16 bytes lie there without gaps, chunk c of row r at place c ^ swizzle_key(r), so that chunk c of 8
-// neighbouring rows lies in 8 different groups of 4 banks, as ldmatrix wants it (odd numbers of chunks do anyway).
+// ldmatrix reads 16 bytes (a chunk) of 8 neighbouring rows at once. Shared memory has 32 banks of 4 bytes, so 8 chunks
+// can be read at once if they lie in 8 different groups of 4 banks. With rows of 128 bytes, chunk c of all rows would
+// lie in the same group. So chunk c of row r lies at place c ^ swizzle_key(r). With 8 chunks to a row the key is r % 8:
+//
+//   place    0 1 2 3 4 5 6 7
+//   row 0    0 1 2 3 4 5 6 7      the chunk that lies there. Chunk 0 of rows 0, 1, 2, ... lies at
+//   row 1    1 0 3 2 5 4 7 6      places 0, 1, 2, ...: each in a group of banks of its own.
+//   row 2    2 3 0 1 6 7 4 5
+//
+// With 4 chunks to a row (64 bytes) two rows share the 128 bytes, and the key is r / 2 % 4; with 2 it is r / 4 % 2. An
+// odd number of chunks needs no key: its rows begin at different banks anyway.
 template <int CHUNKS> INLINE int swizzle_key(int row) {
-    constexpr int BITS = CHUNKS % 8 == 0 ? 3 : CHUNKS % 4 == 0 ? 2 : CHUNKS % 2 == 0 ? 1 : 0;
+    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // how often 2 divides CHUNKS
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
 
-// TMA moves boxes between global and shared memory. Coordinates begin with the innermost dimension's; of what lies
-// outside the tensor zeros are read, and nothing is written.
+// TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor"), moves a box of a tensor between global and
+// shared memory: one thread starts it, and the hardware computes all addresses. tensor_map describes the tensor and the
+// box. a, b, c, d are the coordinates of the box's first element, the innermost dimension's first: for an activation
+// channel, column, row, image. They may lie outside of the tensor: zeros are read there, and nothing is written. The
+// box is complete when its bytes have arrived at the mbarrier, which was told to expect them (mbarrier_expect).
 INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
     PTX("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3,%4,%5,%6}], [%2];",
         "r"(to), "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d));
 }
-INLINE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) { // neighbours, whole 16 bytes
+// The same for bytes that lie in a row, without a map. Addresses and sizes are multiples of 16 bytes.
+INLINE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     PTX("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];", //
         "r"(to), "l"(from), "r"(bytes), "r"(barrier));
 }
@@ -5168,21 +5312,30 @@ INLINE void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c
         "l"(map), "r"(from), "r"(a), "r"(b), "r"(c), "r"(d));
 }
 INLINE void prefetch_tensor_map(const CUtensorMap* map) { PTX("prefetch.tensormap [%0];", "l"(map)); }
-// This thread's stores have read shared memory.
+// Waits until this thread's tma_stores have read shared memory, which may be written again then.
 INLINE void tma_stores_read() { PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"); }
-// Ordinary writes to shared memory come before what TMA or wgmma read there.
+// TMA and wgmma see shared memory through a path of their own (PTX ISA, "Async proxy"). After this fence they see what
+// the thread has written there with ordinary stores.
 INLINE void fence_async() { PTX("fence.proxy.async.shared::cta;"); }
 
-// Named barriers among some warps.
+// Named barriers (PTX ISA, "bar"): barrier `id` of the block's 16, for `threads` threads. warps_arrive does not wait.
 INLINE void warps_sync(int id, int threads) { PTX("bar.sync %0, %1;", "r"(id), "r"(threads)); }
 INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id), "r"(threads)); }
 
-// wgmma: D (64, N) += A (64, 16) * B (16, N). B is in shared memory, A there or in registers (as fragments of mma_bf16,
-// 16 rows a warp). Thread t of the four warps has in d[4j .. 4j+3] the elements (r, c), (r, c + 1), (r + 8, c),
-// (r + 8, c + 1) with r = t / 32 * 16 + t % 32 / 4, c = 8 j + t % 4 * 2. K_MAJOR: the operand's rows in memory run
-// along k. ADD = 0: D = A * B.
+// wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"): a warpgroup, 4 warps, computes
+// D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory; A is there, too, or in registers (as
+// fragments of mma_bf16, 16 rows to a warp). D is in registers, in float d[N / 2] of each thread:
+//
+//   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
+//   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
+//
+// so a thread has two rows, r and r + 8, and of every 8 columns the same two.
+// K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B.
+// The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, now on its way)   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
+// An asm statement names every register, so each N has text of its own: WGMMA(N, the names of D's registers, then the
+// numbers of the asm's other operands: A, B, their majors, and in the form with A in registers ...; D's registers).
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #define IF_NOT_0(P) "{.reg .pred p; setp.ne.b32 p, " P ", 0; "
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -5217,33 +5370,41 @@ WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
 WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // before the first of a group
+INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // before the first product of a group
 INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
-template <int N> INLINE void wgmma_wait() { // all groups but the latest N are done
+template <int N> INLINE void wgmma_wait() { // until all groups but the latest N are done
     PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
 }
-// A wait does not name the accumulators, so without this the compiler might read them before it.
+// The compiler does not know which registers a wait is for, and might read accumulators before it. This empty statement
+// claims to change them, which keeps all reads behind it.
 template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
-    UNROLL_FOR (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
+    UNROLL_FOR (int i = 0; i < N; i++) {
+        asm volatile("" : "+f"(acc[i])::"memory");
+    }
 }
-template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) { // groups but the latest: these may be read
+// Waits for all groups but the latest PENDING. Afterwards these sums, which earlier groups computed, may be read.
+template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     wgmma_wait<PENDING>();
     (accumulators_ready(d), ...);
 }
 
-// An operand in shared memory, the two halves of its descriptor: start | "leading" distance << 16; "stride" distance |
-// swizzle of 128 bytes; all in 16 bytes. `pitch` and `leading` count rows of 128 bytes.
-//   K_MAJOR    rows of 64 k: stride = from 8 rows to the next 8; the next 16 k begin 32 bytes on
-//   MN_MAJOR   rows of 64 m or n, one a k: stride = from 8 k to the next 8, leading = from 64 m or n to the next 64
+// An operand in shared memory, as wgmma wants it described (PTX ISA, "Matrix descriptor"): rows of 128 bytes, 64
+// numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). Everything is counted in units of 16 bytes:
+//   low     start address | "leading" distance << 16
+//   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
+//   K_MAJOR    a row has 64 k: stride = from 8 rows to the next 8. The next 16 k begin 32 bytes further on.
+//   MN_MAJOR   a row has 64 m or n of one k: stride = from 8 k to the next 8, leading = from 64 m or n to the next 64.
+// `pitch` (from 8 rows to the next 8) and `leading` are given in rows of 128 bytes.
 struct Operand {
     uint32_t low, high;
-    static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) { // & 0x3FFFF: not a block's rank
+    // & 0x3FFFF: in a cluster, the bits above that are the block's rank, which the descriptor has no room for.
+    static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
         return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
     }
-    INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // in 16 bytes
+    INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // offset in 16 bytes
 };
 
-// Four 8x8 matrices to shared memory, transposed or not: the mirror images of ldmatrix.
+// Four 8x8 matrices from registers to shared memory, transposed or not: the reverse of ldmatrix.
 INLINE void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
     PTX("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};", //
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
@@ -5253,99 +5414,137 @@ INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
 }
 
-INLINE uint32_t kilobyte_aligned(const void* shared) { // as swizzled tiles must be
+// The next multiple of 1024 bytes, where swizzled tiles must begin.
+INLINE uint32_t kilobyte_aligned(const void* shared) {
     uint32_t base = (shared_address(shared) + 1023) & ~1023u;
     asm volatile("mov.b32 %0, %0;" : "+r"(base)); // or the compiler computes it again and again in the main loops
     return base;
 }
-// The same for all lanes of a warp, and known to be: descriptors made of it stay in uniform registers, as wgmma wants.
+// A value that is the same in all lanes of a warp, in a form that tells the compiler so. Descriptors that are made of
+// it stay in uniform registers, where wgmma wants them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
-// A dense tensor of bf16 (or fp32), innermost dimension first, that is moved in boxes. These are swizzled in the
-// pattern of their width, 128 or 64 bytes. Dimensions that are not named are 1. No tensor: no map.
-static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4], bool fp32 = false) {
-    typedef decltype(&cuTensorMapEncodeTiled) Encode;
-    static const Encode encode = [] {
-        void* f = nullptr;
-        cudaDriverEntryPointQueryResult result;
+// The driver's function that encodes maps. It is asked for at run time, so that the program needs no -lcuda.
+typedef decltype(&cuTensorMapEncodeTiled) EncodeTensorMap;
+static EncodeTensorMap find_encode_tensor_map() {
+    void* f = nullptr;
+    cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result));
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result));
 #else
-        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &result));
+    CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &result));
 #endif
-        if (!f) die("this GPU's driver is too old for the program (it lacks cuTensorMapEncodeTiled); CUDA 12's has it");
-        return (Encode)f;
-    }();
+    if (!f) die("this GPU's driver is too old for the program (it lacks cuTensorMapEncodeTiled); CUDA 12's has it");
+    return (EncodeTensorMap)f;
+}
+
+// Describes to TMA a dense tensor of bf16 (or fp32) of sizes dims, innermost dimension first, that is moved in boxes of
+// sizes box. Dimensions that are not named are 1. A box's rows lie swizzled in shared memory, in the pattern of their
+// width of 128 or 64 bytes. Without a tensor (p is null) the map is empty.
+static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4], bool fp32 = false) {
+    static const EncodeTensorMap encode = find_encode_tensor_map();
     CUtensorMap map = {};
     if (!p) return map;
-    cuuint64_t size[4], pitch[4], bytes = fp32 ? sizeof(float) : sizeof(bf16);
+    cuuint64_t size[4];
+    cuuint64_t pitch[4]; // bytes from an element to the next one along dimension i + 1; the driver reads three of them
+    cuuint64_t bytes = fp32 ? sizeof(float) : sizeof(bf16);
     cuuint32_t boxes[4], steps[4] = {1, 1, 1, 1};
     for (int i = 0; i < 4; i++) {
-        size[i] = (cuuint64_t)std::max<int64_t>(1, dims[i]), boxes[i] = (cuuint32_t)std::max(1, box[i]);
-        pitch[i] = bytes *= size[i];
+        size[i] = (cuuint64_t)std::max<int64_t>(1, dims[i]);
+        boxes[i] = (cuuint32_t)std::max(1, box[i]);
+        bytes *= size[i];
+        pitch[i] = bytes;
     }
     const auto type = fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const auto swizzle = box[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-    auto error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE); // zeros outside
+    const auto outside = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE; // zeros
+    const CUresult error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                  swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, outside);
     if (error != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)error);
     return map;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- building blocks of Hopper's kernels (sm_90a)
-// Such a kernel is a few roles, each a loop over tiles: a thread loads, one to three warpgroups multiply and finish,
-// others store or sum. Between them are rings of stages in shared memory. Blocks hold integers only (addresses in
-// shared memory, counters) and are inlined: what had its address taken would end up in local memory.
+// Such a kernel's threads have a few roles, each of which is a loop over tiles: one thread loads, one to three
+// warpgroups multiply and finish their tiles, other warps store results or add up statistics. Between the roles are
+// rings of stages in shared memory (Pipeline). The structs below hold integers only (addresses in shared memory,
+// counters), and all their functions are inlined. So the compiler keeps them in registers; if anything took their
+// address, they would end up in local memory.
 
 // Bytes of shared memory for each of so many blocks on a multiprocessor; static variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
-// Bytes beside a kernel's tiles: for so many mbarriers, and to begin the tiles at a whole kilobyte.
+// Bytes that a kernel needs beside its tiles: its mbarriers, and up to 1 KB to begin the tiles at a whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + 1024; }
 
-// Deals out shared memory: room for so many mbarriers in front, tiles behind them, each at a whole kilobyte (swizzle).
+// Deals out a block's dynamic shared memory: first the room for so many mbarriers, then tiles, which are whole
+// kilobytes and begin at whole kilobytes, as their swizzle needs it. The members are the addresses of what is dealt out
+// next.
 struct SharedMemory {
-    uint32_t barriers_at, tiles_at; // the next
+    uint32_t barriers_at, tiles_at;
     INLINE explicit SharedMemory(int barriers) {
         extern __shared__ __align__(16) unsigned char dynamic[];
-        barriers_at = shared_address(dynamic), tiles_at = uniform(kilobyte_aligned(dynamic + barriers * 8));
+        barriers_at = shared_address(dynamic);
+        tiles_at = uniform(kilobyte_aligned(dynamic + barriers * 8));
     }
 };
 
-// A ring of stages in shared memory. One thread has TMA fill them: acquire, tma_load. Readers wait for them and release
-// them: arrived, release. Invariant: all see the stages in the same order, and a stage is filled again when `readers`
-// have released it. 0 readers: it is filled once and stays, or (next) when something else says that nobody reads it any
-// more. With `writers` so many warps fill a stage themselves: acquire, store, warp_stored. BYTES = 0: what they tell of
-// lies elsewhere. Two rules, each of which was a bug once (dev/test/test_pipelines.py models every kernel's roles):
+// A ring of stages in shared memory: some threads fill them, others read them.
+//
+//        acquire, tma_load                        arrived, read, release
+//   the thread that loads  --->  stage 0  --->  readers
+//                                stage 1
+//                                stage 2            each stage has two mbarriers:
+//                                ... and back         full:   its tile has arrived
+//                                to stage 0           empty:  all readers have released it
+//
+//   phases of stage 0's barriers:
+//     full    | loads | tile 0 is there ......... | loads | tile 3 is there ...
+//     empty   | (free at first)  | readers | free         | readers | free
+//
+// Invariant: all roles see the stages in the same order, and a stage is filled again only after `readers` have released
+// it. Each role has its own copy of the struct, with its own place in the ring; only the barriers are shared.
+//   readers = 0     a stage is filled once and stays (kept), or something else tells that nobody reads it now (next)
+//   writers > 1     so many warps fill a stage with ordinary stores: acquire, store, warp_stored
+//   BYTES = 0       the stages lie elsewhere; the ring only tells when they are full
+//
+// Two rules. Breaking each was a bug once; dev/test/test_pipelines.py models every kernel's roles:
 // Its own full barrier. With OWNERS = 2 a stage is filled for one of two warpgroups, which waits at a barrier of its
-//   own. At one for both it would miss the phases that ended while the other one had the stage, and since a barrier
-//   tells only odd phases from even ones, it would take the other one's arrival for its own.
+//   own. With one barrier for both, it would miss the phases that ended while the other warpgroup had the stage. Since
+//   a wait tells only odd phases from even ones, it would then take the other one's tile for its own.
 // Never so far ahead. The thread that loads waits in acquire. If it feeds two pipelines, it must not wait for a stage
 //   of one that is freed only by products whose operands it has still to load into the other one.
 struct Stage {
-    uint32_t address, full; // where the tile goes, and the barrier to tell of it
+    uint32_t address, full; // where the tile goes, and the barrier that it arrives at
 };
-INLINE void warp_stored(uint32_t full) { // by all threads of a warp that has filled a stage, or its part of it
+// All threads of a warp call this when they have filled a stage, or their part of it.
+INLINE void warp_stored(uint32_t full) {
     fence_async();
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(full);
 }
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
-    uint32_t stages_at, full_at, empty_at; // full_at: OWNERS barriers of each stage
-    int size, readers, writers;
-    int place = 0, done = 0; // the stage that is filled, or arrives, next; that this reader releases next
-    uint32_t phase = 0;      // of a full stage's barrier; an empty one's has phase ^ 1, which passes in the first round
-    uint32_t phases = 0;     // OWNERS = 2: of this warpgroup's own full barriers, a bit for each stage
+    uint32_t stages_at, full_at, empty_at; // addresses of the first ones; a stage has OWNERS full barriers
+    int size, readers, writers;            // stages; arrivals that free one; arrivals that fill one
+    int place = 0;                         // the stage that is filled, or arrives, next
+    int done = 0;                          // the stage that this reader releases next
+    uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At the empty one it is phase ^ 1: in the first
+                         // round this names the phase before the first one, which counts as ended, so nobody waits.
+    uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
         auto take = [](uint32_t& next, int n, int bytes) { return (next += n * bytes) - n * bytes; };
-        size = n, stages_at = take(shared.tiles_at, n, BYTES), full_at = take(shared.barriers_at, n, 8 * OWNERS);
+        size = n;
+        stages_at = take(shared.tiles_at, n, BYTES);
+        full_at = take(shared.barriers_at, n, 8 * OWNERS);
         empty_at = take(shared.barriers_at, readers ? n : 0, 8);
     }
     INLINE void init() const { // by one thread
         for (int i = 0; i < size; i++) {
-            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) mbarrier_init(stage(i, owner).full, writers);
+            UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) {
+                mbarrier_init(stage(i, owner).full, writers);
+            }
             if (readers) mbarrier_init(empty(i), readers);
         }
     }
@@ -5354,99 +5553,126 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     }
     INLINE uint32_t empty(int i) const { return empty_at + 8 * i; }
 
-    // The thread that loads: the next stage, once it is free.
+    // For the thread that loads: waits until the next stage is free.
     INLINE Stage acquire(int owner = 0) {
         mbarrier_wait(empty(place), phase ^ 1);
         return next(owner);
     }
-    INLINE Stage next(int owner = 0) { // known to be free
+    // The next stage, which the caller knows to be free.
+    INLINE Stage next(int owner = 0) {
         const Stage s = stage(place, owner);
-        if (++place == size) place = 0, phase ^= 1;
+        if (++place == size) {
+            place = 0;
+            phase ^= 1;
+        }
         return s;
     }
-    // A reader: the address of the next stage, once it is full.
+    // For a reader: waits until the next stage is full, and returns its address.
     INLINE uint32_t arrived(int owner = 0) {
         const int i = place;
         mbarrier_wait(stage(i, owner).full, OWNERS == 2 ? phases >> i & 1 : phase);
         if (OWNERS == 2) phases ^= 1u << i;
         return next().address;
     }
-    // The address of a stage that stays; its arrival has to be waited for only once.
+    // The address of a stage that is filled once. Its arrival has to be waited for only the first time.
     INLINE uint32_t kept(int i, bool wait) const {
         if (wait) mbarrier_wait(stage(i).full, 0);
         return stage(i).address;
     }
-    // Stages are released in the order in which they arrived; one thread speaks for all that read this one together.
+    // For a reader: stages are released in the order in which they arrived. Of the threads that read a stage together,
+    // one speaks for all.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
         const int i = hand_over();
         if (speaks) free(i);
     }
-    // Instead: the next stage to be released, which whoever gets it is to free.
+    // Instead of release: the number of the stage, which someone else then frees.
     INLINE int hand_over() {
         const int i = done;
         if (++done == size) done = 0;
         return i;
     }
     INLINE void free(int i) const { mbarrier_arrive(empty(i)); }
-    INLINE void pass_over(int n) { // stages of the other warpgroup's
+    // Skips n stages that belong to the other warpgroup.
+    INLINE void pass_over(int n) {
         for (place += n; place >= size; place -= size) phase ^= 1;
         done = place;
     }
 };
-// Results on their way out. A warpgroup puts them together in stages of its pixels, which it does not release but hands
-// over: it tells (warp_stored) the stage of that number here, for which a warp waits that stores and frees the other.
+// Results on their way out. A warpgroup writes its results over the pixels that it has read, in their stages, and does
+// not release these but hands them over: through the stage of the same number in Results it tells (warp_stored) the
+// warp that stores, which waits for it, stores, and frees the pixels' stage.
 typedef Pipeline<0, 2> Results;
 
-template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) { // by one thread
+// Initialises the barriers of several pipelines: by one thread; or for all threads of the block, who may use them then.
+template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) {
     (blocks.init(), ..., mbarriers_ready());
 }
-template <class... Blocks> INLINE void ready(const Blocks&... blocks) { // their barriers, for all threads
+template <class... Blocks> INLINE void ready(const Blocks&... blocks) {
     if (threadIdx.x == 0) init_barriers(blocks...);
     __syncthreads();
 }
 
-// Every `step`-th tile from `first` on, before `end`, as (image; tile down and across). It goes on by additions:
-// divisions would be most of what the loading thread does.
+// Walks over every `step`-th tile from `first` on, before `end`: n is its image, h and w its row and column of tiles.
+// It goes on by additions. Divisions would be most of what the loading thread does.
 struct TileWalk : Origin {
-    Origin d; // a step
+    Origin d; // a step, as images, rows and columns
     int tiles_h, tiles_w, left;
     INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : tiles_h(tiles_h), tiles_w(tiles_w) {
-        (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1), d = tile_origin(step, tiles_h, tiles_w, 1, 1);
+        (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1);
+        d = tile_origin(step, tiles_h, tiles_w, 1, 1);
         left = max(0, ceil_div(end - first, step));
     }
     INLINE explicit operator bool() const { return left > 0; }
     INLINE void next() {
         left--;
-        n += d.n, h += d.h, w += d.w;
-        if (w >= tiles_w) w -= tiles_w, h++;
-        if (h >= tiles_h) h -= tiles_h, n++;
+        n += d.n;
+        h += d.h;
+        w += d.w;
+        if (w >= tiles_w) { // carry over into the next row, and from there into the next image
+            w -= tiles_w;
+            h++;
+        }
+        if (h >= tiles_h) {
+            h -= tiles_h;
+            n++;
+        }
     }
 };
 
-// Where 16 bytes `chunk` of row `row` of a box of CHANNELS lie (rows of 128 or 64 bytes, swizzled as TMA does it).
+// Where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it: it computes the whole
+// address, then XORs bits 4-6 with bits 7-9 (rows of 128 bytes), or bits 4-5 with bits 7-8 (rows of 64 bytes).
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// Pixels of 64 channels, in rows of PITCH with their border. A tap reads them in place: it is only another start.
+// A tile's pixels, 64 channels each, in rows of PITCH pixels with the border that 3x3 taps reach. The nine taps read
+// them in place: the operand of a tap is the same memory, with another start. With PITCH = 8 there is one tap (1x1).
 template <int PITCH> struct Halo {
     Operand first;
     INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
-    INLINE Operand shifted(int tap) const { // tap * 11 >> 5 is tap / 3
+    // Tap (kh, kw) = (tap / 3, tap % 3) starts kh * PITCH + kw pixels further on, = kh * (PITCH - 3) + tap; a pixel is
+    // 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
+    INLINE Operand shifted(int tap) const {
         return {first.low + (PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap) * 8, first.high};
     }
 };
 
-// A warpgroup's sums, of BLOCKS x 64 channels and N pixels. Invariant: nobody reads d between multiply and wait.
+// A warpgroup's sums: BLOCKS x 64 output channels (the rows of D) of N pixels (its columns).
+// Invariant: nobody reads d between multiply and wait.
 template <int BLOCKS, int N> struct Accumulators {
     float d[BLOCKS][N / 2];
+    // Begins with the bias of a thread's two channels of each block: k >> 1 & 1 says which of the two rows d[k] is of.
     INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
-            UNROLL_FOR (int k = 0; k < N / 2; k++) d[b][k] = bias[b][k >> 1 & 1];
+            UNROLL_FOR (int k = 0; k < N / 2; k++) {
+                d[b][k] = bias[b][k >> 1 & 1];
+            }
     }
-    // STEPS products of 16 input channels, as one group that is now on its way. Weights: 64 rows of 128 bytes a block.
+    // Starts STEPS products of 16 input channels, as one group. weights: 64 rows of 128 bytes for each block of
+    // channels. TRANSPOSED: they lie as (input, output), as the input gradient finds them.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
-        constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR, A_STEP = TRANSPOSED ? 128 : 2; // 16 k on, in 16 bytes
+        constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
+        constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
@@ -5454,8 +5680,11 @@ template <int BLOCKS, int N> struct Accumulators {
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
+    // Adds v to the thread's two channels of block b, at all pixels.
     INLINE void add(int b, const float (&v)[2]) {
-        UNROLL_FOR (int k = 0; k < N / 2; k++) d[b][k] += v[k >> 1 & 1];
+        UNROLL_FOR (int k = 0; k < N / 2; k++) {
+            d[b][k] += v[k >> 1 & 1];
+        }
     }
     INLINE void wait() {
         wgmma_wait<0>();
@@ -5463,8 +5692,13 @@ template <int BLOCKS, int N> struct Accumulators {
     }
 };
 
-// Two warpgroups take turns with the tensor cores (named barriers 4, 5): one finishes its tile while the other one
-// multiplies. Invariant: each waits and passes once a tile; tiles are in turn, so nobody waits for one that has none.
+// Two warpgroups take turns with the tensor cores: one finishes its tile while the other one multiplies.
+//
+//   warpgroup 0    | multiply | pass, finish | wait | multiply | ...
+//   warpgroup 1    | wait     | multiply     | pass, finish    | ...
+//
+// Warpgroup w waits at named barrier 4 + w, which the other one's pass completes. Invariant: each waits once and passes
+// once a tile, and tiles go to them in turn, so nobody waits for one that has none left.
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
@@ -5483,26 +5717,40 @@ template <bool TAKE_TURNS> struct Turn {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-// Used when: a tensor's statistics were not taken by what wrote it, or the resolution changes without a convolution.
-// How: a block walks down the pixels of an image with some vectors of channels, and takes the sums of what it writes.
+// Used when: the kernel that wrote a tensor did not take its statistics, or its size changes without a convolution.
+// How: a block walks down the pixels of an image with a few pieces of channels, and takes the sums of what it writes.
 // Costs: memory traffic, every element once.
 
-enum Resampling { POOL, REPEAT, PICK }; // PICK: the even rows and columns
+// POOL: the average of 2x2 pixels. REPEAT: each pixel 2x2 times. PICK: the pixels of even rows and columns, which are
+// what a convolution with stride 2 computes of one with stride 1.
+enum Resampling { POOL, REPEAT, PICK };
 
-// sum += four pixels: x, its neighbour, and those below them in rows of W
+// sum += a square of four pixels: x, its right neighbour, and the two below them. W: pixels to a row
 template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
-    UNROLL_FOR (int k = 0; k < 4; k++) add_piece(sum, load16(x + ((size_t)(k / 2) * W + k % 2) * C));
+    UNROLL_FOR (int k = 0; k < 4; k++) {
+        add_piece(sum, load16(x + ((size_t)(k / 2) * W + k % 2) * C));
+    }
 }
 
-// A block has `columns` vectors of channels of image blockIdx.z. With stats it sees all pixels and owns their sums
-// (fp32 down a thread's pixels, double across threads); else gridDim.x blocks share them.
+// The grid is (blocks that share the pixels, slabs of channels, images). A block has a slab of `columns` pieces of
+// channels, and THREADS / columns rows of threads, each of which takes every so-many-th pixel:
+//
+//                  columns
+//   pixel 0       [ thread 0     1     2     3 ]
+//   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
+//
+// With stats, one block sees all pixels of its slab and owns their sums: fp32 over a thread's pixels, double over
+// threads. x (B, H, W, C); a "pixel" below is one of the smaller image: of x for REPEAT, else of out.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512)
     resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
     constexpr int V = VEC<T>, THREADS = 512;
     __shared__ float sums[2 * V * (THREADS + 8)];
-    const int b = blockIdx.z, c = (blockIdx.y * columns + threadIdx.x % columns) * V, rows = THREADS / columns;
-    const int Ho = (H + (R == PICK)) / 2, Wo = (W + (R == PICK)) / 2, pixels = R == REPEAT ? H * W : Ho * Wo;
+    const int b = blockIdx.z;
+    const int c = (blockIdx.y * columns + threadIdx.x % columns) * V; // this thread's first channel
+    const int rows = THREADS / columns;
+    const int Ho = (H + (R == PICK)) / 2, Wo = (W + (R == PICK)) / 2; // PICK rounds up, POOL down
+    const int pixels = R == REPEAT ? H * W : Ho * Wo;
     float sum[V] = {}, square[V] = {};
     x += (size_t)b * H * W * C + c;
     out += (size_t)b * (R == REPEAT ? 4 * H * W : Ho * Wo) * C + c;
@@ -5520,7 +5768,10 @@ static __global__ void __launch_bounds__(512)
         unpack(v, raw);
         UNROLL_FOR (int k = 0; k < (R == REPEAT ? 4 : 1); k++)
             *(uint4*)(to + ((size_t)(k / 2) * 2 * W + k % 2) * C) = raw;
-        UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i], square[i] += v[i] * v[i];
+        UNROLL_FOR (int i = 0; i < V; i++) {
+            sum[i] += v[i];
+            square[i] += v[i] * v[i];
+        }
     }
     if (!stats) return;
     fold_columns<THREADS>(sums, columns, sum, square, [&](int k, int column, double total) {
@@ -5533,15 +5784,17 @@ template <class T, Resampling R>
 static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     if (stats) stats->parts = 1;
     const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
-    int columns = 2; // narrow slabs of channels make many blocks
+    // Narrow slabs make many blocks, and wide ones read memory in longer rows. With stats, slabs are widened only as
+    // long as the GPU stays nearly full.
+    int columns = 2;
     while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4))
         columns *= 2;
     const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
     launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, stats ? stats->sums : nullptr, x, H, W, C, columns);
 }
 
-// out (B, H, W, C): x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, zeros elsewhere: what a gradient
-// looks like from before a stride of 2. A thread moves 16 bytes.
+// The reverse of PICK: out (B, H, W, C) has x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, and zeros
+// elsewhere. It turns the gradient behind a convolution of stride 2 into one of stride 1. A thread moves a piece.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
     each_on(lane, (size_t)B * H * W * pieces, [=, to = (uint4*)out, from = (const uint4*)x] __device__(size_t i) {
@@ -5559,7 +5812,8 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
     with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
 }
 
-// dx (B, H, W, C), a row of pixels to a block: a quarter of the pooled pixel's gradient (or 0), or the sum of four.
+// dx (B, H, W, C), a row of an image to a block. POOL: a quarter of the pooled pixel's gradient, or 0 in an odd last
+// row or column, which was not pooled. REPEAT: the sum of the four copies' gradients.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
@@ -5598,26 +5852,32 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
 // ---------------------------------------------------------------------------------------------------------------------
 // --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
 // Used when: the embedding of t and of the class goes to every residual block.
-// How: a warp has a few outputs (forward) or inputs (backward) of 32 images; sums of parts come in a fixed order.
-// Costs: latencies: each weight is read once, and there are few images.
+// How: a warp has a few outputs (forward) or inputs (backward) of 32 images; partial sums are added in a fixed order.
+// Costs: latencies. Each weight is read once, and there are too few images to keep the GPU busy.
 
 INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
-    return d + (g.add1 ? g.add1[i] : 0.0f) + (g.add2 ? g.add2[i] : 0.0f);
+    d += g.add1 ? g.add1[i] : 0.0f;
+    return d + (g.add2 ? g.add2[i] : 0.0f);
 }
 
 constexpr int LINEAR_ROWS = 32; // images at a time. Cin: a multiple of 4; x, weight, dweight: aligned to 16 bytes
 
-// A block has OUTPUTS columns of 32 rows, a lane a row, a warp every eighth piece of four inputs; weights, which all
-// lanes read together, come before the kernel in front has ended. grid (Cout / OUTPUTS, B / 32)
+// out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block has OUTPUTS outputs of 32 images.
+//   lane    an image
+//   warp    every eighth quad of inputs (4 neighbours), 64 quads at a time, which are first copied to shared memory
+// In the end the 8 warps' partial sums are added, in their order. All lanes read the same weight at once, which shared
+// memory hands to all of them. Weights do not depend on the kernel before: their copies begin before it has ended.
 template <int OUTPUTS>
 static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, const float* x, const float* weight,
                                                                     const float* bias, int B, int Cin, int Cout) {
     constexpr int WARPS = 8, PIECES = 64; // of a row at a time
     __shared__ float4 weights[OUTPUTS][PIECES], rows[LINEAR_ROWS][PIECES];
-    const int row = threadIdx.x % 32, warp = threadIdx.x / 32, n0 = blockIdx.x * OUTPUTS, b0 = blockIdx.y * LINEAR_ROWS;
-    const int column = n0 + threadIdx.x % OUTPUTS; // of what this thread adds up and stores in the end
+    const int row = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int n0 = blockIdx.x * OUTPUTS, b0 = blockIdx.y * LINEAR_ROWS; // the block's first output and image
+    const int column = n0 + threadIdx.x % OUTPUTS; // the output that this thread adds up and stores in the end
     const float shift = column < Cout ? bias[column] : 0;
-    // Pieces i, i + 256, ... of an array's rows from `first` on, swapped against bank conflicts.
+    // Copies 64 quads, from input k0 on, of rows first, first + 1, ... of an array of `end` rows. Quad i of row r lies
+    // at place i ^ (r & swap): with swap = 7, the lanes' 32 rows are read from different banks.
     auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
         UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
             const int r = i / PIECES, k = k0 + i % PIECES * 4;
@@ -5639,27 +5899,39 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
             const float4 v = rows[row][piece ^ (row & 7)];
             UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
                 const float4 w = weights[n][piece];
-                acc[n] += v.x * w.x, acc[n] += v.y * w.y, acc[n] += v.z * w.z, acc[n] += v.w * w.w;
+                acc[n] += v.x * w.x;
+                acc[n] += v.y * w.y;
+                acc[n] += v.z * w.z;
+                acc[n] += v.w * w.w;
             }
         }
         __syncthreads();
     }
+    // The warps' partial sums take the place of rows, which nobody reads any more.
     float(&sums)[WARPS][OUTPUTS][LINEAR_ROWS + 1] = *(float(*)[WARPS][OUTPUTS][LINEAR_ROWS + 1]) rows;
-    UNROLL_FOR (int n = 0; n < OUTPUTS; n++) sums[warp][n][row] = acc[n];
+    UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
+        sums[warp][n][row] = acc[n];
+    }
     __syncthreads();
     for (int r = threadIdx.x / OUTPUTS; r < min(LINEAR_ROWS, B - b0) && column < Cout; r += 256 / OUTPUTS) {
         float sum = shift;
-        UNROLL_FOR (int k = 0; k < WARPS; k++) sum += sums[k][column - n0][r];
+        UNROLL_FOR (int k = 0; k < WARPS; k++) {
+            sum += sums[k][column - n0][r];
+        }
         out[(size_t)(b0 + r) * Cout + column] = sum;
     }
 }
 
-// Backward: a warp has 64 inputs and 32 rows, a lane two of the inputs, whose values (32 x 2) and gradients (as many)
-// stay in registers while outputs come by, 8 at a time: their two weights, which are read once, and the rows' dout,
-// which all lanes read in shared memory together and multiply four times. The warps of a block have the same inputs and
-// add up their gradients at the end.
+// Backward: dweight = dout^T x, dbias = the sum of dout over images, dx = dout weight, all in one pass over the
+// weights. A warp has 64 inputs and 32 images; a lane has two of the inputs, and keeps in registers their values (32 x
+// 2) and their gradients (as many). Outputs come by, 8 at a time, through two stages in shared memory. Of each output a
+// lane reads its two weights, once, and 32 images' dout, which all lanes read together. Each dout is multiplied four
+// times: by two values (for dweight) and by two weights (for dx). The 4 warps of a block have the same inputs and other
+// outputs; at the end they add up their dx. Blocks of other `splits` have other outputs, too: parts (splits, B, Cin)
+// are added by a second kernel.
 constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
-struct LinearStage { // of a warp; before: dweight of the images before these, or zeros
+// A warp's outputs at a time. before: the dweight of the images before these 32, or zeros
+struct LinearStage {
     float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
 };
 struct LinearShared {
@@ -5667,19 +5939,23 @@ struct LinearShared {
     float2 sums[LINEAR_WARPS][LINEAR_ROWS][32];
 };
 struct LinearBackward {
-    float *dweight, *dbias, *parts; // parts (splits, B, Cin): of dx; null: not wanted
+    float *dweight, *dbias;
+    float* parts; // (splits, B, Cin): partial sums of dx; null: dx is not wanted
     const float *dout, *x, *weight;
-    int B, Cin, Cout, tiles, splits; // tiles of inputs; parts of the outputs
+    int B, Cin, Cout;
+    int tiles, splits; // of 64 inputs each; parts in which the outputs are shared among blocks
 };
 
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
     LinearShared& shared = *(LinearShared*)memory;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.x % p.tiles,
-              split = blockIdx.x / p.tiles;
-    const int i = tile * 64 + lane * 2, first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS,
-              stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;
-    // A lane loads 16 bytes of every second row of weights, 4 of every fourth of dout, which is 0 beyond the last ones.
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles;
+    const int i = tile * 64 + lane * 2;                            // this lane's first input
+    const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output, and from there to
+    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // its next eight
+    // A lane loads 16 bytes of every second output's weights, and 4 bytes of every fourth image's dout, which is 0
+    // where there is no such image or output.
     const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
     const int d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
@@ -5714,7 +5990,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             __syncwarp();
             load(o0 + stride, place ^ 1);
             const LinearStage& now = shared.stages[warp][place];
-            if (tile == 0) { // the bias: 8 rows to a lane
+            if (tile == 0) { // the bias: a lane adds up 8 images of an output, then 4 lanes together
                 const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
                 const float sum = lane_sum<8, 16>(((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w)));
                 float* const bias = p.dbias + o0 + d_output;
@@ -5729,8 +6005,10 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                     const float4 four = *(const float4*)&now.dout[o][b];
                     const float d[4] = {four.x, four.y, four.z, four.w};
                     UNROLL_FOR (int k = 0; k < 4; k++) {
-                        sum.x += d[k] * x[b + k].x, sum.y += d[k] * x[b + k].y;
-                        dx[b + k].x += d[k] * w.x, dx[b + k].y += d[k] * w.y;
+                        sum.x += d[k] * x[b + k].x;
+                        sum.y += d[k] * x[b + k].y;
+                        dx[b + k].x += d[k] * w.x;
+                        dx[b + k].y += d[k] * w.y;
                     }
                 }
                 if (o < outs) *(float2*)to = sum;
@@ -5739,12 +6017,16 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         copies_arrived<0>();
         __syncthreads(); // the stages have been read, and so have the sums of the rows before
         if (!p.parts) continue;
-        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) shared.sums[warp][b][lane] = dx[b];
+        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
+            shared.sums[warp][b][lane] = dx[b];
+        }
         __syncthreads();
         for (int b = warp; b < rows && inside; b += LINEAR_WARPS) {
             float2 sum = shared.sums[0][b][lane];
-            for (int k = 1; k < LINEAR_WARPS; k++)
-                sum.x += shared.sums[k][b][lane].x, sum.y += shared.sums[k][b][lane].y;
+            for (int k = 1; k < LINEAR_WARPS; k++) {
+                sum.x += shared.sums[k][b][lane].x;
+                sum.y += shared.sums[k][b][lane].y;
+            }
             *(float2*)(p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i) = sum;
         }
     }
@@ -5758,7 +6040,7 @@ static void linear_forward(float* out, const float* x, const float* weight, cons
     launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
-// As many parts as make two blocks for each multiprocessor, if all warps have outputs then.
+// As many parts as make two blocks for each multiprocessor, but no more than leave every warp some outputs.
 static int linear_splits(int Cin, int Cout) {
     return std::max(1, std::min(2 * gpu.sms / ceil_div(Cin, 64), ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS)));
 }
@@ -5788,12 +6070,14 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
     each(n, [=] __device__(size_t i) { dx.dx[i] = with_addends(dx, i, dout[i] * Silu<float>::df(x[i])); });
 }
 
+// out (B, dim) = [cos(t f_k), sin(t f_k)], f_k = max_period^(-k / half), a thread for a pair. f_k is rounded to fp32,
+// as PyTorch's is; angles are double, since t f_k may be large.
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                        Lane* lane = MAIN_LANE) {
     const int half = dim / 2;
     const double log_period = std::log((double)max_period);
     each_on(lane, (size_t)B * half, [=] __device__(size_t i) {
-        const int b = (int)i / half, k = (int)i % half; // f_k as fp32
+        const int b = (int)i / half, k = (int)i % half;
         double sine, cosine;
         sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
         out[(size_t)b * dim + k] = (float)cosine;
@@ -5806,6 +6090,8 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
     each_on(lane, (size_t)B * C,
             [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; });
 }
+// A thread owns an element of dx and, in the same place, an element of dtable, for which it looks through all labels:
+// no atomics, and so a fixed order.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
     each((size_t)std::max(B, rows) * C, [=] __device__(size_t i) {
@@ -5822,8 +6108,10 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 // Used when: once in a training step or in a step of a sampler.
-// How: four values a thread from one Philox block; losses are summed in double, in a fixed order.
-// Costs: memory traffic, images are small beside activations.
+// How: a thread has four values, for which one block of Philox gives the random numbers; losses are summed in double,
+// in
+//   a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
+// Costs: memory traffic. Images are small beside activations.
 
 INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
@@ -5832,14 +6120,17 @@ INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
-        levels[b] = l, t[b] = l.t, quarters[b] = l.quarter;
+        levels[b] = l;
+        t[b] = l.t;
+        quarters[b] = l.quarter;
     });
 }
 
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
-        teachers[b] = l, t[b] = l.t;
+        teachers[b] = l;
+        t[b] = l.t;
     });
 }
 
@@ -5850,7 +6141,8 @@ static void update_weights(double* weights, float* history, const NoiseLevel* le
     });
 }
 
-// f(b, e) for elements e ... e + 3 of image b, of n to an image: what a block of Philox gives numbers to is a thread's.
+// each_quad calls f(b, e) for elements e ... e + 3 of image b, with n elements to an image: a thread has the four
+// elements that one block of Philox gives random numbers to.
 template <class F> struct Quads {
     F f;
     int n;
@@ -5881,32 +6173,44 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
         const NoiseLevel l = levels[b];
         float z[4], x[4];
         normals(z, random_words(noise_key, e / 4, b));
-        int p = e / C, c = e - p * C, h = p / W, w = p - h * W;
+        int p = e / C, c = e - p * C, h = p / W, w = p - h * W; // where element e stands
         UNROLL_FOR (int k = 0; k < 4; k++) {
             const size_t in = (((size_t)b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
             float x0 = 0;
             if (e + k < n) x0 = bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
-            if (++c == C) c = 0, w++;
-            if (w == W) w = 0, h++;
+            if (++c == C) { // the next element
+                c = 0;
+                w++;
+            }
+            if (w == W) {
+                w = 0;
+                h++;
+            }
         }
         const size_t i = (size_t)b * n + e;
-        for (int k = 0; k < 4 && teacher && e + k < n; k++) z[k] += l.target_teacher * teacher[i + k];
+        for (int k = 0; k < 4 && teacher && e + k < n; k++) {
+            z[k] += l.target_teacher * teacher[i + k];
+        }
         if (n % 4 == 0) {
             *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
             *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
         } else
-            for (int k = 0; k < 4 && e + k < n; k++) target[i + k] = z[k], x_t[i + k] = x[k];
+            for (int k = 0; k < 4 && e + k < n; k++) {
+                target[i + k] = z[k];
+                x_t[i + k] = x[k];
+            }
     });
 }
 
 constexpr int LOSS_PARTS = 4; // blocks to an image
 
-// To a multiprocessor of 2,048 threads, or all wait for memory at once; others have 1,536.
+// Blocks of 1,024 threads to a multiprocessor. With one block alone all threads would wait for memory at the same time;
+// where a multiprocessor has 2,048 threads, there is room for two. Other GPUs have 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// Sum over a block of 1024 threads, in thread 0; a fixed tree.
+// The sum over a block of 1024 threads, which thread 0 gets: over each warp, then over the 32 warps' sums.
 INLINE double block_sum(double v) {
     __shared__ double sums[32];
     v = warp_sum(v);
@@ -5915,7 +6219,8 @@ INLINE double block_sum(double v) {
     return warp_sum(threadIdx.x < 32 ? sums[threadIdx.x] : 0);
 }
 
-// sums (B, LOSS_PARTS): of a block's losses. BOUND: with the variational bound's term. grid (LOSS_PARTS, B)
+// dout, and sums (B, LOSS_PARTS): each block's part of an image's loss. BOUND: with the variational bound's term.
+// grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image
 template <bool BOUND>
 static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     loss_kernel(double* sums, float* dout, const float* out, const float* target, const float* x,
@@ -5953,7 +6258,8 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
     });
 }
 
-// sums (B, LOSS_PARTS): a block's part of D. grid (LOSS_PARTS, B)
+// sums (B, LOSS_PARTS): each block's part of D, an image's squared distance. grid (LOSS_PARTS, B)
+// The loss and its slope depend on all of D. So three launches follow each other: D, the slope, the gradient.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
     const size_t first = (size_t)blockIdx.y * n;
@@ -5975,7 +6281,8 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
         double distance = 0;
         for (int k = 0; k < LOSS_PARTS; k++) distance += sums[b * LOSS_PARTS + k];
         const TuningLoss l = tuning_loss(levels[b], distance, c);
-        loss[b] = l.value, slopes[b] = factor * l.slope;
+        loss[b] = l.value;
+        slopes[b] = factor * l.slope;
     });
     each((size_t)B * n, [=] __device__(size_t i) { dout[i] = (float)slopes[i / n] * (out[i] - target[i]); });
 }
@@ -5984,7 +6291,8 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
     each(B, [=] __device__(size_t b) { t[b] = steps[*k].t; });
 }
 
-// What the network says about x0 at element e of image b; *at: where in out. n = elements of an image.
+// What the network says about x0 at element e of image b, of n elements to an image. *at becomes the element's place in
+// out, whose pixels have Cout channels. With guidance, the second half of out has the answers without a class.
 INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, const float* x, const float* out, int b, int e,
                           int B, int n, int C, int Cout, size_t* at) {
     const int p = e / C;
@@ -5997,14 +6305,21 @@ INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, const float*
     return s.x0_x * x[(size_t)b * n + e] + s.x0_out * v;
 }
 
-// The rank-th smallest |x0| of each image: four passes count by the next 8 bits, whose order is that of the numbers.
+// d.threshold (B) = the rank-th smallest |x0| of each image, a block for an image. Floats that are not negative have
+// the same order as their bits, so it is found 8 bits at a time, from the highest: each of four passes counts how many
+// of the numbers that begin with the known bits go on with each of 256 values, and finds the one that the rank falls
+// into.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(const float* x, const float* out, const SamplerStep* steps, Denoising d, const int64_t* k,
                              int B, int n, int C, int Cout) {
-    __shared__ int count[256], left;
-    __shared__ uint32_t found; // the bits that are known
+    __shared__ int count[256];
+    __shared__ int left;       // the rank among the numbers that begin with these bits:
+    __shared__ uint32_t found; // those that are known
     const SamplerStep s = steps[*k];
-    if (threadIdx.x == 0) found = 0, left = d.rank;
+    if (threadIdx.x == 0) {
+        found = 0;
+        left = d.rank;
+    }
     for (int shift = 24; shift >= 0; shift -= 8) {
         if (threadIdx.x < 256) count[threadIdx.x] = 0;
         __syncthreads();
@@ -6025,6 +6340,14 @@ static __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) d.threshold[blockIdx.x] = __uint_as_float(found);
 }
 
+// From [-limit, limit] to [-1, 1]. NaN stays NaN.
+INLINE float limited(float x0, float limit) {
+    if (x0 < -limit) x0 = -limit;
+    else if (x0 > limit) x0 = limit;
+    return x0 / limit;
+}
+
+// A sampler's step in place, after the thresholds if they are wanted. A thread has four elements.
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
                          RandomKey key, int B, int HW, int C, int Cout) {
     const int n = HW * C;
@@ -6040,7 +6363,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
             size_t at_out;
             const float v = x[i];
             float x0 = predicted_x0(s, d, x, out, b, e + k, B, n, C, Cout, &at_out);
-            if (d.limit) x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit; // NaN stays NaN
+            if (d.limit) x0 = limited(x0, limit);
             const bool learned = s.range > 0 && s.sigma > 0;
             const float sigma = learned ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
             float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
@@ -9758,24 +10081,28 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
-// How: sums go by pieces of a fixed size (why: see step_gradients); whether and how to update is decided on the GPU
-//   (judge_step).
+// How: the gradient is summed in pieces of a fixed size (step_gradients says why); whether and how to update is decided
+//   on the GPU (judge_step), so that the host need not wait for it.
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
-// A block sums up one piece, and its squares.
+// A block sums up the ranks' gradients of one piece (PIECE floats), and their squares. A thread has QUADS times four
+// neighbours, 1024 quads apart. write = false: there is one rank, and sum is the array that is read.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add,
-                         bool write) { // false: sum is what is read
+                         bool write) {
     await_previous_kernel();
     constexpr int QUADS = PIECE / 4 / 1024;
-    const size_t at = grads.slice.flat(blockIdx.x * PIECE), n = grads.slice.n, first = at / 4 + threadIdx.x;
-    const int left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x; // no array may be read past n
+    const size_t at = grads.slice.flat(blockIdx.x * PIECE), n = grads.slice.n; // the piece's place in the flat arrays
+    const size_t first = at / 4 + threadIdx.x;                                 // this thread's first quad
+    // How many quads there are from this thread's first one on. No array may be read behind its n floats.
+    const int left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
+    const int first_source = -(int)add; // source -1: what is in sum; then the ranks, in their order
     float4 g[QUADS];
-    for (int r = -(int)add; r < grads.slice.ranks; r++) {
+    for (int r = first_source; r < grads.slice.ranks; r++) {
         const float4* from = (const float4*)(r < 0 ? sum : grads.of(r)) + first;
         UNROLL_FOR (int k = 0; k < QUADS; k++) {
             const float4 v = k * 1024 < left ? from[k * 1024] : make_float4(0, 0, 0, 0);
-            g[k] = r == -(int)add ? v : make_float4(g[k].x + v.x, g[k].y + v.y, g[k].z + v.z, g[k].w + v.w);
+            g[k] = r == first_source ? v : make_float4(g[k].x + v.x, g[k].y + v.y, g[k].z + v.z, g[k].w + v.w);
         }
     }
     double total = 0;
@@ -9785,7 +10112,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
-    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / PIECE] = total;
+    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / PIECE] = total; // to every rank
 }
 
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
@@ -9794,8 +10121,9 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
     launch(sum_gradients_kernel, s.segments * s.pieces, 1024, 0, sum, squares, grads, add, write);
 }
 
-// One block; one thread decides. The order of the sums is fixed.
-static __global__ void __launch_bounds__(256) // squares, loss: of all ranks
+// The gradient's norm, the batch's losses (both of all ranks) and the verdict. One block adds up, in a fixed order:
+// first each thread, then each warp, then thread 0 the 8 warps' sums. Thread 0 decides.
+static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters,
                       AdamW h, int B) {
     await_previous_kernel();
@@ -9804,16 +10132,24 @@ static __global__ void __launch_bounds__(256) // squares, loss: of all ranks
     LossSums mine{};
     double square = 0;
     UNROLL_8_FOR (size_t i = threadIdx.x; i < pieces; i += 256) square += squares[i];
-    for (int b = threadIdx.x; b < B; b += 256) add_loss(&mine, loss[b], quarters[b]);
+    for (int b = threadIdx.x; b < B; b += 256) {
+        add_loss(&mine, loss[b], quarters[b]);
+    }
     square = warp_sum(square);
     for (double& sum : mine.sum) sum = warp_sum(sum);
     for (int& count : mine.count) count = warp_sum(count);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine, warp_squares[threadIdx.x / 32] = square;
+    if (threadIdx.x % 32 == 0) {
+        warps[threadIdx.x / 32] = mine;
+        warp_squares[threadIdx.x / 32] = square;
+    }
     __syncthreads();
     if (threadIdx.x) return;
     for (int w = 1; w < 8; w++) {
         square += warp_squares[w];
-        for (int q = 0; q < 4; q++) mine.sum[q] += warps[w].sum[q], mine.count[q] += warps[w].count[q];
+        for (int q = 0; q < 4; q++) {
+            mine.sum[q] += warps[w].sum[q];
+            mine.count[q] += warps[w].count[q];
+        }
     }
     state->grad_norm = sqrt(square);
     judge_batch(state, mine, h, B);
@@ -9823,14 +10159,17 @@ static void judge_step(StepState* state, const double* squares, size_t pieces, /
     launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
 }
 
+// Called behind every kernel that draws random numbers for this step.
 static void next_step(int64_t* step) {
     each(1, [=] __device__(size_t) { ++*step; });
 }
 
+// records (count) is a ring, which the host reads for the log some steps later.
 static void record_step(StepState* records, const StepState* state, int count) {
     each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
 
+// copy = params, rounded to bf16: a thread rounds 8 of them, one piece. In fp32 there is no copy.
 static void cast_params(act* copy, const float* params, size_t n) {
     if (!device.bf16) return;
     each((n + 7) / 8, [=, to = (bf16*)copy] __device__(size_t eight) {
@@ -9844,13 +10183,16 @@ static void cast_params(act* copy, const float* params, size_t n) {
     });
 }
 
-// Four elements to a thread, i of the slice, k of the flat arrays.
-static __global__ void __launch_bounds__(256) // u stays where it is, for indices that the compiler doesn't know
+// AdamW for one rank's slice; dev/reference.h has the formulas. A thread takes four neighbours at a time: elements
+// i ... i + 3 of the slice (in ema, m and v), which are 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
+// u is a __grid_constant__: it stays in constant memory, since params.at[r] has an index that the compiler doesn't
+// know.
+static __global__ void __launch_bounds__(256)
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
     __shared__ struct { float scale, decay, step_size, root; } shared;
     if (!state->ok) return;
-    if (threadIdx.x == 0) { // doubles, once a block; clipping as torch's clip_grad_norm_
+    if (threadIdx.x == 0) { // in double, which is slow: once a block. Clipping as torch's clip_grad_norm_
         const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0;
         const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
         const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
@@ -9862,7 +10204,7 @@ static __global__ void __launch_bounds__(256) // u stays where it is, for indice
     float4 *const ema = (float4*)u.ema, *const ms = (float4*)u.m, *const vs = (float4*)u.v;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += (size_t)gridDim.x * 256) {
         const size_t k = own.flat(4 * i) / 4;
-        if (4 * k >= own.n) break;
+        if (4 * k >= own.n) break; // the padding behind the last parameter
         const float4 sum = ((const float4*)u.sum)[k];
         float4 p = ((float4*)u.params.at[0])[k], e = ema[i], m = ms[i], v = vs[i];
         auto update = [&](float& p, float& e, float& m, float& v, float sum) {
@@ -9876,7 +10218,11 @@ static __global__ void __launch_bounds__(256) // u stays where it is, for indice
         update(p.y, e.y, m.y, v.y, sum.y);
         update(p.z, e.z, m.z, v.z, sum.z);
         update(p.w, e.w, m.w, v.w, sum.w);
-        ema[i] = e, ms[i] = m, vs[i] = v;
+        ema[i] = e;
+        ms[i] = m;
+        vs[i] = v;
+        // To this rank, and to those whose memory it can write to. They need fp32 weights only of the first `plain`
+        // ones, which kernels read in fp32, and all others in the copy.
         const uint2 rounded = pack_bf16(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -9889,8 +10235,9 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
 }
 
+// A further average of the parameters: ema_step says how. A thread for an element
 static __global__ void __launch_bounds__(256)
-    ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) { // see ema_step
+    ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float step;
     await_previous_kernel();
     if (threadIdx.x == 0) step = power_step(rate, state->updates);
@@ -10529,22 +10876,31 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
 
 // =====================================================================================================================
 // 23. The GPU: memory, copies, repeated work
+//
+// Three streams. The main lane's has a high priority and runs nearly everything. The side lane's has a low one: its
+// kernels fill multiprocessors that the main lane leaves free. The copy stream brings the next batch to the GPU while
+// the current one is computed. Events order them: a stream waits for a moment in another one, the host waits for
+// neither.
 
-// The most parts in which a tensor's Stats come: no tile of a convolution is smaller than 64 pixels.
+// The most parts in which a tensor's Stats come: one for each tile of a convolution, and no tile has fewer than 8 x 8
+// pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
+// start_device asks the runtime about this kernel's code, and so about this binary's.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
 static cudaDeviceProp properties; // of the GPU of this process
 static cudaStream_t side_stream;  // the side lane's
 
+// How many GPUs the program can use; 0 without a driver, too.
 static int count_gpus() {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-static void start_device(const std::string& precision, int number) {
-    int count = 0, driver = 0, low, high; // low, high: priorities
+// The GPU number `number`, or ends with a sentence about what is in the way: the driver, or no GPU at all.
+static int choose_device(int number) {
+    int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
     CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: none is installed
     if (error == cudaErrorInsufficientDriver && driver)
@@ -10555,16 +10911,19 @@ static void start_device(const std::string& precision, int number) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
             cudaGetErrorString(error));
-    if (world.size > 1)
-        number = count == 1 ? 0 : number + world.local_rank; // of some launchers each process sees a GPU of its own
+    if (world.size > 1 && count == 1) number = 0; // some launchers show each process a GPU of its own
+    else if (world.size > 1) number += world.local_rank;
     if (world.size > 1 && number >= count)
         die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
     if (number >= count)
         die("--device %d: the program can use %d GPUs, from 0 on (CUDA_VISIBLE_DEVICES, if set, says which)", number,
             count);
-    CUDA_CHECK(cudaSetDevice(number));
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, number));
-    // ptxVersion: what the code was compiled for, also where the driver translates it to a newer GPU's
+    return number;
+}
+
+// What this binary's code is for on GPU `number`: 80 for compute capability 8.0, and so on. This is what the code was
+// compiled for, also where the driver translates it for a newer GPU.
+static int code_version(int number) {
     cudaFuncAttributes code;
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
     if (found != cudaSuccess && properties.major < 8)
@@ -10575,14 +10934,23 @@ static void start_device(const std::string& precision, int number) {
         die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for "
             "the GPUs of this machine",
             number, properties.major, properties.minor, cudaGetErrorString(found));
+    return code.ptxVersion;
+}
+
+static void start_device(const std::string& precision, int number) {
+    number = choose_device(number);
+    CUDA_CHECK(cudaSetDevice(number));
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, number));
+    const int version = code_version(number);
     gpu = {.sms = properties.multiProcessorCount,
            .shared_per_sm = (int)properties.sharedMemPerMultiprocessor,
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
-           .overlap = code.ptxVersion >= 90,
-           .clusters = code.ptxVersion >= 90 && allowed.clusters,
+           .overlap = version >= 90,
+           .clusters = version >= 90 && allowed.clusters,
            // beside typedef bf16: there is no code for sm_90 but sm_90a's
-           .wgmma = code.ptxVersion == 90 && allowed.hopper};
+           .wgmma = version == 90 && allowed.hopper};
     device.bf16 = precision != "fp32";
+    int low, high;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&side_stream, cudaStreamNonBlocking, low));
@@ -10593,6 +10961,7 @@ static void start_device(const std::string& precision, int number) {
 static std::string device_name() { return properties.name; }
 static size_t act_bytes() { return device.bf16 ? sizeof(bf16) : sizeof(float); }
 
+// Memory that is filled with zeros, in the main stream.
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     const cudaError_t error = cudaMalloc(&p, bytes);
@@ -10615,6 +10984,7 @@ static size_t device_available() {
     return available;
 }
 
+// Both copies wait: for what the main stream has still to do, and for the copy itself.
 static void copy_to_device(void* to, const void* host, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, device.stream));
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
@@ -10624,8 +10994,15 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
 }
 
-static act* make_copy(float* params, size_t n) { return device.bf16 ? device_alloc_bytes(n * sizeof(bf16)) : params; }
+static act* make_copy(float* params, size_t n) {
+    if (!device.bf16) return params;
+    return device_alloc_bytes(n * sizeof(bf16));
+}
 
+// Runs work() as a CUDA graph: the first call records its launches, without running them, and every call then launches
+// the whole recording at once. A training step is hundreds of launches, each of which costs the host microseconds. What
+// a launch was told (pointers, sizes) stays as it was recorded, so all that changes from step to step lies on the
+// device.
 template <class F> static void replay(Graph* g, F work) {
     if (!allowed.graphs) return work();
     if (!g->exec) {
@@ -10639,18 +11016,20 @@ template <class F> static void replay(Graph* g, F work) {
     }
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.stream));
 }
+
 static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)g->exec));
     g->exec = nullptr;
 }
 
-// The moment that a stream has come to; its event is made at the first time.
+// Records in *moment how far a stream has come: what is in it now is before the moment. The event is made at first use.
 static void record(cudaEvent_t* moment, cudaStream_t stream) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, stream));
 }
-// What a lane does from here on comes after what another one did until that moment, by default until here.
+// What this lane does from here on waits for that moment; or, in the second form, for all that the other lane has been
+// told so far.
 static void follow(Lane* lane, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(lane->stream, moment));
     lane->joined = true;
@@ -10661,6 +11040,8 @@ static void follow(Lane* lane, const Lane& other) {
     follow(lane, moment);
 }
 
+// work(the side lane) may begin when the main lane has come to here. Its end gets a ticket: wait_for_side(ticket) makes
+// the main lane wait for it.
 static std::map<int, cudaEvent_t> side_events; // by ticket
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
@@ -10669,12 +11050,19 @@ template <class F> static void run_beside(int ticket, F work) {
 }
 static void wait_for_side(int ticket) { follow(MAIN_LANE, side_events[ticket]); }
 
+// An Upload's buffers go back and forth: the host fills u->host; send copies it to u->device in the copy stream, as
+// soon as the work before the last release has read what is there; the main stream waits for the copy, uses it and
+// releases.
+//
+//   host           fill        fill (waits until `sent`)
+//   copy stream        copy         copy (waits until `released`)
+//   main stream            compute      compute (waits until `sent`)
 static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.stream); }
 static Upload make_upload(size_t bytes) {
     Upload u{nullptr, (uint8_t*)device_alloc_bytes(bytes), bytes, nullptr, nullptr};
     CUDA_CHECK(cudaMallocHost(&u.host, bytes));
     record((cudaEvent_t*)&u.sent, device.copy_stream);
-    release(&u); // behind the zeros that the allocation is filled with: the first copy is made in another stream
+    release(&u); // device_alloc_bytes fills it with zeros in the main stream; the first copy has to wait for that
     return u;
 }
 static void wait_for_host_side(Upload* u) { CUDA_CHECK(cudaEventSynchronize((cudaEvent_t)u->sent)); }
@@ -10685,17 +11073,21 @@ static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.stream, (cudaEvent_t)u->sent));
 }
 
-// Memory for operations to come, which they share.
+// Memory grows to at least `wanted` bytes. What was in it is lost.
+static void grow(char** memory, size_t* bytes, size_t wanted) {
+    if (wanted <= *bytes) return;
+    if (*memory) device_free(*memory);
+    *bytes = wanted;
+    *memory = device_alloc<char>(wanted);
+}
+// Memory for all operations to come: each lane's workspace, which they share, and the norms' sums.
 static void reserve(const Workspace& most, bool training) {
-    auto reserve = [](char** memory, size_t* bytes, size_t wanted) {
-        if (wanted <= *bytes) return;
-        if (*memory) device_free(*memory);
-        *memory = device_alloc<char>(*bytes = wanted);
-    };
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384;
-    if (training) reserve(&device.norm_sums, &device.norm_sums_bytes, most.sums);
-    if (training) reserve(&device.side.workspace, &device.side.workspace_bytes, std::max(most.side, for_most_batches));
-    reserve(&device.workspace, &device.workspace_bytes, most.main);
+    if (training) {
+        grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
+        grow(&device.side.workspace, &device.side.workspace_bytes, std::max(most.side, for_most_batches));
+    }
+    grow(&device.workspace, &device.workspace_bytes, most.main);
 }
 #endif // the GPU
 

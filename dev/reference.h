@@ -2,7 +2,7 @@
 //
 // The file is three things at once. The CPU build is made of it. It documents what each operation computes. And it is
 // the oracle: tests compare it with PyTorch, and the CUDA kernels with it.
-// train_unet.cu includes it after the interface (section 2), which says what each function overwrites.
+// train_unet.cu includes it after the section "The interface", which says what each function overwrites.
 //
 // How arrays lie in memory: activations are (B, H, W, C), where PyTorch has (B, C, H, W). The loops mostly see a list
 // of pixels, (B, HW, C) or (B * HW, C): the channels of a pixel are neighbours. A convolution's weight is
@@ -1117,9 +1117,9 @@ static inline void label_embedding_backward(GradOf<float> dx, float* dtable, con
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// diffusion. Section 9 has the formulas of levels, losses and samplers; these loops apply them to each sample.
+// diffusion. train_unet.cu has the formulas of levels, losses and samplers ("Diffusion"); these loops apply them.
 
-// Four random words for sample b: a pure function of the key, the block's number and the sample's (section 3).
+// Four random words for sample b: a pure function of the key and of the numbers of block and sample ("Random numbers").
 static inline Words random_words(const RandomKey& key, int block, int b) {
     const uint32_t sample = (uint32_t)(key.sample0 + b), step = (uint32_t)*key.step;
     return philox(key.seed, (uint32_t)block, sample, step, key.purpose);
