@@ -134,9 +134,10 @@
 #include <vector>
 
 // What would be the same in any program lies in host/. (host/page.h comes behind what it shows, in "A run".)
-// defines: text, die, refuse, must, now, duration, terminal_columns, show_status, start_process, STOP_SIGNALS, stop_signal,
-//          run_child, crc32, exists, Folder, open_folder, make_folder, last_change, AtomicFile, try_write_file, try_link_file,
-//          Header, InputFile, check_unused, read_text, lock_folder
+// defines: text, die, refuse, must, now, duration, terminal_columns, show_status, start_process, STOP_SIGNALS,
+// stop_signal,
+//          run_child, crc32, exists, Folder, open_folder, make_folder, last_change, AtomicFile, try_write_file,
+//          try_link_file, Header, InputFile, check_unused, read_text, lock_folder
 #include "host/files.h"
 // defines: grid_png
 #include "host/png.h"
@@ -485,9 +486,9 @@ struct Workspace { // of the workspace, of the side lane's, and until finish_gra
 static void reserve(const Workspace& most, bool training);
 
 // Between the devices of ranks (host/ranks.h), on a lane, in what may be recorded as a Graph, in multiples of 4 bytes,
-// not for one rank: all_to_all, piece r of every rank's send becomes rank r's recv, in the order of the ranks, but for the
-// own piece; all_gather, everyone's own piece becomes all. They stand between begin_exchange and end_exchange, which make
-// them one launch.
+// not for one rank: all_to_all, piece r of every rank's send becomes rank r's recv, in the order of the ranks, but for
+// the own piece; all_gather, everyone's own piece becomes all. They stand between begin_exchange and end_exchange,
+// which make them one launch.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);   // own may lie in its place in all
 static void begin_exchange(), end_exchange();
@@ -528,8 +529,8 @@ static void free_graph(Graph* g);
 // Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-// What makes the program fast. dev/bench turns it off, for its profile and for tests. The bits stay, but for what decides
-// in which order something is summed: batches, clusters and hopper.
+// What makes the program fast. dev/bench turns it off, for its profile and for tests. The bits stay, but for what
+// decides in which order something is summed: batches, clusters and hopper.
 static struct Allowed {
     bool early = true;   // a launch begins before the one before it has ended
     bool beside = true;  // run_beside's lane is one of its own
@@ -1608,8 +1609,8 @@ static UNet build_unet(const Config& c) {
 // they are never in use at the same time. Time is counted in layers: 0 is when the batch is drawn, 1 + i is the forward
 // pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of layer i.
 
-// A tensor's gradient is the sum of what its readers contribute, from the last reader to the first. Each reader writes a
-// buffer of its own, to which it adds what waits there from the readers behind it. A residual's contribution is the
+// A tensor's gradient is the sum of what its readers contribute, from the last reader to the first. Each reader writes
+// a buffer of its own, to which it adds what waits there from the readers behind it. A residual's contribution is the
 // gradient of the sum itself, so it is passed on without a copy.
 static void plan_gradients(UNet* net) {
     std::vector<std::vector<int>> waiting(net->tensors.size());
@@ -1641,9 +1642,9 @@ static void plan_gradients(UNet* net) {
             if (l.block_end >= 0 && b >= 0) net->buffers[b].again = add_buffer(net, net->buffers[b].bytes);
 }
 
-// Convolutions' weight gradients are computed beside the layers that follow in the backward pass, several of them in one
-// launch. So what they read must stay for so many steps of time; then a layer waits for them. Small images cost little
-// memory, so theirs may stay longer, and more of them share a launch.
+// Convolutions' weight gradients are computed beside the layers that follow in the backward pass, several of them in
+// one launch. So what they read must stay for so many steps of time; then a layer waits for them. Small images cost
+// little memory, so theirs may stay longer, and more of them share a launch.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
@@ -1863,8 +1864,9 @@ struct WeightGradients {
     }
 };
 
-// The backward pass: grads = gradients of the parameters, from output_gradient and from what the forward pass of these B
-// samples left in memory. done(n, lane) is called when, on this lane, the gradients from the n-th float on are complete.
+// The backward pass: grads = gradients of the parameters, from output_gradient and from what the forward pass of these
+// B samples left in memory. done(n, lane) is called when, on this lane, the gradients from the n-th float on are
+// complete.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Lane*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
@@ -1920,8 +1922,8 @@ HD static inline Question edm_question(double sigma, double sigma_data) {
     return Question{log(sigma) / 4, c_in, c_in * sigma, c_skip_over_c_in, c_out};
 }
 
-// Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise, the answer is noise - x_0, and so x_0 = x_t - t answer.
-// In all objectives here sigma is noise over signal: t / (1 - t). The network is told 1000 t.
+// Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise, the answer is noise - x_0, and so x_0 = x_t - t
+// answer. In all objectives here sigma is noise over signal: t / (1 - t). The network is told 1000 t.
 HD static inline Question flow_question(double sigma) {
     const double t = sigma / (1 + sigma);
     return Question{1000 * t, 1 - t, t, 1, -t};
@@ -1989,7 +1991,8 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
 
 // alpha_bar (T): the products of 1 - beta up to each t.
 //   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4), scaled for a T other than 1000
-//   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal 2021, eq. 17)
+//   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal 2021, eq.
+//   17)
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
     const double scale = 1000.0 / T, first = 1e-4 * scale, last = 0.02 * scale;
@@ -2046,8 +2049,8 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         level.index = t;
         level.importance = 1;
         level.quarter = 4 * t / T;
-        // The variational bound compares q(x_s | x_t, x_0), s = t - 1, with the network's normal distribution. `small` is
-        // q's variance (Ho et al. 2020, eq. 7). At t = 0 that is 0, and the one of t = 1 is taken.
+        // The variational bound compares q(x_s | x_t, x_0), s = t - 1, with the network's normal distribution. `small`
+        // is q's variance (Ho et al. 2020, eq. 7). At t = 0 that is 0, and the one of t = 1 is taken.
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1;
         const double beta = 1 - a / b, next = alpha_bar[1];
         const double small = t ? beta * (1 - b) / (1 - a) : (1 - next / a) * (1 - a) / (1 - next);
@@ -2089,9 +2092,9 @@ static Objective make_objective(const Config& c) {
 // How noisy a sample of a training step is, and what its loss is made of. These functions are for one sample or one
 // value; dev/reference.h calls them in loops, and kernels do so in threads.
 
-// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean
-// square of its latest HISTORY losses. A sample then counts `importance` times, which is 1 / (T times the probability of
-// its t), so that the mean over samples stays what it is with uniform t.
+// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
+// mean square of its latest HISTORY losses. A sample then counts `importance` times, which is 1 / (T times the
+// probability of its t), so that the mean over samples stays what it is with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this much of the probability is shared by all t alike
 
 // Puts what a batch lost at t into t's row (HISTORY + 1): its latest losses, oldest first, and how many there are.
@@ -2174,9 +2177,9 @@ HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words)
     return teacher_level(o, draw_sigma(o, words, &z));
 }
 
-// ect's loss of a sample (Geng et al. 2024): weight (sqrt(D + c^2) - c), the pseudo-Huber distance of the student's image
-// to the teacher's. D is the sum of their squared differences x0_out (out - target). slope: the loss's derivative by a
-// value of out is slope (out - target).
+// ect's loss of a sample (Geng et al. 2024): weight (sqrt(D + c^2) - c), the pseudo-Huber distance of the student's
+// image to the teacher's. D is the sum of their squared differences x0_out (out - target). slope: the loss's derivative
+// by a value of out is slope (out - target).
 struct TuningLoss {
     double value, slope;
 };
@@ -2187,8 +2190,8 @@ HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, doubl
     return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
 
-// One value's term of the variational bound, in nats, and its derivatives by d = output - target, the error of the mean's
-// half of the answer, and by v, the variance's half. The network's variance is exp(log_var + u) with
+// One value's term of the variational bound, in nats, and its derivatives by d = output - target, the error of the
+// mean's half of the answer, and by v, the variance's half. The network's variance is exp(log_var + u) with
 // u = log_ratio + range (v + 1) / 2, which lies between the two fixed ones (Nichol & Dhariwal 2021, eq. 15).
 //   t > 0   the divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
 //   t = 0   minus the log of the probability of the right one of 256 values
@@ -2238,8 +2241,9 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 // --- samplers
 // A sampler makes an image out of noise in steps. All of them work on x = x_0 + sigma noise, whatever the model was
 // trained on. (A model of T timesteps is shown x_t = signal x; there sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
-// to step sigma falls, and at the end it is 0. In each step the network is asked, and its answer is turned into x0: what
-// it says about x_0, given x. Papers write D(x; sigma) for that. The slope of the ODE that takes noise away is then
+// to step sigma falls, and at the end it is 0. In each step the network is asked, and its answer is turned into x0:
+// what it says about x_0, given x. Papers write D(x; sigma) for that. The slope of the ODE that takes noise away is
+// then
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
@@ -2259,15 +2263,15 @@ struct Move {
     double known_until = -1;  // with --inpaint, where a step ends: its n, for keep_known; -1: no step ends here
 };
 
-// Euler's method: x' = x + (n - s) (x - x0) / s. It is written as a mean of x and x0, because x and the slope times n - s
-// are large numbers with a small difference where s is much larger than n.
+// Euler's method: x' = x + (n - s) (x - x0) / s. It is written as a mean of x and x0, because x and the slope times n -
+// s are large numbers with a small difference where s is much larger than n.
 static Move euler_step(double s, double n) { return Move{.sigma = s, .x = n / s, .x0 = 1 - n / s}; }
 
 // Ho et al. 2020, eq. 7: the standard deviation of q(x_n | x_s, x_0), in this scale of x.
 static double posterior_deviation(double s, double n) { return n * std::sqrt(s * s - n * n) / s; }
 
-// DDIM (Song et al. 2021, eq. 12 and 16). eta = 0 is Euler's method; with eta > 0 a step goes beyond n, and noise brings
-// it back there.
+// DDIM (Song et al. 2021, eq. 12 and 16). eta = 0 is Euler's method; with eta > 0 a step goes beyond n, and noise
+// brings it back there.
 static Move ddim_step(double s, double n, double eta) {
     const double noise = eta * posterior_deviation(s, n);
     Move move = euler_step(s, std::sqrt(n * n - noise * noise));
@@ -2457,8 +2461,8 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
     return ddpm_level(c, 1 / (1 + sigma * sigma), std::min(std::max(t, 0.0), (double)last));
 }
 
-// A move as the device takes it: on the network's input u = signal x instead of x, since every sigma has a signal of its
-// own. then: the sigma of the next move, 0 after the last one.
+// A move as the device takes it: on the network's input u = signal x instead of x, since every sigma has a signal of
+// its own. then: the sigma of the next move, 0 after the last one.
 static SamplerStep device_step(const Config& c, const std::vector<double>& known, const Move& move, double then) {
     auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
     const NoiseLevel level = level_at(c, known, move.sigma);
@@ -2578,8 +2582,8 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
     }
 }
 
-// Images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. With guidance that tensor
-// holds each image twice: with its class, and behind all of these without. tell: is told how many are done.
+// Images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. With guidance that
+// tensor holds each image twice: with its class, and behind all of these without. tell: is told how many are done.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
@@ -2830,8 +2834,8 @@ static void take_data_dir(Config* c, const std::string& where) {
 // The first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see step_gradients.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
-// Which image of the file is at this position of the stream: in training an endless one, of one shuffled epoch after the
-// other; else the file's own order, again and again.
+// Which image of the file is at this position of the stream: in training an endless one, of one shuffled epoch after
+// the other; else the file's own order, again and again.
 static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
     const int64_t epoch = position / d.count, in_epoch = position % d.count;
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
@@ -2871,8 +2875,8 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 // =====================================================================================================================
 // 10. Model files: weights and checkpoints, initial weights
 // A model file is a header and then arrays of all parameters in fp32: the weights; with HAS_EMA their average; with
-// HAS_TRAINING AdamW's two moments, further averages, and --schedule_sampler's losses. In each array the tensors come in
-// the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
+// HAS_TRAINING AdamW's two moments, further averages, and --schedule_sampler's losses. In each array the tensors come
+// in the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
 
 constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
 constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_DIFFUSION = 41, SLOT_PATCH_SIZE = 56,
@@ -3169,8 +3173,8 @@ HD static inline float power_step(float rate, int64_t updates) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
-// Whatever changes from step to step lies in device memory, so that a step can be recorded once and replayed. Two batches
-// take turns: one is copied to the device while the other one is trained on.
+// Whatever changes from step to step lies in device memory, so that a step can be recorded once and replayed. Two
+// batches take turns: one is copied to the device while the other one is trained on.
 // "Slice": this rank's part of a flat array of all parameters; alone, that is all of it. micro: a microbatch's samples.
 struct Trainer {
     UNet net;
@@ -3261,10 +3265,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a step
 
-// The loss of samples first .. first + B - 1 of a step, whose images these are, whose levels are drawn, and whose labels
-// net has. Leaves the loss in tr->loss + first and its gradient in output_gradient; in training that is the gradient of
-// a mean over the step's whole batch. Validation has draws of its own, and drops and flips nothing. With --objective ect
-// the teacher is asked first, with the same draws.
+// The loss of samples first .. first + B - 1 of a step, whose images these are, whose levels are drawn, and whose
+// labels net has. Leaves the loss in tr->loss + first and its gradient in output_gradient; in training that is the
+// gradient of a mean over the step's whole batch. Validation has draws of its own, and drops and flips nothing. With
+// --objective ect the teacher is asked first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const Dataset& d, const uint8_t* images, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -3298,8 +3302,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const Dataset& d, 
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// Ranks only: everyone's parts of the first n floats of a flat array to everyone. bytes: of PIECE elements of this array.
-// slice: where the own parts lie, one behind the other; null: they are in their places.
+// Ranks only: everyone's parts of the first n floats of a flat array to everyone. bytes: of PIECE elements of this
+// array. slice: where the own parts lie, one behind the other; null: they are in their places.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -3328,11 +3332,12 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    (first_sample): so in round k of the loop below the ranks hold g(k N) to g(k N + N - 1), which come next in the
 //    sum. All of them send each part of their gradients to the rank that owns this part, and it adds them up, in the
 //    order of the ranks, to what it has (sum_gradients). Every float is summed by one rank in the same order as before.
-//    A microbatch's gradient is never added inside the kernels that compute it: each of them would add in its own order.
+//    A microbatch's gradient is never added inside the kernels that compute it: each of them would add in its own
+//    order.
 // 4. The same norm. The squares are summed by pieces of PIECE floats at fixed places of the flat array. A piece has one
 //    owner, who sums it in an order that does not depend on which pieces he owns. All ranks get the sums of all pieces
-//    and add them up in the order of the array (judge_step). Another N pads the array to another length, but the padding
-//    is zero, and x + 0 = x.
+//    and add them up in the order of the array (judge_step). Another N pads the array to another length, but the
+//    padding is zero, and x + 0 = x.
 // 5. The same decision. Every rank has the loss of every sample in the order of the samples, and the norm. So all ranks
 //    come to the same verdict on the step, the same clipping and the same statistics, without asking each other.
 // 6. The same update. AdamW and the averages work on each parameter alone: it does not matter who owns it. The owner
@@ -3472,8 +3477,9 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 // Its output folder holds index.html, log.csv, samples_STEP.png and model_STEP.bin, with --keep_best best.bin.
 
 // How long a checkpoint that can't be written may be tried again, and after which time. Training goes on meanwhile. Ten
-// minutes are enough for whoever sees the message to make room. If nobody does, ten minutes of steps are lost, no night's.
-// At the end nothing goes on meanwhile, and whoever has stopped a run may soon kill it: then it is a quarter of a minute.
+// minutes are enough for whoever sees the message to make room. If nobody does, ten minutes of steps are lost, no
+// night's. At the end nothing goes on meanwhile, and whoever has stopped a run may soon kill it: then it is a quarter
+// of a minute.
 constexpr double PATIENCE = 600, PATIENCE_AT_THE_END = 15, RETRY_AFTER = 5; // seconds
 
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
@@ -3951,8 +3957,8 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// Snapshots of later steps than a run begins at are of steps that it does again, maybe otherwise: no average of this run
-// may take them. They stay under another name.
+// Snapshots of later steps than a run begins at are of steps that it does again, maybe otherwise: no average of this
+// run may take them. They stay under another name.
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
@@ -6398,41 +6404,61 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-// Over [x1 | x2]: out = dropout(activation(x * scale + shift)), scale and shift for each image and channel.
+// Group norm (Wu & He 2018) over [x1 | x2], for each image and each group of Cg channels:
+//
+//   xhat = (x - mean) rstd,      z = (xhat weight + bias) (1 + film scale) + film shift,      out =
+//   dropout(activation(z))
+//
+// ("Film" is the embedding's scale and shift, with --use_scale_shift_norm.) The forward kernel needs no pass over x for
+// mean and rstd: whoever wrote x left the sums of each channel in Stats. All of this is one multiplication and addition
+// for each image and channel, z = x scale + shift, with coefficients that a block computes once.
+// Backward, with dz = the gradient of z, and sums over a group's pixels and channels:
+//
+//   dx = scale dz - slope x - level        slope and level follow from the sums of dz and of dz x (slope_and_level)
+//
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
-// How: a block has a slab of 64 (or 32) channels of one image and a chunk of its pixels. A thread walks down the pixels
-//   of VEC channels; loads run PIXELS ahead through its own part of shared memory, where they need no registers, and
-//   begin before the coefficients are computed. Backward: 1. sums over each chunk of dz and dz * x, 2. dx, whose
-//   blocks first fold the sums of their groups, and some the image's part of the parameters' gradients.
-// Costs: memory traffic: forward x in and out (sums come with x, from what wrote it), backward x and dout twice and dx;
-//   and a start that is paid once, since all blocks are on the chip at once.
+// How: A block has a slab of 64 (or 32) channels of one image, and a chunk of its pixels. A thread has VEC neighbouring
+//   channels (16 bytes), and walks down the pixels. Its loads run PIXELS ahead of it, by cp.async through a part of
+//   shared memory that is its own: there they need no registers. They begin before the coefficients are computed.
+//   The backward pass is two kernels: 1. the sums of dz and dz x over each chunk; 2. dx. Each block of the second one
+//   adds up the chunks' sums of its own groups, and some blocks also the image's part of the parameters' gradients.
+// Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is written.
+//   All blocks are on the chip at once, so their start is paid once.
 
 constexpr int NORM_THREADS = 256, MAX_GROUPS = 64, NORM_SLAB = 64;
-// Blocks to a multiprocessor, as its registers allow. heavy: with dropout or, in the second pass, addends.
+// How many blocks a multiprocessor has registers for. heavy: with dropout or, in the second pass, with addends.
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
+// What a kernel is told of a norm.
 struct NormArgs {
-    const void *x1, *x2;
-    const float *weight, *bias, *scale_shift; // aligned to 16 bytes, as is ss_stride
-    int ss_stride;
+    const void *x1, *x2;        // (B, HW, C1) and (B, HW, C2)
+    const float *weight, *bias; // (C)
+    const float* scale_shift;   // (B, ss_stride): film scale (C), then film shift (C); null: none
+    int ss_stride;              // a multiple of 4 floats: vectors of 16 bytes are read
     Dropout dropout;
     NormShape s;
-    const float *mean = nullptr, *rstd = nullptr; // from here on for the backward pass: (B, groups)
-    float* dscale_shift = nullptr;
-    float2* sums = nullptr; // (B, C): each image's part of dbias and dweight
+    // The backward pass:
+    const float *mean = nullptr, *rstd = nullptr; // (B, groups)
+    float* dscale_shift = nullptr;                // like scale_shift
+    float2* sums = nullptr;                       // (B, C): each image's part of dbias and dweight
 
-    int C = s.C1 + s.C2, Cg = C / s.groups;                                // channels in all and per group
-    int log_slab = C % NORM_SLAB ? 5 : 6, slab = 1 << log_slab, chunk = 0; // channels and pixels of a block
-    uint32_t threshold = dropout_threshold(dropout.p);                     // dropout words below are dropped
-    uint32_t group_factor = (1u << 31) / (uint32_t)Cg + 1;                 // for group_of
-    double weight_of_one = 1.0 / ((double)s.HW * Cg);
+    // What follows from these, computed once on the host.
+    int C = s.C1 + s.C2;
+    int Cg = C / s.groups; // channels of a group
+    int log_slab = C % NORM_SLAB ? 5 : 6;
+    int slab = 1 << log_slab;                              // channels of a block
+    int chunk = 0;                                         // pixels of a block
+    uint32_t threshold = dropout_threshold(dropout.p);     // random words below it are dropped
+    uint32_t group_factor = (1u << 31) / (uint32_t)Cg + 1; // see group_of
+    double weight_of_one = 1.0 / ((double)s.HW * Cg);      // of a value, in its group's mean
 
-    // c / Cg by multiplication (exact for c * Cg < 2^31)
+    // c / Cg. A division takes some 20 instructions; this multiplication is exact for c * Cg < 2^31.
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
 };
 
-// What a thread works on: channels c ... c + VEC - 1 of image b, pixels first, first + rows, ... below end.
+// What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end.
+// The threads of a block lie over (rows) pixels x (slab) channels, in the order of memory.
 template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
     int b, slab0 = blockIdx.y * a.slab, place = threadIdx.x * VEC<T>; // among a slab's channels of so many pixels
@@ -6444,7 +6470,8 @@ template <class T, int PIXELS> struct NormColumn {
     size_t pixel = (size_t)b * a.s.HW + first, at = pixel * pitch + (one ? c : c - a.s.C1), at_out = pixel * a.C + c;
     const T* x = (const T*)(one ? a.x1 : a.x2) + at;
 
-    // fetch(slot, is there such a pixel) for the first PIXELS; then work(slot, p, is there one to fetch next) for each.
+    // A ring of PIXELS slots. begin calls fetch(slot, is there such a pixel) for the first pixels. walk then calls
+    // work(slot, pixel, is there one to fetch into this slot next) for each pixel, once its loads have arrived.
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch(i, first + i * rows < end);
     }
@@ -6462,7 +6489,10 @@ template <class T, int PIXELS> struct NormColumn {
 template <int V> INLINE void load_pairs(float (&first)[V], float (&second)[V], const float2* table) {
     UNROLL_FOR (int i = 0; i < V; i += 2) {
         const float4 q = *(const float4*)(table + i);
-        first[i] = q.x, second[i] = q.y, first[i + 1] = q.z, second[i + 1] = q.w;
+        first[i] = q.x;
+        second[i] = q.y;
+        first[i + 1] = q.z;
+        second[i + 1] = q.w;
     }
 }
 
@@ -6472,18 +6502,21 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
         UNROLL_FOR (int i = 0; i < V; i += 4) (float4&)v[i] = *(const float4*)(p + i);
 }
 
-// What the coefficients of V channels are made of, loaded early: z = (xhat * weight + bias) * factor + shift.
+// What the coefficients of V channels are made of: z = (xhat weight + bias) factor + shift, factor = 1 + film scale.
+// It is loaded before the kernel in front has ended, which writes none of it.
 template <int V> struct NormParameters {
     float weight[V], bias[V], scale[V] = {}, shift[V] = {};
 
     INLINE NormParameters(const NormArgs& a, int b, int c) {
-        load_floats(weight, a.weight + c), load_floats(bias, a.bias + c);
+        load_floats(weight, a.weight + c);
+        load_floats(bias, a.bias + c);
         if (!a.scale_shift) return;
         const float* film = a.scale_shift + (size_t)b * a.ss_stride + c;
-        load_floats(scale, film), load_floats(shift, film + a.C);
+        load_floats(scale, film);
+        load_floats(shift, film + a.C);
     }
     INLINE float factor(int i) const { return 1 + scale[i]; }
-    // Scale and shift of the i-th: z * z_factor = x * scale + shift.
+    // Scale and shift of the i-th channel: z z_factor = x scale + shift.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float w = rstd * weight[i];
         return make_float2(w * factor(i) * z_factor, ((bias[i] - mean * w) * factor(i) + shift[i]) * z_factor);
@@ -6497,7 +6530,8 @@ struct NormChannel : NormParameters<1> {
 
     INLINE NormChannel(const NormArgs& a, int b, int c) : NormParameters(a, b, c), b(b), c(c) {
         const int group = b * a.s.groups + a.group_of(c);
-        mean = a.mean[group], rstd = a.rstd[group];
+        mean = a.mean[group];
+        rstd = a.rstd[group];
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
     INLINE float in_group() const { return weight[0] * factor(0); } // its weight in its group's sums
@@ -6529,24 +6563,28 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
     double2 sum = make_double2(0, 0);
     _Pragma("unroll AT_ONCE") for (int i = 0; i < n; i++) {
         const float2 q = pairs[(size_t)i * pitch];
-        sum.x += q.x, sum.y += q.y;
+        sum.x += q.x;
+        sum.y += q.y;
     }
     return sum;
 }
 
-// What one of 8 lanes takes of a table whose rows have n entries: its first, and how far it is to the next. Where the
-// divisions lie behind the wait for the kernel in front, they cost a tenth of a norm of 8x8.
+// Eight lanes share a table whose rows have n entries: where a lane's first entry is, and how far it is to its next
+// one. It is computed before await_previous_kernel: behind it, these divisions cost a tenth of a norm of 8x8.
 struct LaneShare {
     int n, row = threadIdx.x % 8 / n, column = threadIdx.x % 8 % n, rows = 8 / n, columns = 8 % n;
 };
 
+// grid (chunks of pixels, slabs of channels, images)
+// 1. Eight threads for each group of the slab add up the sums of its channels, from all parts of Stats. 2. Each thread
+// computes the coefficients of its channels. 3. It walks down its pixels.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
     groupnorm_forward_kernel(T* out, float* mean, float* rstd, const Stats stats1, const Stats stats2, NormArgs a) {
     constexpr int V = VEC<T>, PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    // Backwards: what was written last may be in the L2 cache.
+    // Images are taken in reverse, because what was written last may still be in the L2 cache.
     const NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)};
     const T* x = t.x;
     auto fetch = [&](int slot, bool inside) {
@@ -6556,7 +6594,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     };
     const NormParameters<V> parameters(a, t.b, t.c);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
-    const int g = a.group_of(t.slab0) + threadIdx.x / 8, c0 = g * a.Cg, of_x1 = min(a.Cg, a.s.C1 - c0); // channels
+    const int g = a.group_of(t.slab0) + threadIdx.x / 8;     // whose sums this thread and its neighbours add up
+    const int c0 = g * a.Cg, of_x1 = min(a.Cg, a.s.C1 - c0); // its first channel; how many of its channels are x1's
     const LaneShare share{max(of_x1, 1)};
     await_previous_kernel();
     t.begin(fetch);
@@ -6567,20 +6606,29 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + from;
             for (int part = of.row, c = of.column; part < stats.parts;) {
                 const double2 q = sums[part * C + c];
-                sum += q.x, square += q.y;
-                part += of.rows, c += of.columns;
-                if (c >= of.n) c -= of.n, part++;
+                sum += q.x;
+                square += q.y;
+                part += of.rows;
+                c += of.columns;
+                if (c < of.n) continue;
+                c -= of.n;
+                part++;
             }
         };
         if (of_x1 > 0) add(stats1, a.s.C1, c0, share);
         if (of_x1 < a.Cg) add(stats2, a.s.C2, max(c0 - a.s.C1, 0), LaneShare{min(a.Cg, a.Cg - of_x1)});
-        sum = group_sum(sum), square = group_sum(square);
+        sum = group_sum(sum);
+        square = group_sum(square);
         if (threadIdx.x % 8 == 0) {
             const double m = sum * a.weight_of_one;
             const float group_r = 1 / sqrtf((float)(fmax(square * a.weight_of_one - m * m, 0.0) + a.s.eps));
-            group_mean[g] = (float)m, group_rstd[g] = group_r;
-            if (blockIdx.x == 0 && c0 >= t.slab0) // of the slabs that share a group, the one where it begins
-                mean[t.b * a.s.groups + g] = (float)m, rstd[t.b * a.s.groups + g] = group_r;
+            group_mean[g] = (float)m;
+            group_rstd[g] = group_r;
+            // Kept for the backward pass. Of the slabs that share a group, the one where it begins writes it.
+            if (blockIdx.x == 0 && c0 >= t.slab0) {
+                mean[t.b * a.s.groups + g] = (float)m;
+                rstd[t.b * a.s.groups + g] = group_r;
+            }
         }
     }
     __syncthreads();
@@ -6588,9 +6636,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     float scale[V], shift[V];
     int own = a.group_of(t.c), next = (own + 1) * a.Cg - t.c; // of channel i; where the next group begins
     UNROLL_FOR (int i = 0; i < V; i++) {
-        if (i == next) own++, next += a.Cg;
+        if (i == next) {
+            own++;
+            next += a.Cg;
+        }
         const float2 q = parameters.coefficients(i, group_mean[own], group_rstd[own]);
-        scale[i] = q.x, shift[i] = q.y;
+        scale[i] = q.x;
+        shift[i] = q.y;
     }
     T* to = out + t.at_out;
     t.walk([&](int slot, int p, bool more) {
@@ -6607,7 +6659,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     });
 }
 
-// dz: dout taken back through dropout and the activation; x is the norm's input, scale and shift are times Z_FACTOR.
+// Takes dz, which is dout at first, back through dropout and the activation. x is the norm's input; scale and shift are
+// multiplied by Z_FACTOR, as the activation's derivative wants its argument.
 template <class T, bool DROPOUT>
 INLINE void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>],
                     const float (&shift)[VEC<T>], const NormArgs& a, uint32_t step, int b, size_t e) {
@@ -6617,7 +6670,8 @@ INLINE void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
 
-// partial (B, chunks, C): sums over a chunk's pixels of dz, dz * x: fp32 down a thread's, double across threads.
+// Backward, first pass. partial (B, chunks, C): the sums over a chunk's pixels of dz and dz x. A thread adds up its own
+// pixels in fp32, and the threads' sums are added up in double.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
     groupnorm_sums_kernel(float2* partial, const T* dout, NormArgs a) {
@@ -6646,10 +6700,15 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
-        unpack(x, loads[slot][0][threadIdx.x]), unpack(dz, loads[slot][1][threadIdx.x]);
-        fetch_x(slot, more), fetch_d(slot, more);
+        unpack(x, loads[slot][0][threadIdx.x]);
+        unpack(dz, loads[slot][1][threadIdx.x]);
+        fetch_x(slot, more);
+        fetch_d(slot, more);
         norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
-        UNROLL_FOR (int i = 0; i < V; i++) sum[i] += dz[i], product[i] += dz[i] * x[i];
+        UNROLL_FOR (int i = 0; i < V; i++) {
+            sum[i] += dz[i];
+            product[i] += dz[i] * x[i];
+        }
     });
     copies_arrived<0>();
     __syncthreads();
@@ -6658,15 +6717,20 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
                                [&](int k, int column, double total) { to[column * 2 * V + k] = (float)total; });
 }
 
-// Slope and level of a group's channels: dx = scale dz - (slope x + level); sum, product: of its channels' sums of dz
-// and dz * x, each times in_group(), what one of 8 lanes has.
+// Slope and level of a group, in dx = scale dz - (slope x + level). With w = in_group() of each channel, which is its
+// weight in xhat's gradient, and means over the group:
+//   slope = mean(w dz xhat) rstd^2,      level = mean(w dz) rstd - slope mean
+// sum, product: what one of eight lanes has of the sums of w dz and w dz x.
 INLINE float2 slope_and_level(double sum, double product, float mean, float rstd, const NormArgs& a) {
-    sum = group_sum(sum) * a.weight_of_one, product = group_sum(product) * a.weight_of_one;
+    sum = group_sum(sum) * a.weight_of_one;
+    product = group_sum(product) * a.weight_of_one;
     const float slope = (float)((product - mean * sum) * rstd) * rstd * rstd;
     return make_float2(slope, (float)sum * rstd - slope * mean);
 }
 
-// dx = scale dz - slope x - level [+ addends, if ADD]
+// Backward, second pass: dx = scale dz - slope x - level [+ addends, if ADD]. grid as forward.
+// 1. Eight threads for each group of the slab add up the chunks' sums. 2. The blocks of the first chunk add up the
+// parameters' gradients of this image. 3. Each thread walks down its pixels.
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, const float2* partial, int chunks, const T* dout,
@@ -6686,7 +6750,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             copy_async_16(&loads[slot][1][threadIdx.x], next_d, policy);
             if (ADD && to.add1) copy_async_16(&loads[slot][SOURCES - 1][threadIdx.x], next_add);
         }
-        next_x += t.stride, next_d += t.stride_out, next_add += t.stride;
+        next_x += t.stride;
+        next_d += t.stride_out;
+        next_add += t.stride;
         copies_committed();
     };
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
@@ -6702,7 +6768,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             const int chunk = a.group_of(i), c = g * a.Cg + i - chunk * a.Cg; // i / Cg
             const float2 q = partial[(size_t)chunk * a.C + c];
             const double w = NormChannel(a, t.b, c).in_group();
-            sum += w * q.x, product += w * q.y;
+            sum += w * q.x;
+            product += w * q.y;
         }
         const int group = t.b * a.s.groups + g;
         const float2 slope = slope_and_level(sum, product, a.mean[group], a.rstd[group], a);
@@ -6719,7 +6786,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     size_t at = t.at;
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
-        unpack(x, loads[slot][0][threadIdx.x]), unpack(dz, loads[slot][1][threadIdx.x]);
+        unpack(x, loads[slot][0][threadIdx.x]);
+        unpack(dz, loads[slot][1][threadIdx.x]);
         const uint4 add1 = ADD && to.add1 ? loads[slot][SOURCES - 1][threadIdx.x] : make_uint4(0, 0, 0, 0);
         fetch(slot, more);
         norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
@@ -8187,8 +8255,9 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //   that its pixels need under this kw, and uses each for three taps. (If pixels were A, one fragment would be two
 //   image rows, and each kh would need other pairs of rows.)
 //   The copies stand between the products and have no branches, so that the tensor cores do not wait for them.
-//   A pixel's row is swizzled with a key that depends on its halo COLUMN alone. So any 8 neighbouring pixels of an image
-//   row can be read without bank conflicts, whatever kw is; and the next image row is a constant number of bytes on.
+//   A pixel's row is swizzled with a key that depends on its halo COLUMN alone. So any 8 neighbouring pixels of an
+//   image row can be read without bank conflicts, whatever kw is; and the next image row is a constant number of bytes
+//   on.
 // Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 of its pixels, once for nine taps, and all weights of its channels.
 
 // IMAGES = 1: 2 x 2 warps of 8 x 8 pixels each. IMAGES = 2: a warp for each of two images. Every warp has all CHANNELS.
@@ -8222,7 +8291,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Where a pixel of the halo lies in the input: its index * 8 + the swizzle key of its column; negative: outside the image.
+// Where a pixel of the halo lies in the input: its index * 8 + the swizzle key of its column; negative: outside the
+// image.
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column, up = p.s.upsample; // upsample: the input has half of the output's rows and columns
     const int index = (n * (p.H >> up) + (h >> up)) * (p.W >> up) + (w >> up);
@@ -8457,8 +8527,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                                                      kw == 0);
             __syncthreads(); // this step's operands have arrived everywhere; everyone is done with the step before
 
-            // A step has GAPS gaps between its products. The weights of the step after the next one and half of the next
-            // slice's halo are spread over them.
+            // A step has GAPS gaps between its products. The weights of the step after the next one and half of the
+            // next slice's halo are spread over them.
             auto copy_in_gap = [&](int gap) {
                 constexpr int GAPS = 3 * Tile::K16;
                 UNROLL_FOR (int i = 0; i < Weights::COPIES; i++)
@@ -8499,8 +8569,8 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 //   through all taps, and for each tap through the input channels slice by slice: one step each. For a step it copies
 //   (cp.async) what each of its pixels reads under this tap, wherever that lies in the image, and the tap's weights:
 //
-//     a stage of shared memory, of STAGES in a ring        step     tap 0, slice 0 | tap 0, slice 1 | ... | tap 1, slice 0
-//     +------------------------+----------------------+
+//     a stage of shared memory, of STAGES in a ring        step     tap 0, slice 0 | tap 0, slice 1 | ... | tap 1,
+//     slice 0 +------------------------+----------------------+
 //     | PIXELS rows            | weights of the tap   |    A slice is 128 bytes of a pixel: 64 channels of bf16, or 32
 //     | of 128 bytes           | x CHANNELS x slice   |    of floats. Those of a second input follow the first input's.
 //     +------------------------+----------------------+
@@ -8596,8 +8666,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE);
     const int steps = slices * p.taps;
 
-    // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights. Both
-    // are multiples of 8, so all of a thread's rows have the same swizzle key.
+    // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
+    // Both are multiples of 8, so all of a thread's rows have the same swizzle key.
     constexpr int CHUNKS = SLICE / 8, PIXELS_AT_ONCE = Tile::THREADS / CHUNKS, COPIES = PIXELS / PIXELS_AT_ONCE;
     const int chunk = tid % CHUNKS, row = tid / CHUNKS;
     const int w_chunk = tid % Weights::CHUNKS, w_row = tid / Weights::CHUNKS;
@@ -10254,36 +10324,66 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward
-// The plan for groupnorm_backward_whole_kernel that is best by a model of its time, fitted to 2,700 on an H200 (what it
-// picks takes 3 % more than the best, on average). No chunks: nothing fits, or two passes are faster.
-static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) { // us
-    constexpr double START = 1.9, CLUSTER = 0.65, PART = 0.1, SLOT = 0.394, PER_KB = 0.037, WARPS = 0.34, SLOTS = 0.081;
-    const int C = s.C1 + s.C2, row_bytes = w.slab / act_vec() * 16, run = 16 << w.log_columns; // a warp's, of a pixel
-    const double elements = act_vec() / 8.0; // of a vector, for which SLOT and SLOTS were fitted
-    const int fit = std::min(gpu.blocks_of(w.bytes(), 16), 2 * MAX_WHOLE_THREADS / w.threads);
-    const int blocks = s.B * (C / w.slab) * w.chunks, together = std::min(fit, ceil_div(blocks, gpu.sms));
-    const double short_rows = w.slab == C ? 1 : 1 + 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
-    const double moved = w.chunk * row_bytes * tensors / 1024.0 * short_rows * (run < 64 ? 1.14 : run < 128 ? 1.01 : 1);
-    const double alone = PER_KB * moved + SLOTS * elements * w.slots() * w.threads / 1024; // of a multiprocessor's time
+// How long groupnorm_backward_whole_kernel takes with a plan, in microseconds. The model was fitted to 2,700
+// measurements on an H200; the plan that it picks takes 3 % more than the best one, on average.
+//
+//   time = START + blocks, in waves, each of which takes hypot(latency, throughput)
+//
+// latency: what a block waits for, however few blocks there are: loads, the rounds in which sums are folded and
+// exchanged. throughput: what the blocks on one multiprocessor take together: bytes, instructions. A block that has
+// much of one hides much of the other, and hypot lies between their maximum and their sum.
+// tensors: how many of the size of x are moved.
+static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
+    constexpr double START = 1.9;    // a launch, and the wait for the kernel in front
+    constexpr double CLUSTER = 0.65; // blocks of a cluster wait for each other
+    constexpr double PART = 0.1;     // one sum more to be folded: a warp's or another block's
+    constexpr double SLOT = 0.394;   // one vector more of a thread: its latency
+    constexpr double SLOTS = 0.081;  // the same of 1,024 threads: their instructions
+    constexpr double PER_KB = 0.037; // of memory traffic of a multiprocessor
+    constexpr double WARPS = 0.34;   // what each 256 threads add to a block's time
+    const int C = s.C1 + s.C2;
+    const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8
+
+    // Memory moves whole sectors of 32 bytes, and rows of 128 bytes best.
+    const int row_bytes = w.slab / act_vec() * 16; // a slab's channels of one pixel
+    double short_rows = 1;
+    if (w.slab != C) short_rows += 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
+    const int run = 16 << w.log_columns; // bytes that a warp reads of a pixel
+    double short_runs = 1;
+    if (run < 64) short_runs = 1.14;
+    else if (run < 128) short_runs = 1.01;
+    const double kilobytes = w.chunk * row_bytes * tensors / 1024.0 * short_rows * short_runs;
+
+    const double throughput = PER_KB * kilobytes + SLOTS * elements * w.slots() * w.threads / 1024;
     const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
-    const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * alone;
-    const double packed = w.chunks > 4 ? 0.91 : w.chunks > 2 ? 0.94 : 1; // clusters do not fill all multiprocessors
-    const double waves = blocks / (packed * fit * gpu.sms);
-    const double block = hypot(latency, together * (alone + WARPS * w.threads / 256));
+    const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * throughput;
+
+    const int fit = std::min(gpu.blocks_of(w.bytes(), 16), 2 * MAX_WHOLE_THREADS / w.threads); // on a multiprocessor
+    const int blocks = s.B * (C / w.slab) * w.chunks;
+    const int together = std::min(fit, ceil_div(blocks, gpu.sms));
+    double filled = 1; // large clusters do not fill all multiprocessors
+    if (w.chunks > 4) filled = 0.91;
+    else if (w.chunks > 2) filled = 0.94;
+    const double waves = blocks / (filled * fit * gpu.sms);
+    const double block = hypot(latency, together * (throughput + WARPS * w.threads / 256));
     return START + (w.chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
 }
+
+// The plan with the lowest cost. No chunks: no plan fits, or two passes are faster.
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
     const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
     Cheapest<NormWhole> plan{{}, std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved)};
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
-        for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) {
+        for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) { // every combination of the three that follow
             const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
             const int threads = ceil_div(slab / V, 1 << log_columns) << (5 + log_warps);
             const NormWhole w{threads, slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks)};
-            const bool whole = slab % Cg == 0 && C % slab == 0 && (chunks == 1 || w.chunk >= 2 * w.rows());
+            const bool whole_groups = slab % Cg == 0 && C % slab == 0;
+            const bool enough_rows = chunks == 1 || w.chunk >= 2 * w.rows();
             const bool fits = threads >= std::max(slab, 64) && threads <= MAX_WHOLE_THREADS;
-            if (whole && fits && w.bytes() <= gpu.shared_for(1, 256)) plan.consider(norm_whole_cost(s, w, tensors), w);
+            if (!whole_groups || !enough_rows || !fits || w.bytes() > gpu.shared_for(1, 256)) continue;
+            plan.consider(norm_whole_cost(s, w, tensors), w);
         }
     return plan.best;
 }
