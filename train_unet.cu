@@ -7061,22 +7061,31 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 
 // =====================================================================================================================
 // 19. Attention
-// Attention over T = H * W pixels, straight from the buffer qkv (B, T, 3C): q, k, v of C = heads * d channels each.
-//   S = q k^T / sqrt(d),  P = softmax(S),  out = P v;  rows (B, heads, T): what P is made from again
-//   dv = P^T dout,  dP = dout v^T,  dS = P (dP - D),  D = rowsum(dout * out)
-//   dq = dS k / sqrt(d),  dk = dS^T q / sqrt(d)
-// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head and streams tiles
-// of the others past them. Hopper's kernels take bf16 heads of 32 and 64 channels, two portable versions
-// take the rest. In the backward pass of these half of the blocks own queries (and write dq) and half own
-// keys (and write dk, dv), so that every sum has one owner. With own rows A1, A2 and streamed rows B1, B2,
-//   queries: A1 = q, A2 = dout, B1 = k, B2 = v;   keys: A1 = k, A2 = v, B1 = q, B2 = dout
-//   S = A1 B1^T,  dP = A2 B2^T,  gradient of A1 = dS B1,  and for keys: gradient of A2 = P B2.
+// Attention over T = H * W pixels. It reads the buffer qkv (B, T, 3C) as the convolution wrote it: q, k, v of C = heads
+// * d channels each. For each image and head, with matrices (T, d) and (T, T):
+//
+//   forward    S = q k^T / sqrt(d)      P = softmax(S), by rows      out = P v
+//   backward   D = rowsum(dout * out)   dP = dout v^T                dS = P (dP - D)
+//              dv = P^T dout            dq = dS k / sqrt(d)          dk = dS^T q / sqrt(d)
+//
+// The forward pass leaves two numbers of each row (SoftmaxRow), from which the backward pass makes P again.
+// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head, and tiles of the
+// other rows stream past them. Hopper's kernels take bf16 heads of 32 and 64 channels, two portable versions take the
+// rest. In the backward pass of these half of the blocks own queries (and write dq) and half own keys (and write dk and
+// dv), so that every sum has one owner and one order. Both halves are the same code with own rows A1, A2 and streamed
+// rows B1, B2:
+//
+//   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
+//   queries q    dout   k    v         dq = dS B1
+//   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
 
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
     SoftmaxRow* rows;
     const act *qkv, *dout, *out;
-    int B, T, C, heads, d = C / heads, all_heads = B * heads; // of an image; channels of each; of all images
+    int B, T, C, heads;
+    int d = C / heads;         // channels of a head
+    int all_heads = B * heads; // of all images together
 };
 
 // One head's rows of a matrix.
@@ -7086,7 +7095,8 @@ template <class T> struct HeadRows {
     INLINE T* row(size_t t) const { return p + t * pitch; }
 };
 
-// A block's tile of rows of the head `index` = b * heads + h. Blocks of a head are neighbours: they share the L2 cache.
+// A block's tile of `rows` rows of one head, from row0 on. index: of the head, b * heads + h. Blocks of a head are
+// neighbours, so that they find its rows in the L2 cache.
 struct HeadTile {
     const AttentionCall& a;
     int rows, tiles = ceil_div(a.T, rows), index = blockIdx.x / tiles, row0 = blockIdx.x % tiles * rows;
@@ -7101,7 +7111,7 @@ struct HeadTile {
     }
 };
 
-// to (ROWS, PITCH) = rows row0 ... of one head, zeros beyond T and d
+// Shared memory (ROWS, PITCH) = the rows from row0 on of one head, by cp.async, with zeros beyond T and d.
 template <class Tile, int ROWS, class T>
 INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionCall& a) {
     constexpr int PIECES = Tile::DP / VEC<T>, ROWS_AT_ONCE = Tile::THREADS / PIECES;
@@ -7122,13 +7132,22 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 // Used when: d <= 256, in fp32 128, where Hopper's kernels (below) are not: fp32, other GPUs, other d or T.
-// How: a block owns 16 MT rows a warp of a head's queries (backward: of its queries or its keys) and the others stream
-//   past in two stages; S and P live in registers, and P, packed to bf16, is the A fragment of the next product. In
-//   shared memory rows are padded by 16 bytes, so that the 8 that ldmatrix reads at once lie in different banks.
-// Costs: 2 products of T x T x d forward, 7 backward, since owners of queries and of keys each compute S and dP.
+// How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys). The other rows stream past through
+// two
+//   stages of shared memory, N at a time: while one stage is multiplied, the other one is loaded.
+//
+//     own rows (M, d)    x    streamed rows (N, d)^T   ->   S (M, N), in registers: 16 MT rows of a warp, SUB columns
+//     at P (M, SUB), packed to bf16 in the same registers   x   streamed rows (SUB, d)   ->   out (M, d), in registers
+//
+//   mma.sync's result S has the layout that its A operand needs, so P needs no way through shared memory. The softmax
+//   is taken as rows stream past: each row has its highest score so far and the sum of its exponentials; when a higher
+//   one comes, what was summed before shrinks. In shared memory rows are padded by 16 bytes, so that the eight rows
+//   that ldmatrix reads at once lie in different banks.
+// Costs: 2 products of T x T x d forward; 7 backward, since owners of queries and of keys each compute S and dP.
 
 // DIM = d, padded with zeros. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. They
-// come N at a time and are worked on SUB at a time. KEEP: own fragments stay in registers. BLOCKS: on a multiprocessor.
+// come N at a time and are multiplied SUB at a time. KEEP: own fragments stay in registers. BLOCKS: on a
+// multiprocessor.
 template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
     static constexpr int DP = DIM, MT = MT_, KEEP = KEEP_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
@@ -7155,14 +7174,15 @@ template <class Tile> struct OwnRows {
             UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) read(k);
     }
     __device__ void read(int k) {
-        const int to = Tile::KEEP ? k : 0;
+        const int slot = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int h = 0; h < Tile::P; h++) { // 16 bytes of rows 0-7, of 8-15, then the next 16
-                uint32_t* const a = kept[to][m] + 4 * h;
+                uint32_t* const a = kept[slot][m] + 4 * h;
                 ldmatrix(a, a + 2, shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
-                if (Tile::P == 2) std::swap(a[1], a[2]); // half a fragment, in pairs of k of a row as for take_apart
+                // A float's fragment comes in two halves, each with the order of k that take_apart expects.
+                if (Tile::P == 2) std::swap(a[1], a[2]);
             }
-        scale[to] = take_apart<typename Tile::T>(kept[to]);
+        scale[slot] = take_apart<typename Tile::T>(kept[slot]);
     }
 };
 
@@ -7172,16 +7192,17 @@ INLINE void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>
     const int lane = threadIdx.x % 32;
     streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * Tile::V;
     UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) {
-        const int at = Tile::KEEP ? k : 0;
+        const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * Tile::P];
-        // matrices: 8 rows and 16 bytes of columns, the next 16 bytes; the next 8 rows likewise
+        // Each ldmatrix takes four matrices of 8 rows x 16 bytes: two beside each other, and the same of the next 8
+        // rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < Tile::P; h++)
                 ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h,
                          shared_address(streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h));
-        const float scale = own.scale[at] * take_apart<T>(b);
-        multiply<T, Tile::MT, Tile::NT>(c[0], Tile::NT, 1, own.kept[at], b, scale);
+        const float scale = own.scale[slot] * take_apart<T>(b);
+        multiply<T, Tile::MT, Tile::NT>(c[0], Tile::NT, 1, own.kept[slot], b, scale);
     }
 }
 
@@ -7191,21 +7212,25 @@ INLINE void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::M
                          int n0, int c0) {
     constexpr int P = Tile::P, AT_ONCE = 4;
     const int lane = threadIdx.x % 32;
-    const uint32_t at = P == 1 ? shared_address(streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8)
-                               : shared_address(streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4);
+    const uint32_t lane_address = P == 1
+                                      ? shared_address(streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8)
+                                      : shared_address(streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4);
     UNROLL_FOR (int k = 0; k < Tile::NT / 2; k++) {
         uint32_t a[Tile::MT][4 * P];
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int i = 0; i < 4; i++) {
                 const float v = p[m][2 * k + i / 2][i % 2 * 2], w = p[m][2 * k + i / 2][i % 2 * 2 + 1];
                 if constexpr (P == 1) a[m][i] = pack_bf16(v, w);
-                else a[m][P * i] = __float_as_uint(v), a[m][P * i + 1] = __float_as_uint(w);
+                else {
+                    a[m][P * i] = __float_as_uint(v);
+                    a[m][P * i + 1] = __float_as_uint(w);
+                }
             }
         const float a_scale = take_apart<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
             uint32_t b[AT_ONCE][2 * P];
             UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
-                const uint32_t from = at + (16 * k * Tile::PITCH + 8 * (n + i)) * sizeof(T);
+                const uint32_t from = lane_address + (16 * k * Tile::PITCH + 8 * (n + i)) * sizeof(T);
                 if constexpr (P == 1) {
                     if (i % 2 == 0) ldmatrix_trans(b[i], b[i + 1], from);
                 } else
@@ -7222,7 +7247,7 @@ INLINE void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::M
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class Tile, int CT, class T>
-INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], const HeadTile& at, int c0,
+INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], const HeadTile& tile, int c0,
                        float factor = 1) {
     constexpr int V = Tile::V, PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
@@ -7235,12 +7260,12 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::M
                           factor * acc[m][n][2 * r], factor * acc[m][n][2 * r + 1]);
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
-        const int r = i / PIECES, c = i % PIECES * V, t = at.row0 + first + r;
-        if (t >= at.a.T || c0 + c >= at.a.d) continue;
+        const int r = i / PIECES, c = i % PIECES * V, t = tile.row0 + first + r;
+        if (t >= tile.a.T || c0 + c >= tile.a.d) continue;
         T* o = to.row(t) + c0 + c;
-        if (at.a.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
+        if (tile.a.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
         else
-            for (int k = 0; k < V && c0 + c + k < at.a.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
+            for (int k = 0; k < V && c0 + c + k < tile.a.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
     }
 }
 
@@ -7253,31 +7278,33 @@ template <class Tile> INLINE void mask_columns(float (&p)[Tile::MT][Tile::NT][4]
                 if (8 * n + (int)threadIdx.x % 4 * 2 + i % 2 >= valid) p[m][n][i] = -INFINITY;
 }
 
-// grid (B * heads * tiles of T)
+// grid (B * heads * tiles of T). Per stage: 1. S of own queries and streamed keys; 2. the softmax of its rows so far;
+// 3. out += P v.
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     attention_forward_kernel(AttentionCall a) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
-    const HeadTile at{a, Tile::M};
+    const HeadTile tile{a, Tile::M};
     const int lane = threadIdx.x % 32;
-    const auto k = at.of_qkv<const T>(a.qkv, 1), v = at.of_qkv<const T>(a.qkv, 2);
+    const auto k = tile.of_qkv<const T>(a.qkv, 1), v = tile.of_qkv<const T>(a.qkv, 2);
     const float scale = LOG2E * rsqrtf((float)a.d); // exponentials are powers of 2
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, a);
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own, at.of_qkv<const T>(a.qkv, 0), at.row0, a);
+    load_rows<Tile, Tile::M>(own, tile.of_qkv<const T>(a.qkv, 0), tile.row0, a);
     load_stage(0, 0);
     OwnRows<Tile> q;
-    float o[MT][CT][4] = {}, top[MT][2], sum[MT][2] = {}; // [1]: of row g + 8
+    float o[MT][CT][4] = {};
+    float top[MT][2], sum[MT][2] = {}; // of a thread's two rows of each fragment, g and g + 8: highest score, sum of P
     for (auto& t : top) t[0] = t[1] = -INFINITY;
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
-        __syncthreads(); // ... everyone's, and nobody reads the other stage any more
+        __syncthreads(); // all threads' copies have arrived, and nobody reads the other stage any more
         if (first == 0) q.load(own);
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
@@ -7292,11 +7319,18 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
                         highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
                     highest = lane_max<1, 2>(highest);
                     const float shrink = exp2_fast((top[m][r] - highest) * scale);
-                    top[m][r] = highest, sum[m][r] *= shrink;
-                    UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= shrink, o[m][n][2 * r + 1] *= shrink;
+                    top[m][r] = highest;
+                    sum[m][r] *= shrink;
+                    UNROLL_FOR (int n = 0; n < CT; n++) {
+                        o[m][n][2 * r] *= shrink;
+                        o[m][n][2 * r + 1] *= shrink;
+                    }
+                    // First the difference, then the scale: a large score times scale would be rounded more.
                     UNROLL_FOR (int n = 0; n < NT; n++)
-                        UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) // a large score times scale would be rounded
-                            sum[m][r] += p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
+                        UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
+                            p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
+                            sum[m][r] += p[m][n][i];
+                        }
                 }
             multiply_add<Tile, CT>(o, p, keys + Tile::STREAMED, sub, 0);
         }
@@ -7304,21 +7338,25 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
             const float total = lane_sum<1, 2>(sum[m][r]), factor = 1 / total;
-            const int t = at.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
-            if (lane % 4 == 0 && t < a.T) a.rows[(size_t)at.index * a.T + t] = SoftmaxRow{top[m][r], log2f(total)};
-            UNROLL_FOR (int n = 0; n < CT; n++) o[m][n][2 * r] *= factor, o[m][n][2 * r + 1] *= factor;
+            const int t = tile.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
+            if (lane % 4 == 0 && t < a.T) a.rows[(size_t)tile.index * a.T + t] = SoftmaxRow{top[m][r], log2f(total)};
+            UNROLL_FOR (int n = 0; n < CT; n++) {
+                o[m][n][2 * r] *= factor;
+                o[m][n][2 * r + 1] *= factor;
+            }
         }
-    store_rows<Tile, CT>(at.of_out<T>(a.to), own, o, at, 0);
+    store_rows<Tile, CT>(tile.of_out<T>(a.to), own, o, tile, 0);
 }
 
-// D of up to 8 rows of a warp, 4 lanes to a row, which all get it.
+// D of a row: dout * out, summed by four lanes, which all get it.
 template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
     const int lane = threadIdx.x % 4;
     if (d % VEC<T> == 0) {
         NO_UNROLL_FOR (int c = lane * VEC<T>; c < d; c += 4 * VEC<T>) {
             float a[VEC<T>], o[VEC<T>];
-            unpack(a, load16(dout + c)), unpack(o, load16(out + c));
+            unpack(a, load16(dout + c));
+            unpack(o, load16(out + c));
             UNROLL_FOR (int i = 0; i < VEC<T>; i++) sum += a[i] * o[i];
         }
     } else
@@ -7328,15 +7366,16 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
 
 // D (B, heads, T); grid (B * heads * T / 64)
 template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, AttentionCall a) {
-    const HeadTile at{a, 64};
-    const int t = at.row0 + threadIdx.x / 4, row = min(t, a.T - 1);
+    const HeadTile tile{a, 64};
+    const int t = tile.row0 + threadIdx.x / 4, row = min(t, a.T - 1);
     await_previous_kernel();
-    const float dot = row_dot(at.of_out<const T>(a.dout).row(row), at.of_out<const T>(a.out).row(row), a.d);
-    if (threadIdx.x % 4 == 0 && t < a.T) D[(size_t)at.index * a.T + t] = dot;
+    const float dot = row_dot(tile.of_out<const T>(a.dout).row(row), tile.of_out<const T>(a.out).row(row), a.d);
+    if (threadIdx.x % 4 == 0 && t < a.T) D[(size_t)tile.index * a.T + t] = dot;
 }
 
-constexpr int SHORT_T = 64; // up to here blocks compute D themselves, instead of a launch of its own before them
+constexpr int SHORT_T = 64; // up to this T blocks compute D themselves; else a kernel does it before them
 
+// What a query's row of P and dS is made of.
 struct Query {
     float top, log_sum, D;
 };
@@ -7352,7 +7391,8 @@ INLINE void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile
         if (KEYS) {
             const float4 two = *(const float4*)(rows + 2 * c);
             const float2 dot = *(const float2*)(dots + c);
-            columns[0] = {two.x, two.y, dot.x}, columns[1] = {two.z, two.w, dot.y};
+            columns[0] = {two.x, two.y, dot.x};
+            columns[1] = {two.z, two.w, dot.y};
         }
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int i = 0; i < 4; i++) {
@@ -7363,20 +7403,23 @@ INLINE void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile
     }
 }
 
-// A block of the backward pass that owns keys (KEYS) or queries; chunk: of DC columns of their gradients.
+// A block of the backward pass, which owns keys (KEYS) or queries. chunk: which DC columns of their gradients it
+// computes, since heads of more than 128 channels have too many for its registers. Per stage: 1. S and dP of own and
+// streamed rows; 2. P and dS; 3. the gradients of own rows grow.
 template <class Tile, bool KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
     constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, DC = Tile::DP > 128 ? 128 : Tile::DP, CT = DC / 8;
     extern __shared__ __align__(128) uint4 shared_memory[];
     T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
     float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of queries: stage i: rows at 3 i N, D at (3 i + 2) N
-    const HeadTile at{a, Tile::M};
+    const HeadTile tile{a, Tile::M};
     const int lane = threadIdx.x % 32;
     const bool short_rows = a.T <= SHORT_T;
-    const auto v = at.of_qkv<const T>(a.qkv, 2), go = at.of_out<const T>(a.dout), A1 = at.of_qkv<const T>(a.qkv, KEYS);
-    const auto A2 = KEYS ? v : go, B1 = at.of_qkv<const T>(a.qkv, !KEYS), B2 = KEYS ? go : v;
-    const SoftmaxRow* const rows = a.rows + (size_t)at.index * a.T;
-    D += (size_t)at.index * a.T;
+    const auto v = tile.of_qkv<const T>(a.qkv, 2), go = tile.of_out<const T>(a.dout),
+               A1 = tile.of_qkv<const T>(a.qkv, KEYS);
+    const auto A2 = KEYS ? v : go, B1 = tile.of_qkv<const T>(a.qkv, !KEYS), B2 = KEYS ? go : v;
+    const SoftmaxRow* const rows = a.rows + (size_t)tile.index * a.T;
+    D += (size_t)tile.index * a.T;
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, B1, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, B2, first, a);
@@ -7388,13 +7431,13 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             }
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own1, A1, at.row0, a);
-    load_rows<Tile, Tile::M>(own2, A2, at.row0, a);
+    load_rows<Tile, Tile::M>(own1, A1, tile.row0, a);
+    load_rows<Tile, Tile::M>(own2, A2, tile.row0, a);
     load_stage(0, 0);
     if (short_rows) { // D; of rows beyond T the last one's
         NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += Tile::THREADS / 4) {
             const int row = min(i, a.T - 1);
-            const float dot = row_dot(go.row(row), at.of_out<const T>(a.out).row(row), a.d);
+            const float dot = row_dot(go.row(row), tile.of_out<const T>(a.out).row(row), a.d);
             if (threadIdx.x % 4 == 0) short_D[i] = dot;
         }
         __syncthreads();
@@ -7402,7 +7445,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     Query own[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
-            const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4, t = min(at.row0 + i, a.T - 1);
+            const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4,
+                      t = min(tile.row0 + i, a.T - 1);
             own[m][r] = {rows[t].top, rows[t].log_sum, short_rows ? short_D[t] : D[t]};
         }
 
@@ -7413,7 +7457,10 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
         copies_committed();
         copies_arrived<0>();
         __syncthreads();
-        if (first == 0) a1.load(own1), a2.load(own2);
+        if (first == 0) {
+            a1.load(own1);
+            a2.load(own2);
+        }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
         const float *stage_rows = row_values + stage * 3 * N, *dots = short_rows ? short_D + first : stage_rows + 2 * N;
@@ -7427,8 +7474,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
         }
     }
-    store_rows<Tile, CT>(at.of_qkv<T>(a.to, KEYS), own1, acc1, at, chunk * DC, scale);
-    if constexpr (KEYS) store_rows<Tile, CT>(at.of_qkv<T>(a.to, 2), own2, acc2, at, chunk * DC);
+    store_rows<Tile, CT>(tile.of_qkv<T>(a.to, KEYS), own1, acc1, tile, chunk * DC, scale);
+    if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, 2), own2, acc2, tile, chunk * DC);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
@@ -7470,20 +7517,22 @@ template <class F> INLINE void each_column(int d, F f) {
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
-    const HeadTile at{a, GENERAL_WARPS};
-    const int row = at.row0 + threadIdx.x / 32;
+    const HeadTile tile{a, GENERAL_WARPS};
+    const int row = tile.row0 + threadIdx.x / 32;
     if (row >= a.T) return;
-    const auto q = at.of_qkv<const T>(a.qkv, 0), k = at.of_qkv<const T>(a.qkv, 1), v = at.of_qkv<const T>(a.qkv, 2);
+    const auto q = tile.of_qkv<const T>(a.qkv, 0), k = tile.of_qkv<const T>(a.qkv, 1),
+               v = tile.of_qkv<const T>(a.qkv, 2);
     const float scale = LOG2E * rsqrtf((float)a.d);
     float o[GENERAL_COLUMNS] = {}, top = -INFINITY, sum = 0;
     for (int j = 0; j < a.T; j++) {
         const float S = warp_dot(q.row(row), k.row(j), a.d), highest = fmaxf(top, S);
         const float shrink = exp2f((top - highest) * scale), P = exp2f((S - highest) * scale);
-        top = highest, sum = sum * shrink + P;
+        top = highest;
+        sum = sum * shrink + P;
         each_column(a.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
     }
-    each_column(a.d, [&](int i, int c) { at.of_out<T>(a.to).row(row)[c] = (T)(o[i] / sum); });
-    a.rows[(size_t)at.index * a.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
+    each_column(a.d, [&](int i, int c) { tile.of_out<T>(a.to).row(row)[c] = (T)(o[i] / sum); });
+    a.rows[(size_t)tile.index * a.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
 }
 
 // grid (B * heads * tiles of T, chunks of d, 2): keys, then queries
@@ -7491,16 +7540,17 @@ template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     attention_backward_general_kernel(AttentionCall a, const float* D) {
     await_previous_kernel();
-    const HeadTile at{a, GENERAL_WARPS};
-    const int row = at.row0 + threadIdx.x / 32;
+    const HeadTile tile{a, GENERAL_WARPS};
+    const int row = tile.row0 + threadIdx.x / 32;
     const bool keys = blockIdx.z == 0;
     if (row >= a.T) return;
-    const auto v = at.of_qkv<const T>(a.qkv, 2), go = at.of_out<const T>(a.dout), A1 = at.of_qkv<const T>(a.qkv, keys);
-    const auto A2 = keys ? v : go, B1 = at.of_qkv<const T>(a.qkv, !keys), B2 = keys ? go : v;
+    const auto v = tile.of_qkv<const T>(a.qkv, 2), go = tile.of_out<const T>(a.dout),
+               A1 = tile.of_qkv<const T>(a.qkv, keys);
+    const auto A2 = keys ? v : go, B1 = tile.of_qkv<const T>(a.qkv, !keys), B2 = keys ? go : v;
     const float scale = rsqrtf((float)a.d), scale2 = LOG2E * scale;
     float sum1[GENERAL_COLUMNS] = {}, sum2[GENERAL_COLUMNS] = {};
     for (int j = 0; j < a.T; j++) {
-        const size_t query = (size_t)at.index * a.T + (keys ? j : row);
+        const size_t query = (size_t)tile.index * a.T + (keys ? j : row);
         const float S = warp_dot(A1.row(row), B1.row(j), a.d), dP = warp_dot(A2.row(row), B2.row(j), a.d);
         const float P = exp2f((S - a.rows[query].top) * scale2 - a.rows[query].log_sum), dS = P * (dP - D[query]);
         each_column(a.d, [&](int i, int c) {
@@ -7509,8 +7559,8 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
         });
     }
     each_column(a.d, [&](int i, int c) {
-        at.of_qkv<T>(a.to, keys).row(row)[c] = (T)(sum1[i] * scale);
-        if (keys) at.of_qkv<T>(a.to, 2).row(row)[c] = (T)sum2[i];
+        tile.of_qkv<T>(a.to, keys).row(row)[c] = (T)(sum1[i] * scale);
+        if (keys) tile.of_qkv<T>(a.to, 2).row(row)[c] = (T)sum2[i];
     });
 }
 
