@@ -4,69 +4,69 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    148  Part I. The program
-//    151     1. Types at the interface: what operations are called with
-//    366     2. The interface: all that the program asks of a device
-//    562     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    622     4. Configuration: flags, presets, help, what can work and what cannot
-//   1002     5. The network: a list of layers, made of guided-diffusion's flags
-//   1606     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1786     7. Forward and backward: two walks over the list
-//   1895     8. Diffusion: noise schedules, objectives, samplers
-//   2088         the level of a training sample, drawn, and its share of the loss
-//   2238         samplers
-//   2651     9. Data: .bin files that may be larger than memory, the order of their images
-//   2872    10. Model files: weights and checkpoints, initial weights
-//   3083    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3094         the learning rate, the verdict on a step, averages of the weights
-//   3171         what a trainer holds
-//   3262         a step
-//   3471    12. A run: log, guard, checkpoints, resume, samples
-//   4274    13. main: the command line, then a run or samples
-//   4557  Part II. The device
-//   4560    14. What all devices share: activations, patches of pixels
-//   4603    15. The CPU: the device is the host; operations are in dev/reference.h
-//   4671    16. The GPU: what all kernels share
-//   4737         Launches, which may overlap
-//   4779         Decisions: what kernels are chosen with
-//   4817         Single instructions: shared memory, mbarriers, clusters
-//   4901         Activations: pieces of 16 bytes
-//   5113         each_kernel: a thread for an element
-//   5127         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5275         Swizzle: how rows lie in shared memory
-//   5293         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5468         building blocks of Hopper's kernels (sm_90a)
-//   5716    17. Small operations: resampling, embeddings, diffusion
-//   5719         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5853         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6109         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6397    18. Group norm
-//   6400         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6734         groupnorm_backward_whole: an image's slab in shared memory
-//   6995    19. Attention
-//   7055         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7381         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7474         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   7920    20. Convolution
-//   7936         ConvOut: results, 4 channels of a pixel at a time
-//   8099         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8157         conv_halo: 3x3, stride 1, any GPU
-//   8496         conv_gather: any kernel size and stride, any GPU
-//   8708         conv_few: the first and the last layer
-//   8818         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9242         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9307         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9601         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//   9869         conv_weight_tma: weight gradients (sm_90a)
-//  10079    21. The optimiser
-//  10082         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  10253    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  10256         groupnorm_backward
-//  10324         attention: forward and, where a has dout, backward
-//  10364         convolution: forward and input gradient
-//  10666         convolution: weight gradients
-//  10878    23. The GPU: memory, copies, repeated work
-//  11095    24. Between ranks: from device to device
+//    149  Part I. The program
+//    152     1. Types at the interface: what operations are called with
+//    367     2. The interface: all that the program asks of a device
+//    563     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    623     4. Configuration: flags, presets, help, what can work and what cannot
+//   1003     5. The network: a list of layers, made of guided-diffusion's flags
+//   1607     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1787     7. Forward and backward: two walks over the list
+//   1897     8. Diffusion: noise schedules, objectives, samplers
+//   2091         the level of a training sample, drawn, and its share of the loss
+//   2241         samplers
+//   2655     9. Data: .bin files that may be larger than memory, the order of their images
+//   2876    10. Model files: weights and checkpoints, initial weights
+//   3087    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3098         the learning rate, the verdict on a step, averages of the weights
+//   3175         what a trainer holds
+//   3266         a step
+//   3476    12. A run: log, guard, checkpoints, resume, samples
+//   4280    13. main: the command line, then a run or samples
+//   4563  Part II. The device
+//   4566    14. What all devices share: activations, patches of pixels
+//   4609    15. The CPU: the device is the host; operations are in dev/reference.h
+//   4677    16. The GPU: what all kernels share
+//   4743         Launches, which may overlap
+//   4785         Decisions: what kernels are chosen with
+//   4823         Single instructions: shared memory, mbarriers, clusters
+//   4907         Activations: pieces of 16 bytes
+//   5119         each_kernel: a thread for an element
+//   5133         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5281         Swizzle: how rows lie in shared memory
+//   5299         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5474         building blocks of Hopper's kernels (sm_90a)
+//   5722    17. Small operations: resampling, embeddings, diffusion
+//   5725         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5859         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6115         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6403    18. Group norm
+//   6406         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6802         groupnorm_backward_whole: an image's slab in shared memory
+//   7104    19. Attention
+//   7174         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7537         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7633         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8121    20. Convolution
+//   8137         ConvOut: results, 4 channels of a pixel at a time
+//   8300         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8358         conv_halo: 3x3, stride 1, any GPU
+//   8699         conv_gather: any kernel size and stride, any GPU
+//   8911         conv_few: the first and the last layer
+//   9021         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9445         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9510         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9804         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10072         conv_weight_tma: weight gradients (sm_90a)
+//  10282    21. The optimiser
+//  10285         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  10456    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  10459         groupnorm_backward
+//  10557         attention: forward and, where a has dout, backward
+//  10597         convolution: forward and input gradient
+//  10899         convolution: weight gradients
+//  11111    23. The GPU: memory, copies, repeated work
+//  11328    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -6800,20 +6800,31 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward_whole: an image's slab in shared memory
-// Used when: x and dout of a slab fit into the shared memory of a block or of a cluster of them (sm_90 and later), and
-//   plan_norm_whole finds it faster.
-// How: the blocks of a cluster hold a chunk of the pixels each, and write their sums into each other's memory.
-// Costs: everything is read once. At 8x8 the time is latencies, above all of code that runs once and of what waits
-//   behind the loads of x: loops are not unrolled, few values come first.
+// Used when: x and dout of a slab fit into the shared memory of a block, or of a cluster of blocks (sm_90 and later),
+// and
+//   plan_norm_whole finds it faster than two passes.
+// How: A slab is whole groups of channels of one image. Each block of a cluster has a chunk of its pixels:
+//
+//     1. x and dout of the chunk come to shared memory, where each thread loads and reads its own part
+//     2. each thread sums dz and dz x of its pixels; dz stays where dout was
+//     3. a warp folds its threads' sums, a block its warps', and blocks write theirs into each other's shared memory
+//     4. every block computes slope and level of every group from all these sums, and dx from them, x and dz
+//
+// Costs: Everything is read once. At 8x8 the time is latencies: above all of code that runs once, and of what waits
+// behind
+//   the loads of x. So loops are not unrolled, and the few values that others wait for are loaded first.
 
-// Adds v over the lanes of a warp that are a multiple of `columns` apart (a power of 2). Each step halves the number of
-// values that a lane looks after, down to a pair at v[0] (more, if there are more columns); returns the first.
+// Adds v over the lanes of a warp that are a multiple of `columns` (a power of 2) apart. In each step two lanes
+// exchange half of their values and add the others', so that a lane looks after half as many; at the end it has a pair
+// at v[0], or more where there are more columns. Returns which of the values the first one is.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = OFFSET >= columns && halve<HALF>(v, OFFSET) ? HALF : 0;
     if constexpr (HALF > 2) first += fold_rows<HALF / 2, OFFSET / 2>(v, columns);
     else
-        for (int o = OFFSET / 2; o >= columns; o /= 2)
-            v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o), v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
+        for (int o = OFFSET / 2; o >= columns; o /= 2) {
+            v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o);
+            v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
+        }
     return first;
 }
 
@@ -6821,7 +6832,10 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
 // pixels to the blocks of a cluster. A warp works on 2^log_columns neighbouring vectors of a pixel, so that any number
 // of vectors makes a slab (the last ones may be idle); 2^log_warps warps work on the same ones.
 struct NormWhole {
-    int threads, slab, log_columns, log_warps, chunks, chunk;
+    int threads;
+    int slab; // channels
+    int log_columns, log_warps;
+    int chunks, chunk; // blocks of a cluster; pixels of each
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // pixels at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // pixels of a thread
@@ -6834,30 +6848,43 @@ struct NormWhole {
 
 constexpr int MAX_WHOLE_THREADS = 384; // of a block; twice as many fit on a multiprocessor
 
-// A block's chunk of the pixels and slab of the channels of an image; a thread's V channels of `count` pixels.
+// What a block and a thread work on: a chunk of the pixels and a slab of the channels of image b; V neighbouring
+// channels of `count` pixels, `rows` apart.
 template <class T, bool DROPOUT> struct NormSlab {
-    static constexpr int V = VEC<T>, PARTS = 4, BATCH = 2;
+    static constexpr int V = VEC<T>;
+    static constexpr int PARTS = 4; // dout arrives in so many groups of copies, and sums begin with the first
+    static constexpr int BATCH = 2; // pixels whose addends are loaded together
     const NormArgs& a;
     const NormWhole& w;
-    uint4* const kept; // (slots, 2, threads): x; dout, later dz; each thread its own
-    int tid = threadIdx.x, threads = w.threads, rows = w.rows(), row_warps = 1 << w.log_warps,
-        blocks = CLUSTERS ? gridDim.x : 1;
-    int column = (tid >> (5 + w.log_warps) << w.log_columns) + (tid & ((1 << w.log_columns) - 1));
-    int row_warp = tid / 32 & (row_warps - 1), row = (row_warp << 5 | tid % 32) >> w.log_columns;
+    uint4* const kept; // (slots, 2, threads): a thread's x, and its dout, later dz
+
+    // Threads: 2^log_columns of a warp lie beside each other, the others below them.
+    int tid = threadIdx.x, threads = w.threads, rows = w.rows();
+    int row_warps = 1 << w.log_warps; // warps that work on the same channels
+    int blocks = CLUSTERS ? gridDim.x : 1;
+    int column = (tid >> (5 + w.log_warps) << w.log_columns) + (tid & ((1 << w.log_columns) - 1)); // vector of the slab
+    int row_warp = tid / 32 & (row_warps - 1);
+    int row = (row_warp << 5 | tid % 32) >> w.log_columns;
     int slots = w.slots(), part = ceil_div(slots, PARTS);
+
+    // Shared memory behind what is kept.
     float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later slope, level
-    float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, weight in a group's sums
-    float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz * x
-    float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are more
-    // The last images first: their dout may still be in the L2 cache, and dx is read from the first one on.
+    float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, weight in the group's sums
+    float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz x
+    float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are several
+
+    // Pixels and channels. The last images come first: their dout may still be in the L2 cache, and whoever reads dx
+    // begins with the first one.
     int b = gridDim.z - 1 - blockIdx.z, slab0 = blockIdx.y * w.slab, first = blockIdx.x * w.chunk + row;
-    bool busy = column * V < w.slab;
+    bool busy = column * V < w.slab; // the last vectors of a warp may lie beyond the slab
     int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
-    bool one = c < a.s.C1; // channels of x1, not of x2
+    bool one = c < a.s.C1; // the channels are x1's, not x2's
     int pitch = one ? a.s.C1 : a.s.C2, stride = rows * pitch;
-    size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1); // of x and dx
-    uint4 add1[BATCH] = {}, add2[BATCH] = {}; // loaded ahead, the first ones before the wait; they may be dx itself
+    size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1); // in x and dx
+
+    // Addends of the next BATCH pixels. The first ones are loaded before the sums are complete: they may be dx itself.
+    uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
         const T* x = (const T*)(one ? a.x1 : a.x2) + at;
@@ -6884,9 +6911,13 @@ template <class T, bool DROPOUT> struct NormSlab {
             else copies_arrived<0>();
             NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, p += 2 * threads) {
                 float x[V], dz[V];
-                unpack(x, p[0]), unpack(dz, p[threads]);
+                unpack(x, p[0]);
+                unpack(dz, p[threads]);
                 norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
-                UNROLL_FOR (int j = 0; j < V; j++) v[2 * j] += dz[j], v[2 * j + 1] += dz[j] * x[j];
+                UNROLL_FOR (int j = 0; j < V; j++) {
+                    v[2 * j] += dz[j];
+                    v[2 * j + 1] += dz[j] * x[j];
+                }
                 p[threads] = pack(dz);
             }
         }
@@ -6899,11 +6930,11 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     INLINE void begin_addends(const GradOf<T>& to) {
         if (to.dx) load_addends(to, 0);
-        if (to.add1) // the others come to the L2 cache meanwhile
+        if (to.add1) // all others are fetched into the L2 cache meanwhile
             NO_UNROLL_FOR (int k = BATCH; k < count; k++)
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
     }
-    // Adds up what a warp has, for each channel.
+    // Adds up a warp's sums of each channel, and puts them into warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
         const int value = fold_rows<V, 16>(v, 1 << w.log_columns), left = max(2 * V << w.log_columns >> 5, 2);
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
@@ -6911,9 +6942,10 @@ template <class T, bool DROPOUT> struct NormSlab {
             UNROLL_FOR (int i = 0; i < V; i++)
                 if (2 * i < left) to[i] = make_float2(v[2 * i], v[2 * i + 1]);
     }
-    // This block's sums, to all blocks of the cluster; all_here: the barrier at which all blocks' arrive.
+    // Writes this block's sums into the shared memory of all blocks of the cluster, and waits until all blocks' have
+    // arrived here. all_here: the barrier that counts their bytes.
     INLINE void exchange(uint32_t all_here) const {
-        cluster_wait(); // all blocks are there
+        cluster_wait(); // all blocks have begun, so their shared memory may be written to
         if (tid < w.slab) {
             const double2 sum = sum_pairs<4>(warp_sums + tid, row_warps, w.pitch());
             const uint32_t place = shared_address(block_sums + blockIdx.x * w.pitch() + tid);
@@ -6922,14 +6954,15 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
         mbarrier_wait(all_here, 0);
     }
-    // Slope and level of each group's channels, of 2^log_items rows of sums.
+    // Slope and level of each group, from 2^log_items rows of sums, into coefficients. Eight threads take a group.
     INLINE void find_slopes(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
             double sum = 0, product = 0;
             NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
                 const int k = g * a.Cg + (i >> log_items), item = i & ((1 << log_items) - 1);
                 const float2 q = sums[item * w.pitch() + k];
-                sum += channels[k].z * q.x, product += channels[k].z * q.y;
+                sum += channels[k].z * q.x;
+                product += channels[k].z * q.y;
             }
             const float4 t = channels[g * a.Cg];
             const float2 slope = slope_and_level(sum, product, t.x, t.y, a);
@@ -6946,7 +6979,8 @@ template <class T, bool DROPOUT> struct NormSlab {
             UNROLL_FOR (int j = 0; j < BATCH; j++, at += stride, p += 2 * threads) {
                 if (k + j >= count) break;
                 float x[V], dz[V];
-                unpack(x, p[0]), unpack(dz, p[threads]);
+                unpack(x, p[0]);
+                unpack(dz, p[threads]);
                 UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - (slope[i] * x[i] + level[i]);
                 if (to.add1) add_piece(dz, add1[j]);
                 if (to.add2) add_piece(dz, add2[j]);
@@ -6960,12 +6994,14 @@ template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
-    extern __shared__ __align__(128) uint4 kept[]; // else it begins 16 bytes behind `barrier`, 128 bytes in five pieces
+    // Aligned to 128 bytes: else it begins 16 bytes behind `barrier`, and 128 bytes of a row lie in two lines of banks.
+    extern __shared__ __align__(128) uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab{a, w, kept};
     const int tid = threadIdx.x, blocks = slab.blocks;
 
-    // what the forward pass left: first the few values that others wait for
+    // What the forward pass left is there before the kernel in front has ended: first the few values that others wait
+    // for.
     const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = shared_address(&barrier);
@@ -6980,7 +7016,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.in_group(), 0);
     }
     __syncthreads();
-    // Other blocks' sums may be here already: the phase ends when this arrival and all bytes are in, in whatever order.
+    // Other blocks' sums may be here already. The barrier's phase ends when this arrival and all announced bytes are
+    // in, in whatever order.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
     float scale[V], shift[V], v[2 * V] = {};
     load_pairs(scale, shift, slab.coefficients + (slab.c - slab.slab0));
@@ -7021,7 +7058,10 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
     double2 total = parts[y][x] = sum_pairs<4>(n.sums + y * n.C + c, ceil_div(n.B - y, 8), 8 * n.C);
     __syncthreads();
     if (y) return;
-    for (int i = 1; i < 8; i++) total.x += parts[i][x].x, total.y += parts[i][x].y;
+    for (int i = 1; i < 8; i++) {
+        total.x += parts[i][x].x;
+        total.y += parts[i][x].y;
+    }
     n.dbias[c] = (float)total.x;
     n.dweight[c] = (float)total.y;
 }
@@ -7030,7 +7070,8 @@ static void finish_gradients() {
     int C = 0;
     for (int i = 0; i < norm_sums_count; i++) C = std::max(C, norm_sums_list.norms[i].C);
     if (C) launch(norm_sums_kernel, dim3(C / 32, norm_sums_count), dim3(32, 8), 0, norm_sums_list);
-    norm_sums_count = 0, norm_sums_used = 0;
+    norm_sums_count = 0;
+    norm_sums_used = 0;
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
@@ -7592,10 +7633,14 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
 // --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 // Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128, 256 to 1024;
 //   other heads go back by attention_backward_kernel.
-// How: a warpgroup owns 64 rows of a head; TMA brings tiles of the other side, and wgmma multiplies with what moves, P
-//   or dS, in registers as the A operand. Forward: queries own, keys and values stream past. Backward: keys own; a head
-//   lies in a cluster of blocks, each with 128 of its keys. A chunk of 64 queries visits one block after the other, and
-//   its sum of dq, in fp32, is handed on through distributed shared memory, always in the same order:
+// How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies them;
+// P or
+//   dS, which were just computed, are its A operand straight from the registers.
+//   Forward: queries own, and keys and values stream past.
+//   Backward: keys own, and queries stream past in chunks of 64. A head lies in a cluster of blocks, each of which has
+//   128 of its keys in shared memory. A chunk visits one block after the other, and its sum of dq, in fp32, is handed
+//   on from block to block through their shared memory. Each block begins at another chunk, so all of them always have
+//   work; the order in which a chunk's sum grows is fixed, so the bits repeat:
 //
 //         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
 //       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
@@ -7605,19 +7650,23 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
 //                  ^                 dq of a chunk                                |  | sums: dq that arrived     |
 //                  +--------------------------------------------------------------+  | dots: -D of two heads     |
 //                                                                                    +---------------------------+
-// Costs: backward five products instead of seven, everything read once.
+// Costs: backward takes five products of T x T x d instead of the portable kernels' seven, and reads everything once.
+
 struct AttentionTma : AttentionCall {
-    CUtensorMap qkv_rows, dout_rows, keys; // boxes of 64 rows of a head; of the forward pass's KEYS
+    CUtensorMap qkv_rows, dout_rows; // boxes of 64 rows of a head
+    CUtensorMap keys;                // forward: boxes of KEYS rows
 };
 
-// CHUNKS of keys are all in shared memory at once; 0: any number of them pass through a ring.
+// A block of the forward pass: GROUPS warpgroups, each with 64 queries. Keys and values come in chunks of KEYS rows.
+// All CHUNKS of them are in shared memory at once; 0: any number of them pass through a ring.
 template <int D_, int GROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, CHUNKS = CHUNKS_, STAGES = CHUNKS ? CHUNKS : 4;
     static constexpr int THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2; // on a multiprocessor
     static constexpr int QUERY_BYTES = 64 * 2 * D, KEY_BYTES = KEYS * 2 * D, BARRIERS = GROUPS + 4 * STAGES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + GROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
 };
-// GROUPS = 1: a block has a head of 64 rows alone, two of them a multiprocessor.
+// A block of the backward pass: GROUPS warpgroups, each with 64 keys, and one for the queries' gradients. GROUPS = 1:
+// the block has a whole head, of 64 rows, alone; a multiprocessor takes two such blocks.
 template <int D_, int GROUPS_> struct AttentionBackward {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
     static constexpr bool ALONE = GROUPS == 1;
@@ -7633,7 +7682,10 @@ template <int D_, int GROUPS_> struct AttentionBackward {
 template <int D> INLINE Operand head_rows(uint32_t address) {
     return {Operand::rows(address, 8).low, D | (D == 64 ? 1u : 2u) << 30};
 }
-// Products, each a group under way: d += a b^T; d += a b or d = a b^T, a in registers; d += a^T b, a in rows of 64.
+// Products that are put on their way, as one group of wgmma each:
+//   multiply_abt   d += a b^T, both in shared memory
+//   multiply_ab    d += a b, or with K_MAJOR d += a b^T, a in registers; ADD = 0: d =
+//   multiply_atb   d += a^T b, a in rows of 64 in shared memory
 template <int D, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     wgmma_fence();
     UNROLL_FOR (int k = 0; k < D / 16; k++) Wgmma<2 * M>::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
@@ -7657,11 +7709,12 @@ template <int M> INLINE void clear(float (&d)[M]) {
     UNROLL_FOR (int i = 0; i < M; i++) d[i] = 0;
     accumulators_ready(d);
 }
-// Columns 16 k ... of a result, rounded, as A fragments of step k.
+// 16 columns of a result, rounded to bf16, are the A fragment of the next product's step: the layouts are the same.
 INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
     UNROLL_FOR (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
 }
-// This warp's 16 rows of a result to global memory, by way of shared memory, so that stores are wide.
+// Stores this warp's 16 rows of a result, each times its factor, by way of shared memory, so that stores are 16 bytes
+// wide.
 template <int M>
 INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
@@ -7678,15 +7731,19 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
         store_whole(to + (size_t)r * pitch + 8 * c, load_shared(rows + box_place<2 * M>(r, c)));
     }
 }
-INLINE int warpgroup() { return uniform(threadIdx.x / 128); } // the same for a whole warp, as the compiler should know
+// uniform tells the compiler that this is the same for a whole warp.
+INLINE int warpgroup() { return uniform(threadIdx.x / 128); }
 
-// The softmax of a thread's two rows ([1]: 8 rows on) over chunks of N scores, relative to the highest of the first:
-// any level does, since bf16 has fp32's exponents. Where sums grow beyond 2^60 it is raised, and they are rescaled.
+// The softmax of a thread's two rows (the second one lies 8 rows on) over chunks of N scores. Exponentials are taken
+// relative to a level: the highest score of the first chunk. Any level would do, since bf16 has fp32's exponents, so it
+// is not raised with each higher score, as in FlashAttention. Only where a sum grows beyond 2^60 is it raised, and the
+// sums are rescaled.
 template <int N> struct Softmax {
     float scale, level[2], sum[2] = {0, 0};
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(level, s); }
     INLINE static void highest(float (&top)[2], const float (&s)[N / 2]) {
-        top[0] = s[0], top[1] = s[2];
+        top[0] = s[0];
+        top[1] = s[2];
         UNROLL_FOR (int i = 0; i < N / 2; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
         UNROLL_FOR (int r = 0; r < 2; r++) top[r] = lane_max<1, 2>(top[r]);
     }
@@ -7708,16 +7765,19 @@ template <int N> struct Softmax {
         UNROLL_FOR (int r = 0; r < 2; r++) {
             top[r] = fmaxf(top[r], level[r]);
             shrink[r] = exp2_fast((level[r] - top[r]) * scale);
-            level[r] = top[r], sum[r] = before[r] * shrink[r];
+            level[r] = top[r];
+            sum[r] = before[r] * shrink[r];
         }
         UNROLL_FOR (int i = 0; i < M; i++) o[i] *= shrink[i / 2 % 2];
         exponentials(p, s);
     }
 };
 
-// grid (B * heads * T / (64 GROUPS)). The first thread also loads, one chunk later than it might, so that no warpgroup
-// waits for the other one. (The compiler must see every wait for wgmma in the same turn of the loop, and between fence
-// and wait no other instruction may touch its registers, or it overlaps none of them: ptxas then says C7510 to C7520.)
+// grid (B * heads * T / (64 GROUPS)). In turn i a warpgroup takes the softmax of chunk i, and then multiplies twice at
+// once: out += P v of chunk i, and the scores of chunk i + 1. The first thread also loads. It does so one chunk later
+// than it might, so that no warpgroup waits for the other one.
+// The compiler must see every wait for wgmma in the same turn of the loop, and between fence and wait no other
+// instruction may touch its registers. Else it overlaps none of them, and ptxas says so (C7510 to C7520).
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -7727,7 +7787,10 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     Pipeline<T::QUERY_BYTES> queries(shared, T::GROUPS, 0);
     const int readers = T::CHUNKS ? 0 : T::GROUPS;
     Pipeline<T::KEY_BYTES> keys(shared, T::STAGES, readers), values(shared, T::STAGES, readers);
-    if (threadIdx.x == 0) prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.keys);
+    if (threadIdx.x == 0) {
+        prefetch_tensor_map(&p.qkv_rows);
+        prefetch_tensor_map(&p.keys);
+    }
     ready(queries, keys, values);
     const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
     const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
@@ -7764,13 +7827,15 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         softmax.add(probabilities, s, o, i == 0);
         const Operand v = head_rows<D>(values.arrived());
         if (i + 1 < chunks) next = keys.arrived();
-        accumulators_ready(o), accumulators_ready(s);
+        accumulators_ready(o);
+        accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        if (!T::CHUNKS || i + 1 < chunks) // in a ring no branch, but some of no use at the end
-            multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
+        // With a ring these scores are wasted on the last chunk; a branch would stop wgmma overlapping.
+        if (!T::CHUNKS || i + 1 < chunks) multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
         multiplied<0>(o, s);
         if (T::CHUNKS) continue;
-        keys.release(), values.release();
+        keys.release();
+        values.release();
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
@@ -7784,9 +7849,12 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 #endif
 }
 
-// A block of the backward pass. It owns KEYS keys of a head, a warpgroup 64 of them, and takes the heads of its cluster
-// one after the other. Queries stream past in chunks of 64; to each it comes GROUPS steps after the block before it.
-// Of pipelines between blocks `full` is the receiver's, `empty` the sender's. A role's second place in one is a copy.
+// A block of the backward pass. It owns KEYS keys of a head, each of its warpgroups 64 of them, and it takes the heads
+// of its cluster one after the other. Queries stream past in chunks of 64. The block comes to each chunk GROUPS steps
+// after the block before it in the cluster.
+// Some pipelines go from block to block. There the `full` barriers that count are the receiver's, and the `empty` ones
+// the sender's. Where a role needs a second position in a ring, one to read at and one to write at, it has a copy of
+// the ring.
 template <class T> struct BackwardBlock {
     static constexpr int D = T::D, GROUPS = T::GROUPS;
     const AttentionTma& p;
@@ -7804,7 +7872,8 @@ template <class T> struct BackwardBlock {
 
     INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
     INLINE void init() const { // by one thread
-        prefetch_tensor_map(&p.qkv_rows), prefetch_tensor_map(&p.dout_rows);
+        prefetch_tensor_map(&p.qkv_rows);
+        prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
         for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.stage(i).full, T::DQ);
         for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
@@ -7825,7 +7894,8 @@ template <class T> struct BackwardBlock {
             tma_load(to.address + i * T::TILE, &p.qkv_rows, to.full, (1 + i / GROUPS) * p.C + c, row, image);
         }
     }
-    // The next in order, into the stage of the one before the step whose dS has arrived: nobody reads that any more.
+    // Loads the next chunk in order. It goes into the stage of the chunk before the one whose dS has just arrived:
+    // nobody reads that one any more.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -7834,20 +7904,26 @@ template <class T> struct BackwardBlock {
         tma_load(to.address, &p.qkv_rows, to.full, c, row, image);
         tma_load(to.address + T::TILE, &p.dout_rows, to.full, c, row, image);
         bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.T + row, T::ROWS, to.full);
-        if (++load_step == n) load_step = 0, load_head += stride;
+        load_step++;
+        if (load_step == n) {
+            load_step = 0;
+            load_head += stride;
+        }
     }
-    // D = dout out of a query: -D of 64 of this block's share of a head, two neighbouring threads a row, to all blocks
+    // -D of 64 queries, D = rowsum(dout * out). Each block computes its share of a head's and sends it to all blocks of
+    // the cluster. Two neighbouring threads have a row.
     typedef uint4 Dots[2][D / 16];
     INLINE void load_dots(Dots& d, int head, int part) const {
         const size_t i = at(head, rank * T::KEYS + part * 64 + thread / 2, 1) + thread % 2 * (D / 2);
         UNROLL_FOR (int k = 0; k < D / 16; k++) d[0][k] = load16((const bf16*)p.dout + i + 8 * k);
         UNROLL_FOR (int k = 0; k < D / 16; k++) d[1][k] = load16((const bf16*)p.out + i + 8 * k);
     }
-    INLINE void send_dots(const Dots& d, int part) { // four lanes have two rows, and take turns at the blocks
+    INLINE void send_dots(const Dots& d, int part) { // four lanes have two rows, and each sends them to other blocks
         float sum = 0;
         UNROLL_FOR (int k = 0; k < D / 16; k++) {
             float x[8], y[8];
-            unpack(x, d[0][k]), unpack(y, d[1][k]);
+            unpack(x, d[0][k]);
+            unpack(y, d[1][k]);
             UNROLL_FOR (int e = 0; e < 8; e++) sum += x[e] * y[e];
         }
         const float own = -lane_sum<1>(sum), other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
@@ -7863,7 +7939,7 @@ template <class T> struct BackwardBlock {
         __syncwarp();
         if (part + 1 == GROUPS) send_dots_at.hand_over();
     }
-    // A stage that other blocks fill: as soon as it has, the bytes of its next round are announced.
+    // Waits for a stage that other blocks fill, and at once announces the bytes of its next round to its barrier.
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
@@ -7872,7 +7948,9 @@ template <class T> struct BackwardBlock {
         return address;
     }
 
-    // Role: dq, in one more warpgroup, of which a thread also loads. A chunk's sum passes all blocks in one order.
+    // Role: the queries' gradients, in a warpgroup of its own; one of its threads also loads. For each chunk it waits
+    // for the sum from the block before, adds dS k of this block's keys, and sends the sum on, or stores it if this is
+    // the chunk's last block. In between it computes -D of the next head.
     INLINE void query_gradients() {
         const int before = (rank ? rank : blocks) - 1, next = rank + 1 == blocks ? 0 : rank + 1;
         if (thread == 0)
@@ -7912,7 +7990,7 @@ template <class T> struct BackwardBlock {
                     if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
                 }
                 if (ends) {
-                    warps_sync(1 + GROUPS, 128); // all have read dS, whose place is used for the way out
+                    warps_sync(1 + GROUPS, 128); // all warps have read dS, whose memory store_head uses
                     store_head((bf16*)p.to + at(head, chunk_row(i), 3), 3 * p.C, buffer, dq, {scale, scale});
                     __syncwarp();
                 }
@@ -7930,8 +8008,11 @@ template <class T> struct BackwardBlock {
         }
     }
 
-    // Role: dk, dv of a warpgroup's 64 keys. With keys as rows, S^T and dP^T lie in registers as products with dout and
-    // q want them; a thread's queries are columns. dP starts at -D. Behind a chunk's last product comes the next S^T.
+    // Role: dk and dv of a warpgroup's 64 keys. Keys are rows here, so P^T and dS^T, computed in registers, are A
+    // operands:
+    //   dv += P^T dout,   dk += dS^T q
+    // A thread's queries are columns. dP is accumulated from -D on, so that it becomes dP - D by itself. The next
+    // chunk's S^T is put on its way with this chunk's last product.
     INLINE void key_gradients(int group) {
         float s[32], dp[32], dk[D / 2], dv[D / 2];
         uint32_t pf[4][4], df[4][4];
@@ -7943,16 +8024,18 @@ template <class T> struct BackwardBlock {
         NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
             const uint32_t own_v = own + GROUPS * T::TILE;
             const uint32_t minus_D = received(dots, 4 * p.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
-            clear(dk), clear(dv);
+            clear(dk);
+            clear(dv);
             NO_UNROLL_FOR (int i = 0; i < n; i++) {
                 const Operand q = head_rows<D>(chunk), dout = head_rows<D>(chunk + T::TILE);
                 UNROLL_FOR (int j = 0; j < 8; j++) {
                     const auto [even, odd] = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
-                    dp[4 * j] = dp[4 * j + 2] = even, dp[4 * j + 1] = dp[4 * j + 3] = odd;
+                    dp[4 * j] = dp[4 * j + 2] = even;
+                    dp[4 * j + 1] = dp[4 * j + 3] = odd;
                 }
                 accumulators_ready(dp);
                 multiply_abt<D>(dp, head_rows<D>(own_v), dout);
-                UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, meanwhile
+                UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, while dP^T is multiplied
                     float rows[4];                   // SoftmaxRow of two queries
                     unpack(rows, load_shared(chunk + 2 * T::TILE + lane % 4 * 16 + 64 * j));
                     UNROLL_FOR (int e = 4 * j; e < 4 * j + 4; e++) s[e] = probability(s[e], rows + e % 2 * 2);
@@ -7971,12 +8054,12 @@ template <class T> struct BackwardBlock {
                 if (last && !none) own = keys.arrived() + group * T::TILE;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
-                // behind the last one: of no use, and no branch
+                // After the last chunk these scores are wasted; a branch would stop wgmma overlapping.
                 multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
                 multiply_ab(dk, df, q);
                 multiplied<0>(dk, dv, s);
             }
-            warps_sync(1 + group, 128); // nobody in the warpgroup reads its values any more
+            warps_sync(1 + group, 128); // no warp of this warpgroup reads v any more, whose memory store_head uses
             bf16* const to = (bf16*)p.to + at(head, rank * T::KEYS + group * 64, 3);
             store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
             store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
@@ -8005,7 +8088,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::KEY_REGISTERS));
         block.key_gradients(group);
     }
-    cluster_sync(); // until nobody sends to a block that is gone
+    cluster_sync(); // no block may end while another one still writes into its shared memory
 #endif
 }
 
