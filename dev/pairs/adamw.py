@@ -137,12 +137,24 @@ def bench(s: dict[str, int]) -> Timed:
 CASES = [
     dict(n=20012),
     dict(n=1004, updates=5000, weight_decay=0.1, grad_clip=0.0, grad_scale=1e-3, ema_rate=0.9999, step=30, lr_schedule=1),
-    dict(n=516, updates=0, ema_rate2=6.94),
-    dict(n=516, updates=70, ema_rate2=16.97),
-    dict(n=16384, updates=3, step=5, beta1=0.5, beta2=0.95, eps=1e-3, warmup_steps=8, lr_schedule=2, max_steps=14, weight_decay=0.02),
-    dict(n=5000, updates=150, inf_at=1, scale_grads={2: 1e4}, set_loss={4: np.nan}),
+    dict(n=516, updates=0, ema_rate2=6.94, on="A100 fp32, H200 bf16"),
+    dict(n=516, updates=70, ema_rate2=16.97, on="A100 fp32, H200 bf16"),
+    dict(
+        n=16384,
+        updates=3,
+        step=5,
+        beta1=0.5,
+        beta2=0.95,
+        eps=1e-3,
+        warmup_steps=8,
+        lr_schedule=2,
+        max_steps=14,
+        weight_decay=0.02,
+        on="A100 fp32, H200 bf16",
+    ),
+    dict(n=5000, updates=150, inf_at=1, scale_grads={2: 1e4}, set_loss={4: np.nan}, on="A100 fp32, H200 bf16"),
     # just beyond and just within 2 means and 10 standard deviations: losses of 4.16, norms of 5.16 times the mean
-    dict(n=700, updates=100, set_loss={0: 4.2, 1: 4.1}, scale_grads={0: 1, 3: 6}),
+    dict(n=700, updates=100, set_loss={0: 4.2, 1: 4.1}, scale_grads={0: 1, 3: 6}, on="A100 fp32, H200 bf16"),
     dict(n=700, updates=101, scale_grads={0: 5.2, 1: 5.1}),
     dict(n=32, updates=99, scale_grads={0: 1e4}, grad_clip=100.0),  # the guard does not know enough yet
 ]

@@ -33,6 +33,8 @@ PAIR = conv_pair(
         dict(B=1, H=8, W=8, C1=64, C2=32, Cout=64, addends=2),
         dict(B=5, H=7, W=9, C1=160, Cout=480),
         dict(B=2, H=6, W=5, C1=96, Cout=96, residual=True, addends=1),
+        dict(B=3, H=12, W=20, C1=96, Cout=160, wild=True, sms=1, on="A100 fp32"),
+        dict(B=5, H=7, W=9, C1=32, Cout=32, residual=True, addends=2, sms=1, on="A100 bf16, A100 fp32"),
         dict(B=1, H=1, W=1, C1=32, C2=160, Cout=32, addends=1),
         dict(B=2, H=16, W=16, C1=64, C2=64, Cout=64, addends=1),
         dict(B=3, H=8, W=8, C1=192, Cout=576),

@@ -102,7 +102,8 @@ LARGE = [
     dict(B=64, H=64, W=64, C1=64, silu=True, scale_shift=True, addends=1, sms=132, takes="clusters of 8"),
     dict(B=2, H=65, W=63, C1=32, C2=32, silu=True, dropout=0.1, addends=1, sms=1, takes="clusters of 8"),
     dict(B=1, H=64, W=32, C1=96, C2=32, silu=True, scale_shift=True, sms=1, takes="clusters of 8"),
-    dict(B=1, H=64, W=63, C1=96, C2=96, silu=True, addends=1, sms=1, takes="clusters of 8"),
+    dict(B=1, H=64, W=63, C1=96, C2=96, silu=True, addends=1, sms=1, takes="clusters of 8", on="A100 bf16, A100 fp32"),
+    dict(B=1, H=64, W=63, C1=64, silu=True, dropout=0.1, sms=1, on="A100 bf16, A100 fp32"),
     dict(B=1, H=32, W=32, C1=32, C2=32, silu=False, addends=2, sms=1, exact="clusters", only="fp32", on="H200 fp32"),
 ]
 CASES = [
@@ -115,6 +116,7 @@ CASES = [
     dict(B=3, H=8, W=8, C1=128, silu=True, dropout=0.1, addends=1),
     dict(B=2, H=8, W=8, C1=64, silu=True, mean=100),
     *(LARGE if "bf16" in precisions() else []),
+    dict(B=32, H=4, W=4, C1=64, silu=True, on="A100 fp32, H200 bf16"),
     dict(B=1, H=1, W=3, C1=96, C2=64, silu=True),
 ]
 GRADIENTS = ("x1", "x2", "weight", "bias", "scale_shift")

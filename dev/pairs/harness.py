@@ -131,7 +131,7 @@ class Pair:
     A case is a dict of sizes and choices, the pair's own; on a GPU `sms` may say how many multiprocessors the plans shall count with (few: then a small
     case goes the ways of large layers), `block_shared` how many bytes of shared memory a block can have, and `takes` which way that is. `only`: in this
     precision. `exact`: no sum is rounded, so that every kernel has the same bits, in whatever order it sums; without which of dev/benchmarks/timing.h's BENCH_WITHOUT
-    other kernels take the case. `on`: see test_pairs.py.
+    other kernels take the case. `fp32`: an activation that is fp32 in every build. `on`: see test_pairs.py.
 
     inputs(case, rng)         what goes into the file: float32 arrays (activations NHWC); ints, floats and text
     reference(case, tensors)  the outputs, from the float32 inputs as float64 tensors (all else stays)
@@ -177,7 +177,7 @@ def make_inputs(pair: Pair, case: Case, precision: str = "fp32") -> dict[str, An
     inputs = pair.inputs(case, np.random.default_rng([pair.cases.index(case), len(pair.name)]))
     if precision == "bf16":
         for name in pair.activations:
-            if name in inputs:
+            if name in inputs and name != case.get("fp32"):
                 inputs[name] = torch.from_numpy(inputs[name]).bfloat16().float().numpy()
     sums = {"stats_" + x: host_stats(inputs[x]) for x in pair.stats_of if x in inputs}
     return inputs | sums | {name: case[name] for name in ("sms", "block_shared", "takes") if name in case} | {"precision": precision}

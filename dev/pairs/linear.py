@@ -34,10 +34,11 @@ def bench(s: dict[str, int]) -> Timed:
 
 
 CASES = [
-    dict(B=3, Cin=96, Cout=160),
+    dict(B=3, Cin=96, Cout=160, on="A100 fp32, H200 bf16"),
     dict(B=1, Cin=32, Cout=128, addend=True),
-    dict(B=32, Cin=256, Cout=736),
-    dict(B=5, Cin=160, Cout=33),
+    dict(B=32, Cin=256, Cout=736, on="A100 fp32, H200 bf16"),
+    dict(B=5, Cin=160, Cout=33, on="A100 fp32, H200 bf16"),
+    dict(B=3, Cin=1056, Cout=20, on="A100 fp32, H200 bf16"),
     dict(B=70, Cin=68, Cout=4500),
     dict(B=33, Cin=768, Cout=1000, addend=True),
 ]

@@ -10,8 +10,9 @@ import torch
 from harness import Case, Pair, Tensors, Timed, bench_tensor, channel_stats, forward_backward, nchw, nhwc, normal, rounding
 
 CASES = [
-    dict(B=3, H=12, W=20, C=96),
+    dict(B=3, H=12, W=20, C=96, on="A100 bf16, A100 fp32, H200 bf16"),
     dict(B=1, H=8, W=6, C=160, addends=1),
+    dict(B=1, H=64, W=38, C=64, addends=1, sms=1, on="A100 bf16, A100 fp32, H200 bf16"),
     dict(B=5, H=7, W=9, C=32, addends=2),
 ]
 

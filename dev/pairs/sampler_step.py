@@ -25,11 +25,12 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     if "known" in case:
         B, n = case["shape"]
         rows = dict(zip(("known_x", "known_sigma", "back_x", "back_sigma"), (float(np.float32(v)) for v in case["known"]), strict=True))
-        arrays = {"x": normal(rng, B * (2 if case["guided"] else 1), n), "image": normal(rng, B, n), "mask": normal(rng, B, n)}
+        mask = normal(rng, B, n) * (rng.random((B, n)) < 0.7).astype(np.float32)  # some zeros, as in a picture's mask
+        arrays = {"x": normal(rng, B * (2 if case["guided"] else 1), n), "image": normal(rng, B, n), "mask": mask}
         return arrays | rows | {"guided": int(case["guided"]), "seed": (7 << 32) + 2, "sample0": 5}
     K, (B, H, W, C) = len(KEPT[case["steps"]]), case["shape"]
     flags = {"diffusion_steps": case["steps"][0], "timestep_respacing": case["steps"][1], "noise_schedule": "linear", "learn_sigma": False}
-    flags |= {name: value for name, value in case.items() if name not in ("steps", "shape", "clip", "rank")}
+    flags |= {name: value for name, value in case.items() if name not in ("steps", "shape", "clip", "rank", "on")}
     return {
         "flags": " ".join(f"{name}={value}" for name, value in flags.items()),
         "eta": float(np.float32(case.get("eta", 0))),
@@ -110,16 +111,25 @@ def bench(s: dict[str, int]) -> Timed:
 
 
 CASES = [
-    dict(known=(0.7, 0.6, 1, 0), shape=(3, 50), guided=False),
+    dict(known=(0.7, 0.6, 1, 0), shape=(3, 50), guided=False, on="A100 fp32, H200 bf16"),
     dict(known=(0.9, 0.3, 0.8, 0.5), shape=(2, 77), guided=True),
     dict(known=(0, 0, 0, 0), shape=(2, 8), guided=True),  # in the middle of a step
     dict(sampler="ddpm", steps=(1000, "5"), shape=(3, 12, 20, 3)),
     dict(sampler="ddpm", steps=(20, ""), shape=(1, 7, 9, 1), clip=False, noise_schedule="cosine"),
-    dict(sampler="ddpm", steps=(1000, "2,1,3"), shape=(2, 6, 5, 3), learn_sigma=True),
+    dict(sampler="ddpm", steps=(1000, "2,1,3"), shape=(2, 6, 5, 3), learn_sigma=True, on="A100 fp32, H200 bf16"),
     dict(sampler="ddim", steps=(100, "ddim10"), shape=(3, 8, 8, 3)),
-    dict(sampler="ddim", steps=(1000, "5"), shape=(2, 6, 5, 3), eta=0.7, clip=False, noise_schedule="cosine", learn_sigma=True),
+    dict(
+        sampler="ddim",
+        steps=(1000, "5"),
+        shape=(2, 6, 5, 3),
+        eta=0.7,
+        clip=False,
+        noise_schedule="cosine",
+        learn_sigma=True,
+        on="A100 fp32, H200 bf16",
+    ),
     dict(sampler="ddim", steps=(1000, "2,1,3"), shape=(5, 4, 4, 1), eta=1.0),
-    dict(sampler="ddpm", steps=(20, ""), shape=(2, 6, 5, 3), noise_schedule="cosine", predict="v", sigma_small=True),
+    dict(sampler="ddpm", steps=(20, ""), shape=(2, 6, 5, 3), noise_schedule="cosine", predict="v", sigma_small=True, on="A100 fp32, H200 bf16"),
     dict(sampler="ddpm", steps=(1000, "5"), shape=(2, 6, 5, 3), learn_sigma=True, predict="x0", rank=80),
     dict(sampler="ddim", steps=(100, "ddim10"), shape=(3, 40, 33, 3), eta=0.5, rank=3919, noise_schedule="cosine"),
 ]

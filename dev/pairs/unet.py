@@ -123,7 +123,10 @@ CASES = [
         " --learn_sigma True --dropout 0.2 --seed 12884901889 --use_checkpoint True",
     ),
 ]
-CASES += [case | {"sms": 1} for case in CASES if "bf16" in precisions()]  # a GPU's plans as for large layers
+LARGE = [case | {"sms": 1} for case in CASES]  # a GPU's plans as for large layers
+CASES[1]["on"] = LARGE[0]["on"] = "H200 bf16"
+LARGE[1]["on"], LARGE[2]["on"] = "A100 bf16, H200 bf16", "A100 fp32, H200 bf16"
+CASES += LARGE if "bf16" in precisions() else []
 # gradients: of whatever is a parameter in one of the cases
 # Patches are fp32, and bf16 adds nothing to them; the gradients of this small batch are sums that cancel more than others do.
 CASES.append(

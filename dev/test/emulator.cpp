@@ -82,6 +82,7 @@ struct Parameter {
     size_t at, bytes;
 };
 
+constexpr u32 SYSTEM_SHARED = 1024;
 struct Kernel {
     std::string name;
     std::vector<Ins> code;
@@ -90,7 +91,7 @@ struct Kernel {
     std::vector<Constant> constants;
     std::map<std::string, u32, std::less<>> specials; // %tid.x and so on
     size_t parameter_bytes = 0, register_bytes = 0, local_bytes = 0;
-    u32 static_shared = 0, dynamic_align = 16;
+    u32 static_shared = SYSTEM_SHARED, dynamic_align = 16;
 };
 
 // What has happened before, of each warp and of what each mbarrier brings: counts of their own.
@@ -153,6 +154,15 @@ struct AsyncCopy {
     void read() { from = (const char*)memcpy(early, from, (size_t)valid); }
 };
 
+// What a wgmma has added up, until somebody waits for its group: so long the registers hold NaN.
+struct LateProduct {
+    u32 group;
+    std::vector<u32> registers;
+    std::vector<f32> sums; // 32 of each register
+
+    bool has(u32 reg) const { return std::find(registers.begin(), registers.end(), reg) != registers.end(); }
+};
+
 struct Warp {
     const Kernel* kernel = nullptr;
     Block* block = nullptr;
@@ -168,6 +178,7 @@ struct Warp {
     u32 number = 0;                            // in its cluster
     Clock clock;
     u32 products = 0; // groups of wgmma so far
+    std::vector<LateProduct> late;
     const Ins *now = nullptr, *at_product = nullptr;
     bool multiplied = false; // by another warp of the warpgroup
 
@@ -197,7 +208,7 @@ void tell(const Warp& w, const char* format, va_list arguments) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
-// Addresses of shared memory: an offset in the block's own, or 1 + rank in the cluster in the top byte.
+// Addresses of shared memory: an offset in the block's own, of which the system has the first 1024 bytes, or 1 + rank in the cluster in the top byte.
 char* shared(Warp& w, u32 address, size_t bytes, Block** whose = nullptr) {
     Block* block = w.block;
     if (const u32 rank = address >> 24) {
@@ -205,7 +216,7 @@ char* shared(Warp& w, u32 address, size_t bytes, Block** whose = nullptr) {
         block = w.block->cluster->blocks[rank - 1].get();
     }
     const u32 at = address & 0xffffff;
-    if (at + bytes > block->shared.size())
+    if (at < SYSTEM_SHARED || at + bytes > block->shared.size())
         fail(w, "%zu bytes at 0x%x of shared memory, there are 0x%zx", bytes, at, block->shared.size());
     if (bytes <= 16 && (at & (bytes - 1))) fail(w, "%zu bytes at 0x%x: misaligned", bytes, at);
     if (whose) *whose = block;
@@ -601,7 +612,6 @@ Descriptor descriptor(Warp& w, u64 d, bool turned) {
     if (d >> 49 & 7) fail(w, "a matrix with a base offset");
     return {(u32)(d & 0x3fff) << 4, (u32)(d >> 16 & 0x3fff) << 4, (u32)(d >> 32 & 0x3fff) << 4, row_bytes, turned};
 }
-// A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned.
 // What wgmma reads, 16 bytes, until one of the four warps has waited for the products of this group.
 void reads(Warp& w, u32 at) {
     check_access(w, at, 16, false, false);
@@ -609,8 +619,29 @@ void reads(Warp& w, u32 at) {
     for (size_t k = at / 2; races() && k < at / 2 + 8; k++)
         b.read[k * b.readers() + b.warps.size() + (size_t)w.rank / 4] = w.products + 1;
 }
+// The sums of products that arrived(product) arrive.
+template <class F> void arrive_late(Warp& w, F arrived) {
+    std::erase_if(w.late, [&](const LateProduct& p) {
+        if (!arrived(p)) return false;
+        for (size_t v = 0; v < p.registers.size(); v++)
+            memcpy(w.reg<f32>(p.registers[v]), &p.sums[v * 32], 32 * sizeof(f32));
+        return true;
+    });
+}
+void hold_back(Warp& w, const Ins& i, int values) {
+    LateProduct p{w.products + 1, {i.list.begin(), i.list.begin() + values}, {}};
+    for (const u32 reg : p.registers) {
+        f32* const sums = w.reg<f32>(reg);
+        p.sums.insert(p.sums.end(), sums, sums + 32);
+        std::fill_n(sums, 32, NAN);
+    }
+    w.late.push_back(std::move(p));
+}
+// A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned.
 void quarter(Warp& w, const Ins& i) {
     const int columns = (int)i.imm[0], values = columns / 2;
+    arrive_late(
+        w, [&](const LateProduct& p) { return p.has(i.list[0]); }); // one product may add to what another one adds to
     f32 a[16][16];
     static f32 b[16][256], d[16][256];
     if (i.op[1] == NONE) read_a<true>(w, &i.list[values], a);
@@ -637,6 +668,7 @@ void quarter(Warp& w, const Ins& i) {
             f32& out = w.reg<f32>(i.list[v])[l];
             out = (add ? out : 0) + d[l / 4 + v / 2 % 2 * 8][v / 4 * 8 + l % 4 * 2 + v % 2];
         }
+    if (!reversed()) hold_back(w, i, values);
 }
 // The four warps of a warpgroup multiply as one: none goes on, and frees what was read, before the others are here.
 bool wgmma(Warp& w, const Ins& i, u32) {
@@ -655,7 +687,9 @@ bool wgmma(Warp& w, const Ins& i, u32) {
 
 bool wgmma_commit(Warp& w, const Ins&, u32) { return w.products++, true; }
 bool wgmma_wait(Warp& w, const Ins& i, u32) { // all groups but the last imm[0]
-    if (races()) w.clock[w.block->products(w.rank / 4)] = std::max((s32)w.products - (s32)i.imm[0], 0);
+    const s32 ended = std::max((s32)w.products - (s32)i.imm[0], 0);
+    if (races()) w.clock[w.block->products(w.rank / 4)] = ended;
+    arrive_late(w, [&](const LateProduct& p) { return (s32)p.group <= ended; });
     return true;
 }
 
@@ -855,7 +889,7 @@ template <bool STORE> bool tensor_copy(Warp& w, const Ins& i, u32 lanes) {
         u32 bytes = (u32)map.stride[0];
         for (u32 r = 0; r < map.rank; r++) start.push_back((s32)w.reg<u32>(i.list[r])[l]), bytes *= map.box[r];
         if (i.list.size() != map.rank) fail(w, "the tensor map has %u dimensions", map.rank);
-        if (at % 128 || (at & 0xffffff) + bytes > w.block->shared.size())
+        if (at % 128 || at < SYSTEM_SHARED || (at & 0xffffff) + bytes > w.block->shared.size())
             fail(w, "a box of %u bytes at 0x%x of 0x%zx", bytes, at, w.block->shared.size());
         auto copy = [&w, map, at, end, start, bytes] {
             const int element = (int)map.stride[0];
@@ -1554,7 +1588,7 @@ void begin_block(const Kernel& k, Block& b, dim3 grid, dim3 threads, size_t dyna
         std::fill_n(w.pc, 32, 0);
         std::fill_n(w.groups, 32, 0);
         for (auto& c : w.copies) c.clear();
-        w.stores.clear(), w.products = 0;
+        w.stores.clear(), w.late.clear(), w.products = 0;
         if (fresh) {
             w.registers.assign(k.register_bytes, (char)0xff);
             w.local.assign(32 * k.local_bytes + 16, (char)0xff);
@@ -1679,10 +1713,11 @@ void run_cluster(Cluster& c) {
     }
     for (auto& copy : c.coming) copy();
     c.coming.clear();
-    for (Warp* w : c.turns) {
-        for (auto& store : w->stores) store();
-        w->stores.clear();
-    }
+    for (Warp* w : c.turns)
+        if (!w->stores.empty()) {
+            say(*w, "warp %d ends, and a copy still reads its block's shared memory", w->rank);
+            _exit(9);
+        }
 }
 
 } // namespace

@@ -20,6 +20,7 @@
 #include <cuda_runtime.h>
 #include <cxxabi.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdarg>
@@ -349,20 +350,43 @@ struct Summary {
 } summary;
 
 // Memory that is there when it is touched. Much is never touched: kernels don't run, so that large copies need not be made either.
-std::map<void*, std::pair<char*, size_t>> sizes; // where they begin, with what lies around them
+// Behind an array lie bytes of NaN, which show where they are read, and then a page that nobody may touch.
+struct Allocation {
+    char* pages;
+    size_t page_bytes, bytes;
+};
+std::map<void*, Allocation> allocations; // by where the arrays begin
+constexpr size_t PAGE = 4096;
+constexpr unsigned char BEHIND = 0xFF;
+
+size_t behind(size_t bytes) { return round_up(bytes, 256) - bytes; } // an array begins at a multiple of 256 bytes
+
+void check_behind(void* p) {
+    const size_t bytes = allocations.at(p).bytes;
+    const auto* const end = (unsigned char*)p + bytes;
+    if (std::all_of(end, end + behind(bytes), [](unsigned char c) { return c == BEHIND; })) return;
+    fprintf(stderr, "fake GPU: an array of %zu bytes: something was written behind it\n", bytes);
+    _exit(9);
+}
+void check_all_behind() {
+    for (const auto& entry : allocations) check_behind(entry.first);
+}
 cudaError_t give_memory(void** p, size_t bytes) {
-    constexpr size_t PAGE = 4096;
-    const size_t whole = (bytes + 255) / 256 * 256,
-                 pages = (whole + PAGE - 1) / PAGE * PAGE + PAGE; // it ends at one that nobody may touch
+    [[maybe_unused]] static const int at_the_end = atexit(check_all_behind);
+    const size_t whole = bytes + behind(bytes), pages = round_up(whole, PAGE) + PAGE;
     char* const m =
         (char*)mmap(nullptr, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (m == MAP_FAILED || mprotect(m + pages - PAGE, PAGE, PROT_NONE)) return cudaErrorMemoryAllocation;
     *p = m + pages - PAGE - whole;
-    sizes[*p] = {m, pages};
+    memset((char*)*p + bytes, BEHIND, behind(bytes));
+    allocations[*p] = {m, pages, bytes};
     return cudaSuccess;
 }
 cudaError_t take_memory(void* p) {
-    if (p) munmap(sizes.at(p).first, sizes.at(p).second);
+    if (!p) return cudaSuccess;
+    check_behind(p);
+    munmap(allocations.at(p).pages, allocations.at(p).page_bytes);
+    allocations.erase(p);
     return cudaSuccess;
 }
 constexpr size_t LARGE = 1 << 20;

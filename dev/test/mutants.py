@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,14 @@ class Mutant:
     old: str
     new: str
     kind: str
+    which: int = 0  # of the same statements in the kernel
     verdict: str = ""
     tried: list[str] = field(default_factory=list)
+
+
+def without_hash(kernel: str) -> str:
+    """The name of a kernel that other binaries have, too."""
+    return re.sub(r"_INTERNAL_[0-9a-f]{8}_", "_INTERNAL_", kernel)
 
 
 def module_at(text: bytes, arch: int) -> int:
@@ -117,6 +123,13 @@ def module_at(text: bytes, arch: int) -> int:
         if text[target:].startswith(f".target sm_{arch}".encode()):
             return found.start()
     raise SystemExit(f"no PTX for sm_{arch} in the binary")
+
+
+def kernels_of(text: bytes, module: int) -> dict[str, tuple[int, int]]:
+    """Where the kernels of a module begin and end, by their names without_hash."""
+    found = list(re.finditer(rb"\.entry (\w+)\(", text[module : text.index(b"\0", module)]))
+    ends = [module + match.start() for match in found[1:]] + [text.index(b"\0", module)]
+    return {without_hash(match[1].decode()): (module + match.start(), end) for match, end in zip(found, ends, strict=True)}
 
 
 def mutations(statement: str) -> list[tuple[str, str]]:
@@ -151,6 +164,7 @@ class Laboratory:
         shutil.copy(harness.binary(test_pairs.NAMES[0]).resolve(), self.program)
         self.text = self.program.read_bytes()
         self.modules = {arch: module_at(self.text, arch) for arch in (80, 90)}
+        self.kernels = {arch: kernels_of(self.text, start) for arch, start in self.modules.items()}
         for name in test_pairs.NAMES:
             (folder / harness.binary(name).name).symlink_to(self.program)
         for gpu, (capability, multiprocessors, kb) in test_pairs.GPUS.items():
@@ -229,6 +243,19 @@ class Laboratory:
     def statement(self, at: int) -> str:
         return self.text[at : self.text.index(b";", at)].decode()
 
+    def places(self, arch: int, kernel: str, statement: str) -> list[int]:
+        """Where a kernel has this statement."""
+        start, end = self.kernels[arch][without_hash(kernel)]
+        return [start + match.start() for match in re.finditer(rb"(?<=[\s{])" + re.escape(statement.encode()) + b";", self.text[start:end])]
+
+    def find_again(self, mutant: Mutant) -> Mutant | None:
+        """What another binary's mutant is in this one, if its kernel still has the statement."""
+        places = self.places(mutant.arch, mutant.kernel, mutant.old) if without_hash(mutant.kernel) in self.kernels[mutant.arch] else []
+        if mutant.which >= len(places):
+            return None
+        names = {without_hash(name): name for ready in self.ready.values() for name in ready.kernels}
+        return replace(mutant, kernel=names.get(without_hash(mutant.kernel), mutant.kernel), at=places[mutant.which], verdict="", tried=[])
+
     def draw(self, count: int, seed: int) -> list[Mutant]:
         """As many of each kernel, of barriers and of all else in turns."""
         reached: dict[tuple[int, str], set[int]] = {}
@@ -258,6 +285,8 @@ class Laboratory:
         order = sorted(queues)
         chance.shuffle(order)
         rounds = [queues[key][k] for k in range(count) for key in order if k < len(queues[key])]
+        for mutant in rounds[:count]:
+            mutant.which = self.places(mutant.arch, mutant.kernel, mutant.old).index(mutant.at)
         return rounds[:count]
 
 
@@ -288,7 +317,9 @@ def main() -> None:
         verdicts: Counter[str] = Counter()
         if args.survivors:
             earlier = [json.loads(line) for line in Path(args.survivors).read_text().splitlines()]
-            drawn = [Mutant(**(m | {"tried": [], "verdict": ""})) for m in earlier if m["verdict"] == "survived"]
+            found = [laboratory.find_again(Mutant(**m)) for m in earlier if m["verdict"] == "survived"]
+            drawn = [mutant for mutant in found if mutant]
+            print(f"{len(drawn)} of {len(found)} survivors are still there")
         else:
             drawn = laboratory.draw(args.count, args.seed)
         for mutant in drawn:
