@@ -8119,48 +8119,65 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 
 // =====================================================================================================================
 // 20. Convolution
-// 1x1 and 3x3 as implicit matrix products. Patches of the input never exist in global memory; a block gathers what it
-// needs with cp.async, zeros included (the padding), and multiplies it out of shared memory.
+// 1x1 and 3x3 convolutions as products of matrices (implicit GEMM): weights (Cout, taps x Cin) times patches (taps x
+// Cin, pixels), where column p of the patches holds what the filter sees around pixel p. The patches never exist in
+// global memory: a block copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies
+// from there.
 //
-//   mma.sync (sm_80 and later): conv_halo and conv_gather, conv_weight_halo and conv_weight_gather. Floats become two
-//          halves each in shared memory, then three products (take_apart_places).
-//   wgmma and TMA (Hopper), for bf16 where the stride is 1 and the input not upsampled: conv_tiles, conv_small,
-//          conv_weight_tma
-//   few: conv_few_rows makes 1x1 convolutions of the first layer and of the last one's gradients
+// Words of this section:
+//   tap     one of the filter's kernel x kernel positions (kh, kw), counted as kh * kernel + kw
+//   slice   the input channels that a block has in shared memory at once
+//   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
+//   tile    the output pixels (and channels) that a block computes together
+//   halo    a tile's pixels in the input, with a border of one pixel, which a 3x3 filter reads as well
+//   k       the side of a product that is summed: input channels here, pixels for weight gradients; 16 an instruction
 //
-// Forward and input gradient are the same kernels. The gradient reads the weights (Cout, taps, Cin) with the roles of
-// Cout and Cin exchanged (ldmatrix.trans turns them on the way to the registers) and the taps in reverse. All kernels
-// end alike: fp32 results go through shared memory into rows of pixels x channels, where bias, embedding, residual or
-// addends are added, the one rounding to bf16 happens, and the next group norm's sums are taken of what was stored.
+// Which kernels there are (conv_product and conv_weight_batch choose):
+//   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
+//                                bf16, or floats as two halves each and three products (take_apart_places)
+//   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. bf16, stride 1, and no
+//                                upsampled input
+//   conv_few                     makes 1x1 convolutions of the network's first layer and of its last one's gradients
+//
+// Forward pass and input gradient are the same kernels. The gradient is a convolution of dout with the weights (Cout,
+// taps, Cin) in other roles: Cout and Cin are exchanged (ldmatrix.trans turns the weights on their way to the
+// registers), and the taps come in reverse. All kernels end alike: fp32 sums go through shared memory and become rows
+// of pixels x channels. There bias, embedding, residual or addends are added, the one rounding to bf16 happens, and the
+// sums for the next group norm are taken, of what was stored.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// Where results go: channels [0, C1) to one tensor, the C2 behind them to another (the gradients of two concatenated
-// inputs). Forward, the "addend" is the residual; bias, emb, stats are null in the backward pass.
+// Where results go, and what is added to them. Channels [0, C1) go to one tensor, the C2 behind them to another: these
+// are the gradients of two concatenated inputs. In the forward pass the addend is the residual. In the backward pass
+// bias, emb and stats are null.
 struct ConvOut {
     Grad part1, part2 = {};
     int C1, C2 = 0, B;
-    const float *bias = nullptr, *emb = nullptr;
+    const float *bias = nullptr, *emb = nullptr; // (C1), (B, C1) in rows of emb_stride
     int emb_stride = 0;
-    double* stats = nullptr; // of what is stored, a part for each tile of an image
-    int* parts = nullptr;    // on the host: where the launch says how many
-    ConvSkip skip = {};      // instead of an addend
+    double* stats = nullptr; // sums and sums of squares of what is stored, a part for each tile of an image
+    int* parts = nullptr;    // on the host: the launch writes here how many parts an image has
+    ConvSkip skip = {};      // computed and added instead of an addend
 };
 
-// One product, as every kernel for it is told: a forward pass, or the input's gradient, which is the same with the
-// roles of Cin and Cout exchanged.
+// One convolution, as every kernel for it is told. For an input's gradient what goes in is dout: C1 is then the layer's
+// Cout, and Cout its number of input channels.
 struct ConvCall {
     ConvShape s;
-    int B, H, W, C1, C2, Cout;   // of what comes out; channels of what goes in (x2: 1x1 only) and comes out
-    const act *x1, *x2, *weight; // weight: (s.Cout, taps, s.C1 + s.C2)
+    int B, H, W;                 // images, rows and columns of what comes out
+    int C1, C2, Cout;            // channels of the inputs x1 and x2 (x2: 1x1 only), and of what comes out
+    const act *x1, *x2, *weight; // weight: (s.Cout, taps, s.C1 + s.C2), of the layer
     ConvOut out;
-    // By the launch of a portable kernel: tiles of an image, down and across; blocks of Cout, slices of C1.
-    int tiles_h = 1, tiles_w = 0, channel_blocks = 0, slices = 0;
-    int taps = 0, source_pixels = 0; // of conv_gather: tap_offset's; of an image of its input
+    // The launch of a portable kernel sets these:
+    int tiles_h = 1, tiles_w = 0;    // tiles of an image, down and across
+    int channel_blocks = 0;          // blocks for the output channels
+    int slices = 0;                  // of C1
+    int taps = 0, source_pixels = 0; // conv_gather: taps; pixels of an image of the input
 };
 
-// What one thread needs to know to store channels c .. c+3 of image n. count < 4: at the end of a channel count that is
-// no multiple of 4.
+// What one thread needs to know to store channels c .. c + 3 of image n: where, what is added to all pixels alike
+// (shift: bias and embedding), and where the addends lie. count is 4, or less at the end of channels that are no
+// multiple of 4.
 template <class T> struct OutputLane {
     int pitch, count;
     T* out;
@@ -8183,14 +8200,16 @@ template <class T> struct OutputLane {
     }
 };
 
-// Who does what in a block of the products by mma.sync: PIXEL_WARPS warps of 64 pixels each, of IMAGES images; as many
-// for each WARP_CHANNELS of its CHANNELS output channels; K_GROUPS such sets share the k16 steps and are summed at the
-// end (small images: more warps for few pixels).
+// Who does what in a block of conv_halo and conv_gather. A warp has 64 pixels and WARP_CHANNELS channels. PIXEL_WARPS
+// warps have all pixels of the block, of IMAGES images; there are as many for each WARP_CHANNELS of the CHANNELS output
+// channels. On small images K_GROUPS such sets of warps each multiply a part of the input channels, and their sums are
+// added at the end: more warps for few pixels.
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
     static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, CHANNELS = CHANNELS_,
                          WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
     static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS), THREADS = POSITIONS * K_GROUPS * 32;
-    // Of a warp that stores: 4 channels to a lane, STEP pixels at once. Results on their way out:
+    // A warp that stores has LANES lanes for a pixel, of 4 channels each, and so stores STEP pixels at once. PITCH:
+    // floats of a pixel in shared memory, with 4 that nobody uses, against bank conflicts.
     static constexpr int LANES = WARP_CHANNELS / 4, STEP = 32 / LANES, PITCH = WARP_CHANNELS + 4,
                          STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
     static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP;
@@ -8199,13 +8218,17 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
 };
 
-// A lane's part of a round: 4 channels of N pixels, pixel(0) .. pixel(N - 1) (-1: none). staged: their fp32 sums, those
-// of each K group `region` floats apart. sum, square: of the values stored. addends: what add1 holds, loaded long
-// before. An addend may be the output itself: all loads come before the first store of a batch.
+// Stores a lane's part of a round: 4 channels of N pixels, which lie at pixel(0) .. pixel(N - 1) in the output (-1:
+// nowhere). staged: their fp32 sums in shared memory; those of the K groups are `region` floats apart. sum, square: the
+// values stored are added to them. addends: what add1 holds, loaded long before.
+// An addend may be the output itself. So all loads of a batch come before its first store.
 template <class Tile, bool FORWARD, class T, int N>
 INLINE void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
                        const Four<T> (&addends)[N], auto pixel) {
-    constexpr int BATCH = N < 4 ? N : N % 8 ? 4 : 8, GROUPS = Tile::K_GROUPS, STRIDE = Tile::STEP * Tile::PITCH;
+    constexpr int AT_MOST = N % 8 ? 4 : 8;
+    constexpr int BATCH = N < AT_MOST ? N : AT_MOST; // pixels whose loads are on their way together
+    constexpr int GROUPS = Tile::K_GROUPS;
+    constexpr int STRIDE = Tile::STEP * Tile::PITCH; // floats from a lane's pixel to its next one
     static_assert(N % BATCH == 0);
     if (l.count == 0) return;
     if (std::is_same_v<T, float> && l.pitch % 4) { // the network's output, to which nothing is added
@@ -8234,13 +8257,17 @@ INLINE void store_tile(float4& sum, float4& square, const float* staged, int reg
         UNROLL_FOR (int k = 0; k < BATCH; k++)
             v[k] = pixel(i + k) >= 0 ? store4(l.out + (size_t)pixel(i + k) * l.pitch, v[k]) : float4{};
         if (FORWARD && stats)
-            UNROLL_FOR (int k = 0; k < BATCH; k++) sum = sum + v[k], square = square + v[k] * v[k];
+            UNROLL_FOR (int k = 0; k < BATCH; k++) {
+                sum = sum + v[k];
+                square = square + v[k] * v[k];
+            }
     }
 }
 
-// The end of these kernels: each warp turns its own sums, acc[8 pixels][16 channels], through shared memory, in ROUNDS
-// rounds; the parts of the K groups meet there. pixel(k): where the k-th of the warp's 64 pixels lies in the output,
-// -1: nowhere. tile: of the `tiles` of image n0, and of those stacked on it.
+// The end of conv_halo and conv_gather. A warp's fragments acc[8 pixels][16 channels] hold neighbouring pixels in each
+// thread. Through shared memory, in ROUNDS rounds, they become rows of neighbouring channels, and there the sums of the
+// K groups meet. pixel(k): where the k-th of the warp's 64 pixels lies in the output; -1: nowhere. tile: the number of
+// the block's tile among the `tiles` of image n0, and of the further images in the block.
 template <class Tile, class TO, int ROUNDS, bool FORWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
@@ -8269,7 +8296,10 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
             UNROLL_FOR (int m = 0; m < M; m++) {
                 const float* d = acc[round * (8 / ROUNDS) + r][m];
                 float* const to = mine + r * 8 * Tile::PITCH + m * 16;
-                to[0] = d[0], to[Tile::PITCH] = d[1], to[8] = d[2], to[Tile::PITCH + 8] = d[3];
+                to[0] = d[0];
+                to[Tile::PITCH] = d[1];
+                to[8] = d[2];
+                to[Tile::PITCH + 8] = d[3];
             }
         if (Tile::K_GROUPS > 1) __syncthreads();
         else __syncwarp();
@@ -8702,8 +8732,8 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 //   through all taps, and for each tap through the input channels slice by slice: one step each. For a step it copies
 //   (cp.async) what each of its pixels reads under this tap, wherever that lies in the image, and the tap's weights:
 //
-//     a stage of shared memory, of STAGES in a ring        step     tap 0, slice 0 | tap 0, slice 1 | ... | tap 1,
-//     slice 0 +------------------------+----------------------+
+//     a stage of shared memory; STAGES of them are a ring
+//     +------------------------+----------------------+
 //     | PIXELS rows            | weights of the tap   |    A slice is 128 bytes of a pixel: 64 channels of bf16, or 32
 //     | of 128 bytes           | x CHANNELS x slice   |    of floats. Those of a second input follow the first input's.
 //     +------------------------+----------------------+
@@ -8909,26 +8939,32 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_few: the first and the last layer
-// Used when: 3x3, stride 1, few (F) fp32 channels on one side (conv_is_few): images, predictions, gradients.
-// How: rows (B, H, W, R) hold the 9 F values under the taps of each pixel. What is left is 1x1: the first layer is a
-//   convolution of its input's rows, the last one's input gradient of its output gradient's, and both weight gradients
-//   are products of rows and a tensor. In bf16 a value becomes two that add up to it within 2^-17, so that nothing is
-//   lost that the result's rounding would keep: rows are (upper parts, 0 | lower parts, 0), weights stand there twice.
-// Costs: rows are written and read, for unet64 as much as a tensor of 64 channels.
+// Used when: 3x3, stride 1, and one side has few (F) channels, which are fp32 (conv_is_few): images, predictions, and
+//   their gradients.
+// How: The F channels of a pixel are too few for a slice. So for each pixel a row is written that holds the 9 F values
+//   under the filter's taps: rows (B, H, W, R), with R a multiple of 32. What is left is a 1x1 convolution:
+//     first layer                      forward = weights (C, 9 F) x rows of the input
+//     last layer's input gradient      weights, turned (C, 9 F), x rows of the output's gradient
+//     weight gradients of both         rows^T x the tensor of C channels
+//   bf16 has 8 bits, fp32 values have more. So a value v becomes two bf16 numbers, upper = bf16(v) and lower = bf16(v -
+//   upper); their sum differs from v by 2^-17 at most, less than the result's rounding. A row is then (upper parts, 0 |
+//   lower parts, 0), and the weights stand in both halves.
+// Costs: the rows are written and read: for unet64 as many bytes as a tensor of 64 channels.
 
 struct ConvFew {
     const float* x;           // (B, H, W, F)
-    const void* weight;       // first layer: (C, 9, F); last: (F, 9, C); or null
+    const void* weight;       // first layer: (C, 9, F); last layer: (F, 9, C); or null
     void *rows, *weight_rows; // (B, H, W, R), (C, R)
-    int B, H, W, F, C, R;     // C: of the other side
-    int parts;                // that a value becomes: 1 or 2
-    bool last;
-    float *product, *bias; // of the weight gradient: (C, R); last layer: (R, C) and (R)
-    float *dweight, *dbias;
+    int B, H, W, F, C, R;     // F: the few channels; C: those of the other side; R: of a row
+    int parts;                // how many numbers a value becomes: 1, or 2 in bf16
+    bool last;                // the network's last layer, else its first
+    // What the product of a weight gradient gives. First layer: product (C, R). Last: product (R, C), bias (R).
+    float *product, *bias;
+    float *dweight, *dbias; // where the gradients belong
 };
 
-// Where weight k of channel c lies in the layer's own weights; k counts taps and the few channels, which the last layer
-// goes through from the end.
+// Where weight k = tap * F + f of channel c lies in the layer's own weights. The last layer's rows serve its input
+// gradient, so its taps are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     return p.last ? ((size_t)(k % p.F) * 9 + 8 - k / p.F) * p.C + c : (size_t)c * 9 * p.F + k;
 }
@@ -8937,19 +8973,25 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
     const int first = threadIdx.x * V, half = p.R / p.parts;
-    int tap[V], at[V]; // from tap 9 on there is no such value
+    int tap[V];      // of each value; from tap 9 on there is none
+    int distance[V]; // from the pixel's own first value in x, in floats
     int t = first / p.F, f = first % p.F;
     UNROLL_FOR (int j = 0; j < V; j++) {
-        tap[j] = t, at[j] = ((t / 3 - 1) * p.W + t % 3 - 1) * p.F + f;
-        if (++f == p.F) f = 0, t++;
+        tap[j] = t;
+        distance[j] = ((t / 3 - 1) * p.W + t % 3 - 1) * p.F + f;
+        if (++f == p.F) {
+            f = 0;
+            t++;
+        }
     }
     await_previous_kernel();
     for (int pixel = blockIdx.x * blockDim.y + threadIdx.y; pixel < p.B * p.H * p.W; pixel += gridDim.x * blockDim.y) {
         const uint32_t W = p.W, H = p.H, line = pixel / W, h = line % H, w = pixel - line * W;
-        const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W),
-                       inside = (h > 0 ? columns : 0) + (columns << 3) + (h + 1 < H ? columns << 6 : 0);
+        // A bit for each tap: does it lie inside the image? Of a row of the filter, and of all three rows.
+        const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W);
+        const uint32_t inside = (h > 0 ? columns : 0) + (columns << 3) + (h + 1 < H ? columns << 6 : 0);
         float v[V];
-        UNROLL_FOR (int j = 0; j < V; j++) v[j] = inside >> tap[j] & 1 ? p.x[(uint32_t)pixel * p.F + at[j]] : 0;
+        UNROLL_FOR (int j = 0; j < V; j++) v[j] = inside >> tap[j] & 1 ? p.x[(uint32_t)pixel * p.F + distance[j]] : 0;
         T* const row = (T*)p.rows + (size_t)pixel * p.R + first;
         *(uint4*)row = pack(v);
         if constexpr (sizeof(T) == 2) {
@@ -8986,8 +9028,12 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
     ConvFew p = {};
-    p.B = s.B, p.H = s.H, p.W = s.W, p.last = conv_is_last(s);
-    p.F = p.last ? s.Cout : s.C1, p.C = p.last ? s.C1 : s.Cout;
+    p.B = s.B;
+    p.H = s.H;
+    p.W = s.W;
+    p.last = conv_is_last(s);
+    p.F = p.last ? s.Cout : s.C1;
+    p.C = p.last ? s.C1 : s.Cout;
     p.parts = device.bf16 ? 2 : 1;
     p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
@@ -9009,7 +9055,8 @@ static size_t few_bytes(const ConvShape& s) {
 static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory,
                              Lane* lane = MAIN_LANE) {
     ConvFew p = plan_few(s, memory);
-    p.x = (const float*)x, p.weight = weight;
+    p.x = (const float*)x;
+    p.weight = weight;
     const int pieces = p.R / p.parts / act_vec(), pixels = std::max(1, 256 / pieces);
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
     launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, blocks, dim3(pieces, pixels), 0, p);
@@ -9033,9 +9080,10 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //     | pixel tiles   |            | pixel tiles  |
 //     +----+----+----+             +----+----+----+
 //
-//   With more than one range the blocks write partial sums to the workspace, and conv_weight_sum adds them up in a fixed
-//   order. The bias gradient, the sum of dout over all pixels, is dout^T times a matrix of ones. Those warps compute it
-//   that see each dout once; there is one partial for each (range, image). Small layers share a launch (WeightBatch).
+//   With more than one range the blocks write partial sums to the workspace, and conv_weight_sum adds them up in a
+//   fixed order. The bias gradient, the sum of dout over all pixels, is dout^T times a matrix of ones. Those warps
+//   compute it that see each dout once; there is one partial for each (range, image). Small layers share a launch
+//   (WeightBatch).
 // Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
 struct ConvWeight : WeightWork {
@@ -9058,8 +9106,8 @@ struct ConvWeight : WeightWork {
 };
 
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // 25 us: a launch that takes so long does not wait for further layers
-// The most partial sums, of 16 KB, that a launch of conv_weight_tma may write; one for each of the H200's 132 blocks and
-// their nine tiles of 64 x 64 weights.
+// The most partial sums, of 16 KB, that a launch of conv_weight_tma may write; one for each of the H200's 132 blocks
+// and their nine tiles of 64 x 64 weights.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
 // Several layers' works in one launch: work i has the blocks from first_block[i] on.
@@ -9081,8 +9129,8 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
 // Range `split` goes from this pixel tile to that of split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Where the four weights of a thread's fragment lie in dweight: v.x, v.y are (co, ci), (co, ci + 1); v.z, v.w are those of
-// co + 8. A row is null if it is beyond the last channel.
+// Where the four weights of a thread's fragment lie in dweight: v.x, v.y are (co, ci), (co, ci + 1); v.z, v.w are those
+// of co + 8. A row is null if it is beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -9105,8 +9153,8 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
                        inside && co + 8 < p.shape.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
 }
 
-// The end of a portable kernel. each(put) calls put(tile, tap, i, v) for all of a thread's fragments; whether that goes to
-// dweight or to the partials is decided once, outside the loop.
+// The end of a portable kernel. each(put) calls put(tile, tap, i, v) for all of a thread's fragments; whether that goes
+// to dweight or to the partials is decided once, outside the loop.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -9116,8 +9164,8 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
 }
 
 // The second kernel adds up the partials: a work's first blocks those of the bias, the others those of the weights.
-// Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. `groups` rows share the ranges of the same 32
-// fragments, so that a thread adds up about 8 ranges.
+// Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. `groups` rows share the ranges of the same
+// 32 fragments, so that a thread adds up about 8 ranges.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -9173,8 +9221,8 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     if (p.dbias) p.dbias[c] = (float)total;
 }
 
-// Sums of dout over each image's pixels, in the main loops of the two kernels below: of a warp's 16 M channels from co on,
-// if the warp owns them.
+// Sums of dout over each image's pixels, in the main loops of the two kernels below: of a warp's 16 M channels from co
+// on, if the warp owns them.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool own;
@@ -9211,8 +9259,8 @@ template <class T, int M> struct BiasSum {
     }
 };
 
-// Both operands lie in shared memory as (pixels, channels), and the pixels are k: ldmatrix.trans turns them. place: where
-// this lane's row of the first fragment lies. 16 pixels of 16 M channels of dout, and of 8 N channels of x:
+// Both operands lie in shared memory as (pixels, channels), and the pixels are k: ldmatrix.trans turns them. place:
+// where this lane's row of the first fragment lies. 16 pixels of 16 M channels of dout, and of 8 N channels of x:
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
     UNROLL_FOR (int i = 0; i < M; i++) load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
 }
@@ -9220,9 +9268,9 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
     UNROLL_FOR (int j = 0; j < N; j += 2) load_fragments<T, true>(b[j], b[j + 1], channels_on<T>(place, 8 * j));
 }
 
-// conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: 2 x 2 quarters of the
-// 64 x 64 for each of three kw; a warp has the three kh. A pixel tile is 8 x 8 pixels of dout, and the same with a border
-// of x. Tiles pass through a ring of STAGES. One product of k = 16 pixels is two image rows of 8.
+// conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: 2 x 2 quarters of
+// the 64 x 64 for each of three kw; a warp has the three kh. A pixel tile is 8 x 8 pixels of dout, and the same with a
+// border of x. Tiles pass through a ring of STAGES. One product of k = 16 pixels is two image rows of 8.
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // of shared memory: 4 stages of bf16 or 2 of floats
 template <class T, int WORKS>
 static __global__ void __launch_bounds__(384, 1)
@@ -9242,7 +9290,8 @@ static __global__ void __launch_bounds__(384, 1)
     const int up = p.shape.upsample, H = p.shape.H << up, W = p.shape.W << up; // of dout; x is read through upsampling
     const int Cout = p.shape.Cout, C = p.shape.C1;
 
-    // A thread copies one chunk of one column: of x in every X_ROWS-th row, of dout in every D_ROWS-th, without branches.
+    // A thread copies one chunk of one column: of x in every X_ROWS-th row, of dout in every D_ROWS-th, without
+    // branches.
     const int chunk = tid % CHUNKS;
     constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS;
     constexpr int D_ROWS = 384 / CHUNKS / 8, D_LOADS = (7 + D_ROWS) / D_ROWS;
@@ -9335,9 +9384,9 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-// conv_weight_gather: any convolution. A block has one tap, N x N tiles of 64 x 64 weights, and 2 x 2 warps, of which each
-// owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring: 64 rows of x, as the tap
-// reads them, then 64 rows of dout.
+// conv_weight_gather: any convolution. A block has one tap, N x N tiles of 64 x 64 weights, and 2 x 2 warps, of which
+// each owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring: 64 rows of x, as
+// the tap reads them, then 64 rows of dout.
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
 template <class T, int N, int WORKS>
@@ -9397,7 +9446,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // Where this lane's rows for ldmatrix lie. x: (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
+    // Where this lane's rows for ldmatrix lie. x: (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci
+    // 8-15).
     const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
     uint32_t lane_x = base + (low * 8 + l7) * ROW + chunk_place<T>(ci_warp * 4 * N + high, l7);
     uint32_t lane_dout = base + 64 * ROW + (high * 8 + l7) * ROW + chunk_place<T>(co_warp * 4 * N + low, l7);
@@ -9443,12 +9493,13 @@ static __global__ void __launch_bounds__(128, 4 - N)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-// The idea they rest on: the HALO of a pixel tile is loaded once per 64 channels, and all nine taps read it in place. A
-// TMA box of 64 channels x pixels arrives as rows of 128 bytes; what lies outside the image arrives as zeros, which is
-// the padding. To wgmma an operand is groups of 8 such rows and a distance between groups: 8 neighbouring pixels, then
-// the next image row, a halo pitch on. A tap is only another start, which need not be aligned to the swizzle's 1024
-// bytes: the hardware adds up the address first and exchanges its bits 4-6 with their exclusive or with bits 7-9 then,
-// as TMA did when it wrote. (PTX ISA: "Matrix descriptor"; its base-offset field stays 0.)
+// The idea they rest on: the HALO of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read
+// it in place. TMA brings a box of 64 channels x pixels as rows of 128 bytes, one row a pixel. What lies outside the
+// image arrives as zeros, which is the padding.
+// To wgmma an operand is groups of 8 rows of 128 bytes, and the distance between the groups. Here a group is 8
+// neighbouring pixels of an image row, and the distance is one row of the halo (its pitch). So another tap is the same
+// operand with another start. This start need not be a multiple of the swizzle's 1024 bytes: TMA and wgmma both compute
+// the full address first, then XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix descriptor".)
 //
 //   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each tap and slice
 //
@@ -9460,22 +9511,26 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //      +----+----+----+----+ channels              +---------------+                  +--------+--------+  t % 32 / 4
 //       four products of k = 16: + 32 bytes each, in A and in B alike                                     and 8 more
 
-// A tensor in one part or two, by slices of 64 channels: concatenated inputs, and their gradients.
+// A tensor of one part or two (concatenated inputs, and their gradients), counted in slices of 64 channels. A slice
+// belongs to one part alone.
 struct TmaParts {
     CUtensorMap map1, map2;
     int C1, slices1, slices; // channels and slices of the first part; slices of both
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    INLINE int channel(int slice) const { return (is_second(slice) ? slice - slices1 : slice) * 64; } // of its part
-    INLINE int row(int slice) const { return (is_second(slice) ? C1 : 0) + channel(slice); }          // of both
+    // A slice's first channel: within its part; and among the channels of both parts, as weights count them.
+    INLINE int channel(int slice) const { return (is_second(slice) ? slice - slices1 : slice) * 64; }
+    INLINE int row(int slice) const { return (is_second(slice) ? C1 : 0) + channel(slice); }
 };
-// What the kernels are told. A CUtensorMap is aligned to 64 bytes and lies in the parameters of the launch.
+// What conv_tiles and conv_small are told. A CUtensorMap is aligned to 64 bytes; it has to lie in the launch's
+// parameters (__grid_constant__), where TMA can read it.
 struct ConvTma {
-    TmaParts x, skip, results, addends;      // x: boxes with a border
-    CUtensorMap weight, skip_weight;         // (Cout, taps, Cin) in boxes of 64 Cin
-    int B, H, W, C, tiles_h, tiles_w, tiles; // of the output; tiles of an image, down and across; of all images
-    int ring, weight_slots;                  // stages in shared memory
-    bool whole;                              // a tile's pixels are of one image: one part of the statistics
+    TmaParts x, skip, results, addends; // x: boxes with a border of one pixel, if the filter is 3x3
+    CUtensorMap weight, skip_weight;    // (Cout, taps, Cin) in boxes of 64 Cin
+    int B, H, W, C;                     // of the output
+    int tiles_h, tiles_w, tiles;        // tiles of an image, down and across; of all images
+    int ring, weight_slots;             // stages of pixels and of weights in shared memory
+    bool whole;                         // all pixels of a tile are of one image: they are one part of the statistics
     ConvOut out;
 };
 
@@ -9500,32 +9555,56 @@ static ConvTma tma_arguments(const ConvCall& p, bool transposed, int rows, int c
     if (transposed) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
     else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, weight_rows});
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
-    t.B = p.B, t.H = p.H, t.W = p.W, t.C = p.Cout, t.out = o;
-    t.tiles_h = ceil_div(p.H, rows), t.tiles_w = ceil_div(p.W, columns);
+    t.B = p.B;
+    t.H = p.H;
+    t.W = p.W;
+    t.C = p.Cout;
+    t.out = o;
+    t.tiles_h = ceil_div(p.H, rows);
+    t.tiles_w = ceil_div(p.W, columns);
     t.tiles = ceil_div(p.B, images) * t.tiles_h * t.tiles_w;
     return t;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-// D[64 BLOCKS channels][8 x ROWS pixels], A = weights, so that 64 channels still make wide products, B = pixels, as
-// drawn above. Blocks are persistent: each has its channels and a run of tiles.
-//   TAPS        9: 3x3, 1: 1x1         TRANSPOSED  the input's gradient
-//   STEPS       products of 16 channels a tap; 2 if there is one slice of 32 channels
-//   RESIDENT    weights stay in shared memory; the two warpgroups take turns with tiles and with the tensor cores. A
-//               3x3 may take along the skip connection that is to be added: more slices, of one tap each
-//   else        weights stream past both warpgroups; a stage has pixels for each
+// Used when: images are larger than 32 x 32 (conv_small's costs decide below that); 1x1.
+// How: A tile is 8 x ROWS pixels (8 across, ROWS down) and 64 BLOCKS channels. D[64 BLOCKS channels][8 x ROWS pixels],
+//   with A = weights and B = pixels, as drawn above: the pixels are the wide side, so that 64 channels still make wide
+//   products. Blocks are persistent: as many as there are multiprocessors, each with its output channels and every
+//   so-and-so-many-th tile. A block's roles:
+//
+//     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
+//     warpgroup 1  (warps 4-7)    the same, of other tiles
+//     warp 8                      one thread loads pixels, addends and weights (TMA)
+//     warps 9, 10                 one thread each stores the results of one warpgroup (TMA)
+//     warp 11                     idle: setmaxnreg, which gives its registers away, wants whole warpgroups
+//
+//   Shared memory: | barriers | a ring of stages of pixels: slices of x, addends, then results | stages of weights |
+//   Template parameters:
+//     TAPS         9: 3x3; 1: 1x1
+//     TRANSPOSED   the input's gradient
+//     STEPS        products of 16 channels for each tap: 4; 2 if there is one slice, of 32 channels
+//     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
+//                  turns with tiles and with the tensor cores. A 3x3 may compute the skip connection that is to be
+//                  added to it as well: further slices, of one tap each.
+//                  false: weights stream past both warpgroups, and a stage has pixels of two tiles, one for each
+// Costs: each tile reads its halo once for all its channels; streamed weights are read once for two tiles.
 template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, int STEPS_ = 4> struct ConvTiles {
     static constexpr int TAPS = TAPS_, ROWS = ROWS_, BLOCKS = BLOCKS_, STEPS = STEPS_;
     static constexpr bool RESIDENT = RESIDENT_, TRANSPOSED = TRANSPOSED_;
     static constexpr bool CAN_SKIP = RESIDENT && !TRANSPOSED && TAPS == 9;
-    // Warpgroups 0, 1 multiply; of the third a warp loads, two store, one is idle: setmaxnreg wants whole warpgroups.
-    static constexpr int THREADS = 384, LOADS = 8, STORES = 9;
+    static constexpr int THREADS = 384;
+    static constexpr int LOADS = 8, STORES = 9; // the warp that loads, and the first of the two that store
     static constexpr bool MOVES_REGISTERS = BLOCKS == 3;
     static constexpr int UNIT = RESIDENT ? 1 : 2; // tiles of a stage
-    static constexpr int BORDER = TAPS == 9 ? 1 : 0, PITCH = 8 + 2 * BORDER, PIXELS = 8 * ROWS;
-    static constexpr int PIXEL_BYTES = PIXELS * 128, HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * 128;
-    static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024, STAGE = UNIT * HALO;
+    static constexpr int BORDER = TAPS == 9 ? 1 : 0;
+    static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
+    static constexpr int PIXELS = 8 * ROWS;
+    static constexpr int PIXEL_BYTES = PIXELS * 128; // without a border
+    static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * 128;
+    static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024; // in shared memory
+    static constexpr int STAGE = UNIT * HALO;
     static constexpr int WEIGHT_BYTES = BLOCKS * 64 * 128;     // one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;    // image rows of a part of the statistics, or all (whole)
@@ -9542,9 +9621,10 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
     static INLINE int half(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; } // of a stage: this one's pixels
 };
 
-// A block's tiles, and the pieces that pass through the pixels' stages for each: slices, those of the skip connection,
-// addends. Results take the stages of the last BLOCKS pieces, an addend's where there is one (it is read in just the
-// places where the results then go); if there are fewer pieces, some stages stay empty.
+// A block's tiles, and the pieces that pass through the stages of pixels for each tile: the slices of x, those of the
+// skip connection, then BLOCKS addends. A tile's results go out through the stages of its last BLOCKS pieces: an
+// addend's own stage if there is one, since each thread reads it in just the places where it then writes. If a tile has
+// fewer than BLOCKS pieces, some stages are passed on empty.
 template <class T> struct TileWork {
     const ConvTma& p;
     const int out0 = blockIdx.y * T::BLOCKS, c0 = out0 * 64;             // first slice of the output; its first channel
@@ -9576,7 +9656,7 @@ template <class T> struct TileWork {
     }
 };
 
-// The thread that loads pixels, piece by piece.
+// What the loading thread knows of the pixels' ring: which piece of which tile is next, and for which warpgroup.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
@@ -9602,17 +9682,22 @@ template <class T> struct PixelLoader {
         else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::PIXEL_BYTES);
         else mbarrier_arrive(to.full);
         if (++piece < work.pieces) return;
-        piece = 0, owner ^= 1;
-        tile.next(), partner.next();
+        piece = 0;
+        owner ^= 1;
+        tile.next();
+        partner.next();
     }
 };
 
-// Role: load. Resident weights come before the kernel in front has ended, which does not write them. If weights stream,
-// pixels are asked for one piece ahead, in the middle of a slice's weights: of two stages or more that piece takes the
-// one of the slice before or an earlier one, which is released behind the first tap of this slice. What comes behind a
-// tile's slices, its addends and the next tile's first piece, is asked for when all its weights are on their way.
+// Role: load.
+// Resident weights are loaded before the previous kernel has ended, since it does not write them.
+// Streamed weights: the pixels of the next slice are asked for in the middle of a slice's weights. The stage that they
+// get is that of the slice before or an earlier one (there are two stages or more), which is released after the first
+// tap of this slice: so the loading thread never waits for products whose weights it has still to load. A tile's
+// addends and the next tile's first slice are asked for when all weights of the tile are on their way.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
-    prefetch_tensor_map(&work.p.weight), prefetch_tensor_map(&work.p.x.map1);
+    prefetch_tensor_map(&work.p.weight);
+    prefetch_tensor_map(&work.p.x.map1);
     const int slices = work.p.x.slices;
     for (int s = 0; T::RESIDENT && s < work.products; s++)
         for (int tap = 0; tap < (s < slices ? T::TAPS : 1); tap++) work.load_weights(weights.next(), s, tap);
@@ -9632,7 +9717,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store the results of a warpgroup.
+// Role: store. One thread for each of the two warpgroups: when a result is complete in its stage, it goes out by TMA,
+// and then the stage is free for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -9649,7 +9735,8 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
         }
 }
 
-// What becomes of a tile's sums: + embedding, + addend, rounded, put together as rows of pixels; statistics of that.
+// What a warpgroup does with a tile's sums: it adds embedding and addend, rounds, puts the results together as rows of
+// pixels in shared memory, and sums them for the statistics.
 template <class T> struct Epilogue {
     typedef float Sums[T::ROWS / T::STATS_ROWS][4]; // of a part: channel c: sum, sum of squares; channel c + 8
     const TileWork<T>& work;
@@ -9668,15 +9755,17 @@ template <class T> struct Epilogue {
                 if (T::CAN_SKIP && p.skip.slices && channel < p.C) bias[b][k] += p.out.skip.bias[channel];
             }
     }
-    // The first block's while products run, another one's when its turn comes: registers are scarce.
+    // Of block b of 64 channels: the first block's are loaded while products run, another one's when its turn comes,
+    // since registers are scarce.
     INLINE void load_embedding(int n, int b) {
         UNROLL_FOR (int k = 0; k < 2; k++) {
             const int channel = c + b * 64 + 8 * k;
             emb[k] = p.out.emb && n < p.B && channel < p.C ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
         }
     }
-    // d[4 j ... 4 j + 7] are image rows j, j + 1: (row j, c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8), two
-    // pixels each. A column of D is a pixel, so stmatrix, transposing, turns 8x8 blocks into rows of pixels.
+    // d[4 j ... 4 j + 7] are image rows j and j + 1: (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c
+    // + 8), two neighbouring pixels each. A column of D is a pixel. In shared memory a pixel is a row, so ldmatrix and
+    // stmatrix transpose blocks of 8 x 8.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t at) const {
         constexpr int BATCH = 4; // loads on their way together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
@@ -9695,7 +9784,8 @@ template <class T> struct Epilogue {
             UNROLL_FOR (int k = 0; STATS && k < 4; k++) {
                 const float2 x = unpack_bf16(h + j + k / 2 < p.H ? v[k] & inside : 0);
                 float* const sum = sums[j / T::STATS_ROWS] + k % 2 * 2;
-                sum[0] += x.x + x.y, sum[1] += x.x * x.x + x.y * x.y;
+                sum[0] += x.x + x.y;
+                sum[1] += x.x * x.x + x.y * x.y;
             }
         }
     }
@@ -9764,8 +9854,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
             for (int tap = 0; tap < T::TAPS; tap++) {
                 const uint32_t weight = T::RESIDENT ? weights.kept(s * T::TAPS + tap, first) : weights.arrived();
                 acc.template multiply<T::STEPS, T::TRANSPOSED>(weight, halo.shifted(tap));
-                // These products may still run while the next ones are put on their way; the ones before have ended,
-                // and what they read is free, but for the stages where results will go.
+                // These products may still run while the next ones are issued. Those before them have ended after the
+                // wait, and the stages that they have read are released, except those where results will go.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
@@ -9802,10 +9892,17 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-// They have too few tiles for persistent blocks. D[8x8 pixels][N channels] for each warpgroup, A = pixels, B = weights.
-// A block has one tile, 8 x TILE_W pixels of IMAGES images. A slice's taps pass through a ring of weights (three at
-// once if one's products are short), while the next slice's halo is on its way. SPLIT = 2: two blocks of a cluster take
-// half of these steps each, and each finishes half of the channels with what the other one sends.
+// Used when: images are too small for conv_tiles: too few tiles for persistent blocks (conv_small's costs decide).
+// How: A block has one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup has a
+//   square of 8 x 8 pixels: D[64 pixels][N channels], A = pixels, B = weights. One more warp loads.
+//   A step is one tap of a slice, or GROUP = 3 taps if the products of one are short. The steps' weights pass through a
+//   ring of SLOTS, while the next slice's halo is on its way:
+//
+//     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
+//
+//   SPLIT = 2: the two blocks of a cluster take half of the steps each. At the end each sends the other one half of its
+//   sums, and finishes the other half.
+// Costs: a tile's halo is read once for N channels, and all weights of N channels once for each tile.
 template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, ACROSS = WARPGROUPS / IMAGES; // 8x8 blocks
@@ -9827,7 +9924,8 @@ template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, in
     static_assert(N <= 2 * CONSUMERS && SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES); // sums lie there at last
 };
 
-// What a block does: a tile of pixels, N output channels, all steps or half of them.
+// What a block does: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all, or half of
+// them).
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
@@ -9851,8 +9949,8 @@ template <class T> struct SmallWork {
     }
 };
 
-// Role: load. The first weights are on their way already. A slice's halo is asked for six taps into the slice before,
-// when the products that free a stage for it have all that they need.
+// Role: load. The first SLOTS steps of weights are on their way already. A slice's halo is asked for after six taps of
+// the slice before: by then the products that free a stage for it have all that they need, so the wait for it ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::GROUPS, last = (work.end - 1) / T::GROUPS; // slices
@@ -9900,16 +9998,20 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) {
             weights.release();
-            if (++group_done == T::GROUPS) group_done = 0, halos.release();
+            if (++group_done == T::GROUPS) {
+                group_done = 0;
+                halos.release();
+            }
         }
         if (++group == T::GROUPS) group = 0;
     }
     multiplied<0>(d);
 }
 
-// What becomes of a warpgroup's sums, (pixels, channels) here: + those of the cluster's other block, + addend, + bias
-// and embedding, rounded, put together in boxes of BOX channels; statistics. It runs once, so that the size of unrolled
-// code is its time (20 bytes a cycle): what needs no accumulators are loops over each warp's own 16 pixels.
+// What a warpgroup does with its sums, (pixels, channels) here: it adds those of the cluster's other block, addend,
+// bias and embedding, rounds, puts the results together in boxes of BOX channels, and sums them for the statistics.
+// This code runs once in a block, so its time is that of fetching it (20 bytes a cycle): what needs no accumulators is
+// not unrolled, but loops over each warp's own 16 pixels.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -9929,14 +10031,15 @@ template <class T> struct SmallEpilogue {
         for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128)
             PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
     }
-    // The half that the other block finishes goes there, what comes from there is added to ours.
+    // SPLIT = 2: the half of the sums that the other block finishes goes there; what comes from there is added to ours.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16, theirs = at_block(mine, 1 - work.half);
         UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 const float low = d[i + k], high = d[T::OUT_BLOCKS * 4 + i + k];
-                v[k] = work.half ? low : high, d[i + k] = work.half ? high : low;
+                v[k] = work.half ? low : high;
+                d[i + k] = work.half ? high : low;
             }
             const uint32_t to = theirs + i / 4 * T::CONSUMERS * 16;
             PTX("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
@@ -9970,7 +10073,7 @@ template <class T> struct SmallEpilogue {
             stmatrix(place(j), v);
         }
     }
-    // (warp of the warpgroup, channel, 2): what each warp has of the statistics.
+    // The sums of each warp's 16 pixels, to shared memory: (warp of the warpgroup, channel, 2).
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
         constexpr int WORDS = T::BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
         const int c = lane % WORDS * 2, rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0, columns = p.W - at.w;
@@ -9986,7 +10089,10 @@ template <class T> struct SmallEpilogue {
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
                     const int i = i0 + k * PIXELS_AT_ONCE; // pixel of the warp
                     const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v[k] : 0);
-                    t[0] += x.x, t[1] += x.x * x.x, t[2] += x.y, t[3] += x.y * x.y;
+                    t[0] += x.x;
+                    t[1] += x.x * x.x;
+                    t[2] += x.y;
+                    t[3] += x.y * x.y;
                 }
             }
             if (PIXELS_AT_ONCE == 2)
@@ -10020,7 +10126,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
         init_barriers(halos, weights, addends);
         for (int i = 0; i < T::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
             work.load_weights(weights.stage(i), work.first + i);
-        prefetch_tensor_map(&p.x.map1), prefetch_tensor_map(&p.results.map1);
+        prefetch_tensor_map(&p.x.map1);
+        prefetch_tensor_map(&p.results.map1);
         if (work.has_addend) prefetch_tensor_map(&p.addends.map1);
     }
     if (T::SPLIT == 2) cluster_sync();
@@ -10071,19 +10178,26 @@ template <class T> static void conv_small_launch(const ConvCall& p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_weight_tma: weight gradients (sm_90a)
 // Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
-// How: a warpgroup's D[64 Cout][192] is three taps x 64 Cin of one filter row (3x3), or up to 192 Cin (1x1); A = dout,
-//   B = x, both as they lie in memory, one pixel a row of 64 channels: the k of this product. With a "leading" distance
-//   of ONE PIXEL the three 64-wide thirds of B are the same halo under kw = 0, 1, 2. A block owns one of these products
-//   and a range of pixel tiles; or, with three warpgroups, all filter rows (3x3) or up to 192 Cout (1x1): a third of
-//   the reading, which is what large tensors wait for, but three times the partials. In the blocks of filter row 0 and
-//   input tile 0 more warps sum dout over the pixels, for the bias. Where one range is all, TMA puts the sums into
-//   dweight. One launch does several layers: small ones alone would leave most of the GPU idle.
-// Costs: what its bytes take to come from the L2 (large tensors: from memory), or its products; and the partials.
+// How: A = dout and B = x, both as they lie in memory, one pixel a row of 64 channels: the pixels are k of this
+//   product. A warpgroup's D[64 Cout][192] is
+//     3x3   three taps of a filter row x 64 Cin: the three thirds of B are the same halo under kw = 0, 1, 2, so the
+//           "leading" distance between them is ONE PIXEL
+//     1x1   up to 192 Cin: the thirds of B are three slices of x
+//   A block has GROUPS warpgroups and a range of pixel tiles:
+//     1     one of these products
+//     3     3x3: all three filter rows; 1x1: up to 192 Cout. It reads a third of the bytes, which is what large tensors
+//           wait for, but there are fewer blocks, so more ranges and up to three times the partials.
+//   One warp loads. In the blocks of filter row 0 and input tile 0 further warps sum dout over the pixels, for the
+//   bias. If one range is all, TMA puts the sums into dweight; else they are partials, for conv_weight_sum.
+//   One launch does several layers: small ones alone would leave most of the GPU idle.
+// Costs: the time of its bytes from the L2 (large tensors: from memory), or of its products; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = 8, TILE_W = TILE_W_, STAGES = STAGES_;
-    static constexpr bool TAPS = KERNEL == 3; // three of a filter row at a time
-    static constexpr int LOADER = 4 * GROUPS; // the warp that loads
-    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : TAPS ? 2 : 3, THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
+    static constexpr bool TAPS = KERNEL == 3;            // three of a filter row at a time
+    static constexpr int LOADER = 4 * GROUPS;            // the warp that loads
+    static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // with three warpgroups
+    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
+    static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
     static constexpr int BORDER = KERNEL / 2, PITCH = TILE_W + 2 * BORDER, HALO_H = TILE_H + BORDER * (GROUPS - 1);
     static constexpr int X_PARTS = TAPS ? 1 : 3, DOUT_PARTS = TAPS ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
@@ -10100,7 +10214,7 @@ struct ConvWeightTma {
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-// What a block does: some of these products, neighbours; of all pixel tiles, or of a range, for a second kernel to sum.
+// What a block does: which products, and of which range of pixel tiles.
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
     const int block; // of this work's
@@ -10123,7 +10237,7 @@ template <class T> struct WeightBlock {
     }
 };
 
-// Role: load. All depends on this one thread.
+// Role: load. One thread: everything waits for it, so it divides nothing (TileWalk).
 template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
     TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
@@ -10143,8 +10257,9 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
 }
 
 // Sums of 64 channels of dout over the pixels of an image, and over all images. Each of WARPS warps has CHUNKS chunks
-// of 8 channels, of which a lane adds up one, of every 4 WARPS-th pixel; any 8 lanes in turn read all banks. At an
-// image's end lanes of the same chunk halve its sums until each has those of VALUES channels, from c on.
+// of 8 channels. A lane adds up one chunk, of every 4 WARPS-th pixel; the pixels are dealt out so that any 8
+// neighbouring lanes read all banks. At an image's end the lanes that have the same chunk share its sums out among them
+// (halve), until each has those of VALUES channels, from c on.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS, CHUNKS = 8 / WARPS, VALUES = WARPS == 1 ? 2 : 1;
     const WeightBlock<T>& work;
@@ -10163,10 +10278,14 @@ template <class T> struct ChannelSums {
         }
     }
     INLINE void end_image(int n) {
-        halve<4>(sum, 16), halve<2>(sum, 8);
+        halve<4>(sum, 16);
+        halve<2>(sum, 8);
         if (WARPS > 1) halve<1>(sum, 4);
         if (WARPS == 4) sum[0] = lane_sum<2>(sum[0]);
-        UNROLL_FOR (int k = 0; k < VALUES; k++) total[k] += sum[k], work.put_image_sum(n, c + k, sum[k]);
+        UNROLL_FOR (int k = 0; k < VALUES; k++) {
+            total[k] += sum[k];
+            work.put_image_sum(n, c + k, sum[k]);
+        }
         UNROLL_FOR (float& x : sum) x = 0;
     }
 };
@@ -10209,7 +10328,7 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// A range's sums, in the order of weight_place.
+// Writes a range's sums to the partials, in the order of weight_place.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4, tile = co_tile * p.channel_tiles + work.ci_tile;
@@ -10220,9 +10339,10 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// All sums, put into dweight by TMA, out of boxes of 32 Cin in the place of the tiles, in rows of 128 bytes: (Cout,
-// tap) for 3x3, Cout for 1x1. Fragment f of this thread: output channels co and co + 8, third f / 8 (a tap, or 64 Cin),
-// Cin f % 8 * 8 + lane % 4 * 2 and the one behind it.
+// Puts all sums into dweight, by TMA. In shared memory, where the pixel tiles were, they become boxes of 32 Cin, with
+// rows of 128 bytes: a row for each (Cout, tap) of a 3x3, for each Cout of a 1x1. Fragment f of this thread is the
+// output channels co and co + 8, third f / 8 (a tap, or 64 Cin), and the input channels f % 8 * 8 + lane % 4 * 2 and
+// the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::TAPS ? 3 * 64 : 64) * 128;
     const ConvWeight& p = work.p;
@@ -10251,8 +10371,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const WeightBlock<T> work(b.own());
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy + (work.sums_bias ? work.bias_warps : 0));
-    if (threadIdx.x == T::LOADER * 32)
-        prefetch_tensor_map(work.maps.x.map(work.ci_tile)), prefetch_tensor_map(&work.maps.dout);
+    if (threadIdx.x == T::LOADER * 32) {
+        prefetch_tensor_map(work.maps.x.map(work.ci_tile));
+        prefetch_tensor_map(&work.maps.dout);
+    }
     ready(stages);
 
     const int warp = threadIdx.x >> 5, own = warp - T::LOADER - 1;
@@ -10651,7 +10773,8 @@ template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
         const int rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
         const bool half_slice = p.C1 == 32 && T::N <= 64; // a slice of 32 channels is half the products
-        const int tap = (blocks <= gpu.sms ? cost.tap_alone : cost.tap_full) / (half_slice ? 2 : 1);
+        int tap = blocks <= gpu.sms ? cost.tap_alone : cost.tap_full;
+        if (half_slice) tap /= 2;
         way.consider((int64_t)rounds * (cost.block + tap * taps / T::SPLIT), conv_small_launch<T>);
     };
     //           warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
@@ -10686,8 +10809,8 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
     ConvCall p = c;
     const int HW = p.H * p.W;
     const bool add = p.out.part1.add1 || p.out.part2.add1;
-    // To a 1x1 convolution all images are one, of width 8: it fills its tiles. Not with an embedding, which differs from
-    // image to image; and with statistics, which are of 64 pixels or more, only if these are pixels of one image.
+    // To a 1x1 convolution all images are one, of width 8: it fills its tiles. Not with an embedding, which differs
+    // from image to image; and with statistics, which are of 64 pixels or more, only if these are pixels of one image.
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) {
         p.H = p.B * (HW / 8);
@@ -10723,7 +10846,8 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
 
         // Cycles after a unit's products: adding, rounding, storing. If stages are short, the next unit waits for that.
         const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
-        const int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6) + (tight ? 3000 : 0);
+        int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
+        if (tight) end += 3000;
 
         // Resident: one warpgroup ends a tile while the other multiplies. Streamed: one after the other.
         const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
@@ -10841,8 +10965,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape one = conv_without_detour(s);
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    // Stride 2: compute all pixels with stride 1 and pick every fourth. That pays if there are so few pixels that launches
-    // cost more than products.
+    // Stride 2: compute all pixels with stride 1 and pick every fourth. That pays if there are so few pixels that
+    // launches cost more than products.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
@@ -10897,28 +11021,49 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: weight gradients
-// What weight gradients cost, in cycles as measured on an H200 when all blocks are at work.
+// What weight gradients cost, in cycles as measured on an H200 while all blocks are at work.
 struct WeightCosts {
-    int slots, tile, filter;    // blocks that the GPU holds at once; a pixel tile of one of them; blocks for all taps
-    int beside, beside_dweight; // what a block takes beside its tiles, to write partials or dweight itself
-    int sums, most_partials = MAX_WEIGHT_PARTIALS; // the second kernel, beside 10 a partial
+    int slots;          // blocks that the GPU holds at once
+    int tile;           // cycles of a block for one pixel tile
+    int filter;         // blocks that all taps need
+    int beside;         // cycles of a block beside its tiles, if it writes partials
+    int beside_dweight; // the same, if it writes dweight itself
+    int sums;           // cycles of the second kernel, conv_weight_sum, beside PARTIAL_CYCLES for each partial
+    int most_partials = MAX_WEIGHT_PARTIALS;
 };
+constexpr int PARTIAL_CYCLES = 10;
+
+// conv_weight_tma's costs of a pixel tile were measured while other blocks read other filter rows, or other channels,
+// of the same pixels. One warpgroup or three (wide):
+static int weight_tile_cycles(const ConvWeight& p) {
+    const ConvShape& s = p.shape;
+    const bool wide = p.warpgroups == 3;
+    if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
+    if (s.out_W() <= 8) return wide ? 1450 : 600;
+    if (wide) return 2400;
+    // A narrow block reads x and dout for one filter row: the more so, the fewer tiles of channels share them. Tensors
+    // of more than 100 MB do not stay in the L2.
+    const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
+    return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
+}
 static WeightCosts weight_costs(const ConvWeight& p) {
     const ConvShape& s = p.shape;
-    if (conv_is_wgmma(s)) { // while other blocks read other filter rows or channels of the same pixels
-        const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8, wide = p.warpgroups == 3;
-        int tile = wide ? 2400 : 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
-        if (s.kernel == 1) tile = wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
-        else if (s.out_W() <= 8) tile = wide ? 1450 : 600;
-        return {gpu.sms, tile, ceil_div(s.kernel, p.warpgroups), wide ? 9000 : 5000, wide ? 12000 : 5000, 4000};
+    if (conv_is_wgmma(s)) {
+        const int filter = ceil_div(s.kernel, p.warpgroups), tile = weight_tile_cycles(p);
+        if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
+        return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
+    // The portable kernels. Floats take three products where bf16 takes one, and twice the time.
     const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
     if (p.block_co == 2) return {2 * gpu.sms, 2600, p.taps, 8000, 8000, 0, most};
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
+
+// How conv_weight_tma's blocks share the tiles of channels, if they have so many warpgroups.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
-    auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); }; // as equal as can be
+    // For a 1x1: at most `most` tiles for each block, as equal as can be.
+    auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
     p->warpgroups = warpgroups;
     p->co_tiles = p->tiles / p->channel_tiles;
     p->block_co = p->shape.kernel == 1 ? share(p->co_tiles, warpgroups) : 1;
@@ -10929,59 +11074,84 @@ static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of p
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
 
-// What ends soonest, for layers of one kind: ranges of pixels, and the warpgroups of conv_weight_tma's blocks.
+// For layers of one kind, that share a launch: what ends soonest. Tries all numbers of pixel tiles for a range, and for
+// conv_weight_tma one or three warpgroups.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
-        int most = 1, tile = 0;
+        int most_tiles = 1, tile_cycles = 0; // of the largest layer; of the slowest
         for (ConvWeight& p : works) {
             if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
-            most = std::max(most, p.pixel_tiles), tile = std::max(tile, weight_costs(p).tile);
+            most_tiles = std::max(most_tiles, p.pixel_tiles);
+            tile_cycles = std::max(tile_cycles, weight_costs(p).tile);
         }
         const WeightCosts cost = weight_costs(works[0]);
-        for (int run = most; run >= 1; run--) {
-            int64_t blocks = 0, partials = 0; // of 16 KB
+        for (int range = most_tiles; range >= 1; range--) {
+            int64_t blocks = 0, partials = 0; // partials: of 16 KB
             for (const ConvWeight& p : works) {
-                const int splits = ceil_div(p.pixel_tiles, run);
+                const int splits = ceil_div(p.pixel_tiles, range);
                 blocks += range_blocks(p) * splits;
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
             if (partials > cost.most_partials) break;
-            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots, tiles = (int64_t)run * tile;
-            if (partials) cut.consider(rounds * (tiles + cost.beside) + cost.sums + 10 * partials, {warpgroups, run});
-            else cut.consider(rounds * (tiles + cost.beside_dweight), {warpgroups, run});
+            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // of blocks
+            const int64_t block = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
+            const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
+            cut.consider(rounds * block + second_kernel, {warpgroups, range});
         }
     }
+    const auto [warpgroups, range] = cut.best;
     for (ConvWeight& p : works) {
-        if (conv_is_wgmma(p.shape)) set_warpgroups(&p, cut.best.first);
-        p.splits = ceil_div(p.pixel_tiles, cut.best.second);
+        if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
+        p.splits = ceil_div(p.pixel_tiles, range);
     }
 }
 
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H(), Wo = s.out_W();
-    const bool halo = conv_is_halo(s), tma = conv_is_wgmma(s);
+    const bool tma = conv_is_wgmma(s), halo = !tma && conv_is_halo(s);
     ConvWeight p = {};
-    p.shape = s, p.taps = s.kernel * s.kernel, p.tiles1 = ceil_div(s.C1, 64);
-    p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64), p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
+    p.shape = s;
+    p.taps = s.kernel * s.kernel;
+    p.tiles1 = ceil_div(s.C1, 64);
+    p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64);
+    p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     set_warpgroups(&p, 1);
-    p.tiles_h = halo || tma ? ceil_div(Ho, 8) : 1;
-    p.tiles_w = tma ? ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8) : ceil_div(halo ? Wo : Ho * Wo, halo ? 8 : 64);
+
+    // Pixel tiles: conv_weight_tma's are 8 x 16 or 8 x 8, conv_weight_halo's 8 x 8, conv_weight_gather's 64 in a row.
+    if (tma) {
+        p.tiles_h = ceil_div(Ho, 8);
+        p.tiles_w = ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8);
+    } else if (halo) {
+        p.tiles_h = ceil_div(Ho, 8);
+        p.tiles_w = ceil_div(Wo, 8);
+    } else {
+        p.tiles_h = 1;
+        p.tiles_w = ceil_div(Ho * Wo, 64);
+    }
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-    const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles; // of 64 x 64 x 64: worth the wider blocks?
-    const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
-    if (!tma) p.block_co = p.block_ci = wide && !halo ? 2 : 1;
+
+    // conv_weight_gather with 2 x 2 tiles of weights a block, if there are enough products (of 64 x 64 x 64) for it.
+    if (!tma) {
+        const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
+        const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
+        p.block_co = wide && !halo ? 2 : 1;
+        p.block_ci = p.block_co;
+    }
     plan_weights({&p, 1});
     return p;
 }
 
-// Where the partials lie; their bytes.
+// Gives a work the place of its partials. Returns their bytes.
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t bytes = p->splits > 1 ? (size_t)p->splits * p->tiles * p->taps * 1024 * sizeof(float4) : 0;
-    p->partial = (float4*)memory, p->bias_partial = (float*)(memory + bytes);
-    return bytes + ((size_t)(p->splits + p->shape.B) * p->shape.Cout * sizeof(float) + 255) / 256 * 256;
+    const size_t bias_bytes = (size_t)(p->splits + p->shape.B) * p->shape.Cout * sizeof(float);
+    p->partial = (float4*)memory;
+    p->bias_partial = (float*)(memory + bytes);
+    return bytes + (bias_bytes + 255) / 256 * 256;
 }
-// Bytes of the side lane's workspace that conv_backward_weights needs; conv_detour_bytes are what the two others do.
+// Bytes of the side lane's workspace that conv_backward_weights needs. (conv_detour_bytes: what conv_forward and
+// conv_backward_input need of the main lane's.)
 static size_t conv_workspace(ConvShape s) {
     if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
@@ -10989,7 +11159,7 @@ static size_t conv_workspace(ConvShape s) {
 }
 
 typedef std::vector<ConvWeight> WeightPlans;
-// One launch for all works: what the kernel is told of each, and how many blocks it gets.
+// One launch for all works: work_of(p) is what the kernel is told of each, blocks_of(p) how many blocks it gets.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Lane* lane, dim3 threads,
                            int bytes, auto work_of, auto blocks_of) {
@@ -10997,7 +11167,9 @@ static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const Weigh
     int blocks = 0;
     for (const ConvWeight& p : works) {
         batch.work[batch.n] = work_of(p);
-        batch.first_block[batch.n++] = blocks, blocks += (int)blocks_of(p);
+        batch.first_block[batch.n] = blocks;
+        batch.n++;
+        blocks += (int)blocks_of(p);
     }
     if (blocks) launch_on(lane, 1, kernel, blocks, threads, bytes, batch);
 }
@@ -11028,31 +11200,45 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
                     WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
+// The kinds of weight gradients; works of one kind share a launch.
+enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE, WEIGHT_KINDS };
+static WeightKind weight_kind(const ConvWeight& p) {
+    const ConvShape& s = p.shape;
+    if (conv_is_wgmma(s)) {
+        if (s.kernel == 1) return TMA_1X1;
+        return s.out_W() > 8 ? TMA_3X3 : TMA_3X3_NARROW;
+    }
+    if (conv_is_halo(s)) return HALO_3X3;
+    return p.block_co == 2 ? GATHER_WIDE : GATHER;
+}
+
 // At most WEIGHT_BATCH layers, as many at once as the workspace holds: a launch for each kind, and one for all sums.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
-    WeightPlans kinds[6], sums;
-    size_t at = 0; // in the workspace
+    WeightPlans kinds[WEIGHT_KINDS], sums;
     for (const WeightWork& w : works) {
         if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
-        (WeightWork&)p = w, p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
-        const int tma = w.shape.kernel == 1 ? 0 : w.shape.out_W() > 8 ? 1 : 2;
-        kinds[conv_is_wgmma(w.shape) ? tma : conv_is_halo(w.shape) ? 3 : 3 + p.block_co].push_back(p);
+        (WeightWork&)p = w;
+        p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
+        kinds[weight_kind(p)].push_back(p);
     }
+    size_t workspace_used = 0;
     for (WeightPlans& kind : kinds) {
         if (kind.size() > 1) plan_weights(kind);
         for (ConvWeight& p : kind) {
-            const size_t bytes = put_partials(&p, lane->workspace + at);
-            if (p.splits > 1 || !conv_is_wgmma(p.shape)) sums.push_back(p), at += bytes;
+            const size_t bytes = put_partials(&p, lane->workspace + workspace_used);
+            if (p.splits == 1 && conv_is_wgmma(p.shape)) continue; // writes its gradients itself
+            sums.push_back(p);
+            workspace_used += bytes;
         }
     }
-    if (works.size() > 1 && at > lane->workspace_bytes) {
+    if (works.size() > 1 && workspace_used > lane->workspace_bytes) {
         const auto half = works.begin() + works.size() / 2;
         conv_weight_batch({works.begin(), half}, lane);
         return conv_weight_batch({half, works.end()}, lane);
     }
-    void (*const launches[6][2])(const WeightPlans&, Lane*) = {
-        // of one warpgroup, of three
+    void (*const launches[WEIGHT_KINDS][2])(const WeightPlans&, Lane*) = {
+        // with one warpgroup, with three
         {conv_weight_tma<WeightTile<1, 1, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 4>>},
         {conv_weight_tma<WeightTile<3, 1, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 16, 5>>},
         {conv_weight_tma<WeightTile<3, 1, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 9>>},
@@ -11060,7 +11246,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         {device.bf16 ? conv_weight_gather<bf16, 1> : conv_weight_gather<float, 1>},
         {conv_weight_gather<bf16, 2>},
     };
-    for (int k = 0; k < 6; k++)
+    for (int k = 0; k < WEIGHT_KINDS; k++)
         if (!kinds[k].empty()) launches[k][kinds[k][0].warpgroups == 3](kinds[k], lane);
     launch_weights(conv_weight_sum, sums, lane, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
         const int weights = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
@@ -11068,6 +11254,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     });
 }
 
+// A weight gradient that goes through something else first (conv_weight_alone).
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
     char* const detour = lane->workspace + conv_workspace(w.shape); // behind what that convolution needs
@@ -11080,9 +11267,13 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
         conv_weight_batch({w}, lane);
         return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
     }
-    if (s.upsample) launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
-    else spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
-    (s.upsample ? w.x1 : w.dout) = detour;
+    if (s.upsample) {
+        launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
+        w.x1 = detour;
+    } else {
+        spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
+        w.dout = detour;
+    }
     conv_weight_batch({w}, lane);
 }
 
@@ -11094,11 +11285,13 @@ static double conv_weight_load(const ConvShape& s) {
     const bool tma = conv_is_wgmma(s);
     if (tma) {
         set_warpgroups(&p, 1);
-        cost.tile = s.kernel == 1 ? 160 + 180 * std::min(3, p.channel_tiles) : s.out_W() > 8 ? 830 : 430;
+        if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
+        else cost.tile = s.out_W() > 8 ? 830 : 430;
     }
     // Blocks of the portable kernels take longer, so that their launches must be larger for the last round to be full.
     const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
-    return std::max(1.0 / WEIGHT_BATCH, (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / (cost.slots * enough));
+    const double cycles = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / cost.slots;
+    return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
 }
 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
