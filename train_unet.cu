@@ -33,40 +33,40 @@
 //   4907         Activations: pieces of 16 bytes
 //   5119         each_kernel: a thread for an element
 //   5133         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5281         Swizzle: how rows lie in shared memory
-//   5299         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5474         building blocks of Hopper's kernels (sm_90a)
-//   5722    17. Small operations: resampling, embeddings, diffusion
-//   5725         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5859         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6115         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6403    18. Group norm
-//   6406         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6802         groupnorm_backward_whole: an image's slab in shared memory
-//   7104    19. Attention
-//   7174         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7537         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7633         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8121    20. Convolution
-//   8137         ConvOut: results, 4 channels of a pixel at a time
-//   8300         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8358         conv_halo: 3x3, stride 1, any GPU
-//   8699         conv_gather: any kernel size and stride, any GPU
-//   8911         conv_few: the first and the last layer
-//   9021         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9445         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9510         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9804         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10072         conv_weight_tma: weight gradients (sm_90a)
-//  10282    21. The optimiser
-//  10285         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  10456    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  10459         groupnorm_backward
-//  10557         attention: forward and, where a has dout, backward
-//  10597         convolution: forward and input gradient
-//  10899         convolution: weight gradients
-//  11111    23. The GPU: memory, copies, repeated work
-//  11328    24. Between ranks: from device to device
+//   5272         Swizzle: how rows lie in shared memory
+//   5290         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5465         building blocks of Hopper's kernels (sm_90a)
+//   5713    17. Small operations: resampling, embeddings, diffusion
+//   5716         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5850         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6106         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6394    18. Group norm
+//   6397         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6793         groupnorm_backward_whole: an image's slab in shared memory
+//   7095    19. Attention
+//   7165         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7528         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7624         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8112    20. Convolution
+//   8140         ConvOut: results, 4 channels of a pixel at a time
+//   8321         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8379         conv_halo: 3x3, stride 1, any GPU
+//   8720         conv_gather: any kernel size and stride, any GPU
+//   8932         conv_few: the first and the last layer
+//   9059         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9486         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9561         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9885         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10170         conv_weight_tma: weight gradients (sm_90a)
+//  10395    21. The optimiser
+//  10398         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  10569    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  10572         groupnorm_backward
+//  10670         attention: forward and, where a has dout, backward
+//  10710         convolution: forward and input gradient
+//  11014         convolution: weight gradients
+//  11295    23. The GPU: memory, copies, repeated work
+//  11512    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -5241,15 +5241,6 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
         }
     });
     return scale.undo();
-}
-// The same for both operands of a product, in a block of so many warps.
-template <int WARPS, class A, class B> INLINE void take_apart_both(float& a_scale, A a, float& b_scale, B b) {
-    __shared__ uint32_t tops[2][WARPS];
-    find_top(tops[0], a);
-    find_top(tops[1], b);
-    __syncthreads();
-    a_scale = take_apart_places(tops[0], a);
-    b_scale = take_apart_places(tops[1], b);
 }
 
 // d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, what
