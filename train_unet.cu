@@ -4,69 +4,69 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    149  Part I. The program
-//    152     1. Types at the interface: what operations are called with
-//    367     2. The interface: all that the program asks of a device
-//    563     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    623     4. Configuration: flags, presets, help, what can work and what cannot
-//   1003     5. The network: a list of layers, made of guided-diffusion's flags
-//   1607     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1787     7. Forward and backward: two walks over the list
-//   1897     8. Diffusion: noise schedules, objectives, samplers
-//   2091         the level of a training sample, drawn, and its share of the loss
-//   2241         samplers
-//   2655     9. Data: .bin files that may be larger than memory, the order of their images
-//   2876    10. Model files: weights and checkpoints, initial weights
-//   3087    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3098         the learning rate, the verdict on a step, averages of the weights
-//   3175         what a trainer holds
-//   3266         a step
-//   3476    12. A run: log, guard, checkpoints, resume, samples
-//   4280    13. main: the command line, then a run or samples
-//   4563  Part II. The device
-//   4566    14. What all devices share: activations, patches of pixels
-//   4609    15. The CPU: the device is the host; operations are in dev/reference.h
-//   4677    16. The GPU: what all kernels share
-//   4743         Launches, which may overlap
-//   4785         Decisions: what kernels are chosen with
-//   4823         Single instructions: shared memory, mbarriers, clusters
-//   4907         Activations: pieces of 16 bytes
-//   5119         each_kernel: a thread for an element
-//   5133         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5272         Swizzle: how rows lie in shared memory
-//   5290         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5465         building blocks of Hopper's kernels (sm_90a)
-//   5713    17. Small operations: resampling, embeddings, diffusion
-//   5716         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5850         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6106         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6394    18. Group norm
-//   6397         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6793         groupnorm_backward_whole: an image's slab in shared memory
-//   7095    19. Attention
-//   7165         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7528         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7624         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8112    20. Convolution
-//   8140         ConvOut: results, 4 channels of a pixel at a time
-//   8321         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8379         conv_halo: 3x3, stride 1, any GPU
-//   8720         conv_gather: any kernel size and stride, any GPU
-//   8932         conv_few: the first and the last layer
-//   9059         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9486         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9561         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9885         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10170         conv_weight_tma: weight gradients (sm_90a)
-//  10395    21. The optimiser
-//  10398         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  10569    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  10572         groupnorm_backward
-//  10670         attention: forward and, where a has dout, backward
-//  10710         convolution: forward and input gradient
-//  11014         convolution: weight gradients
-//  11295    23. The GPU: memory, copies, repeated work
-//  11512    24. Between ranks: from device to device
+//    148  Part I. The program
+//    151     1. Types at the interface: what operations are called with
+//    366     2. The interface: all that the program asks of a device
+//    562     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    622     4. Configuration: flags, presets, help, what can work and what cannot
+//   1002     5. The network: a list of layers, made of guided-diffusion's flags
+//   1606     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1786     7. Forward and backward: two walks over the list
+//   1896     8. Diffusion: noise schedules, objectives, samplers
+//   2090         the level of a training sample, drawn, and its share of the loss
+//   2240         samplers
+//   2654     9. Data: .bin files that may be larger than memory, the order of their images
+//   2875    10. Model files: weights and checkpoints, initial weights
+//   3086    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3097         the learning rate, the verdict on a step, averages of the weights
+//   3174         what a trainer holds
+//   3265         a step
+//   3475    12. A run: log, guard, checkpoints, resume, samples
+//   4279    13. main: the command line, then a run or samples
+//   4564  Part II. The device
+//   4567    14. What all devices share: activations, patches of pixels
+//   4610    15. The CPU: the device is the host; operations are in dev/reference.h
+//   4678    16. The GPU: what all kernels share
+//   4744         Launches, which may overlap
+//   4786         Decisions: what kernels are chosen with
+//   4824         Single instructions: shared memory, mbarriers, clusters
+//   4908         Activations: pieces of 16 bytes
+//   5120         each_kernel: a thread for an element
+//   5134         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5273         Swizzle: how rows lie in shared memory
+//   5291         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5466         building blocks of Hopper's kernels (sm_90a)
+//   5714    17. Small operations: resampling, embeddings, diffusion
+//   5717         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   5851         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6107         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6395    18. Group norm
+//   6398         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6794         groupnorm_backward_whole: an image's slab in shared memory
+//   7096    19. Attention
+//   7166         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7529         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7625         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8113    20. Convolution
+//   8141         ConvOut: results, 4 channels of a pixel at a time
+//   8322         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8380         conv_halo: 3x3, stride 1, any GPU
+//   8721         conv_gather: any kernel size and stride, any GPU
+//   8933         conv_few: the first and the last layer
+//   9060         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9487         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9562         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9886         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10171         conv_weight_tma: weight gradients (sm_90a)
+//  10396    21. The optimiser
+//  10399         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  10570    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  10573         groupnorm_backward
+//  10671         attention: forward and, where a has dout, backward
+//  10711         convolution: forward and input gradient
+//  11015         convolution: weight gradients
+//  11296    23. The GPU: memory, copies, repeated work
+//  11513    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -135,9 +135,8 @@
 
 // What would be the same in any program lies in host/. (host/page.h comes behind what it shows, in "A run".)
 // defines: text, die, refuse, must, now, duration, terminal_columns, show_status, start_process, STOP_SIGNALS,
-// stop_signal,
-//          run_child, crc32, exists, Folder, open_folder, make_folder, last_change, AtomicFile, try_write_file,
-//          try_link_file, Header, InputFile, check_unused, read_text, lock_folder
+//          stop_signal, run_child, crc32, exists, Folder, open_folder, make_folder, last_change, AtomicFile,
+//          try_write_file, try_link_file, Header, InputFile, check_unused, read_text, lock_folder
 #include "host/files.h"
 // defines: grid_png
 #include "host/png.h"
@@ -4486,7 +4485,8 @@ static const char* default_preset(const Config& c, const Dataset& data) {
     return data.H == 32 ? PRESET_32 : PRESET_ELSE;
 }
 
-// --num_gpus: starts a process for each GPU, unless a launcher did. patience: --rank_timeout.
+// --num_gpus: if several GPUs are to be used and no launcher has started a process for each, this process does so, and
+// waits until they have ended. value: a number, or all. patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
     const int named = atoi(value.c_str());
@@ -4495,7 +4495,8 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
     if (world.size > 1 && named > 1 && named != world.size)
         die("--num_gpus %d: a launcher has started %d processes; leave the flag out", named, world.size);
     if (world.size > 1 || named == 1) return;
-    const int gpus = count_gpus(), count = value == "all" ? gpus : named;
+    const int gpus = count_gpus();
+    const int count = value == "all" ? gpus : named;
     if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
     if (count > 1 && ranks_need()) die("--num_gpus %d: %s", count, ranks_need());
     if (count > 1) start_ranks(count, argv);

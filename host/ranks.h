@@ -67,7 +67,7 @@ enum NoteKind : uint32_t {
     ALIVE,   // a sign of life, every second; its content: the places that the sender has come to since the last one
     HELLO,   // the first note of a line: which rank it is
     WELCOME, // rank 0's answer to HELLO
-    PART,    // a value for broadcast_host or gather_host; its content: a line with the place, then the value
+    PART,    // a value for broadcast_host or gather_host; its content: the place, \n, the value
     ERROR,   // to rank 0: say this sentence, and end the run
     LEAVE,   // from rank 0: the run ends, and why was said already
     DONE,    // at LAST_PLACE, a PART that says: I have nothing more to do. From rank 0: nobody has; all may end
@@ -95,15 +95,15 @@ struct Ranks {
     std::map<int, Line> lines; // by rank. Rank 0 has a line to each other rank, every other rank only one to rank 0
     std::vector<Host> hosts;   // by rank
 
-    std::mutex sending; // locked while notes are sent, so that two threads do not mix theirs
+    std::mutex send_lock; // held while notes are sent, so that those of two threads do not mix
 
-    std::mutex receiving;              // locked by who uses any line's parts
+    std::mutex parts_lock;             // held by a thread that uses any line's parts
     std::condition_variable part_came; // wakes fetch()
 
     // The places that this rank has come to, each with \n behind it. Rank 0 keeps those that are not compared yet,
     // every other rank those that it has not told to rank 0 yet.
     std::string places;
-    std::mutex walking; // locked by who uses places
+    std::mutex places_lock; // held by a thread that uses places
 
     std::atomic<int> patience = 20; // --rank_timeout: a rank that is silent for so many seconds is lost
     std::atomic<bool> said = false; // a thread has begun to say why the run ends
@@ -131,7 +131,7 @@ static void send_note(int socket, NoteKind kind, const std::string& content) {
 
 // Sends a note to all whom this rank has a line to: rank 0 to all others, another rank to rank 0.
 static void post(NoteKind kind, const std::string& content = "") {
-    const std::lock_guard<std::mutex> lock(ranks.sending);
+    const std::lock_guard<std::mutex> lock(ranks.send_lock);
     for (const auto& [rank, line] : ranks.lines) send_note(line.socket, kind, content);
 }
 
@@ -221,7 +221,7 @@ static bool take_note(int rank, Line* line) {
     }
     if (kind == DONE && world.rank) ranks.over = true;
     if (kind == PART || kind == DONE) {
-        const std::lock_guard<std::mutex> lock(ranks.receiving);
+        const std::lock_guard<std::mutex> lock(ranks.parts_lock);
         line->parts.push_back(std::move(content));
         ranks.part_came.notify_one();
     }
@@ -275,7 +275,7 @@ static void note_who_is_late(Watch* watch) {
 // Way 3 of the three, at rank 0: compares the places of all ranks, as far as both ranks have got, and then forgets
 // those that all have come to.
 static void compare_places(Watch* watch) {
-    const std::lock_guard<std::mutex> lock(ranks.walking);
+    const std::lock_guard<std::mutex> lock(ranks.places_lock);
     std::string& own = ranks.places;
     size_t common = own.size();   // so many characters have come from every rank
     size_t farthest = own.size(); // and so many from the one that is ahead of all
@@ -308,7 +308,7 @@ static void tell_others(Watch* watch) {
     if (!world.rank) return post(ALIVE);
     std::string places;
     {
-        const std::lock_guard<std::mutex> lock(ranks.walking);
+        const std::lock_guard<std::mutex> lock(ranks.places_lock);
         places.swap(ranks.places);
     }
     post(ALIVE, places);
@@ -352,7 +352,7 @@ static void keep_watch() {
 // below call it themselves; most of them do wait, for one rank or for all.
 static void come_to(const char* place) {
     if (world.size < 2) return;
-    const std::lock_guard<std::mutex> lock(ranks.walking);
+    const std::lock_guard<std::mutex> lock(ranks.places_lock);
     ranks.places += std::string(place) + "\n";
 }
 
@@ -364,7 +364,7 @@ static void post_part(const char* place, const std::string& value, NoteKind kind
 // Waits for the next value from another rank. It must be for this place.
 static std::string fetch(int rank, const char* place) {
     std::deque<std::string>& parts = ranks.lines.at(rank).parts;
-    std::unique_lock<std::mutex> lock(ranks.receiving);
+    std::unique_lock<std::mutex> lock(ranks.parts_lock);
     ranks.part_came.wait(lock, [&] { return !parts.empty(); });
     const std::string part = std::move(parts.front());
     parts.pop_front();
