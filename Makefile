@@ -88,7 +88,7 @@ python:
 PYTEST = $(PYTHON) -m pytest -q -n $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
 # Programs are compiled side by side. Those that take longest come first, so that no core waits for one of them at the end.
 SIDE_BY_SIDE = --no-print-directory -j $(shell nproc)
-TESTED = train_unet_asan workshop train_unet $(if $(shell command -v mpicxx),train_unet_mpi) train_unet_cpu
+TESTED = train_unet_asan dev/pairs_$(BUILD) $(if $(GPU),dev/bench_cuda) train_unet $(if $(shell command -v mpicxx),train_unet_mpi) train_unet_cpu
 ON_THE_GPU = $(foreach name,training diffusion editing posthoc gpu world,dev/test/test_$(name).py)
 test: python
 	$(MAKE) $(SIDE_BY_SIDE) $(TESTED)
@@ -97,7 +97,7 @@ test: python
 
 # Where there is no GPU, its kernels are run by software, and its launches are checked against described GPUs of all architectures.
 test_all: python
-	$(MAKE) $(SIDE_BY_SIDE) $(if $(HAS_NVCC),$(if $(GPU),,workshop_emulated) $(ALL_LAUNCHES)) $(TESTED)
+	$(MAKE) $(SIDE_BY_SIDE) $(if $(HAS_NVCC),$(if $(GPU),,workshop_emulated) $(ALL_LAUNCHES)) $(TESTED) dev/bench_cpu
 	$(if $(HAS_NVCC),$(if $(GPU),,BUILD=emulated $(PYTEST) dev/test/test_pairs.py))
 	$(if $(HAS_NVCC),TRAIN_UNET_LAUNCHES=$(abspath $(ALL_LAUNCHES))) TRAIN_UNET_FAULT_SECONDS=60 $(PYTEST) dev/test
 	$(if $(GPU),TRAIN_UNET_BUILD=cuda $(PYTEST) $(ON_THE_GPU))
@@ -145,11 +145,8 @@ bench_cpu: train_unet_cpu data
 	$(PYTHON) dev/benchmarks/bench_cpu.py
 
 # dev/Makefile knows what these are made of.
-dev/bench_cpu dev/bench_cuda dev/bench_emulated:
+dev/pairs_cpu dev/pairs_cuda dev/bench_cpu dev/bench_cuda dev/bench_emulated:
 	@$(MAKE) --no-print-directory -C dev $(notdir $@)
-
-workshop:
-	@$(MAKE) --no-print-directory -C dev all bench_cpu
 
 workshop_emulated:
 	@$(MAKE) --no-print-directory -C dev bench_emulated pairs_emulated
@@ -177,4 +174,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_all test_emulated test_faults test_launches mutants fuzz lint map bench bench_cpu bench_data bench_gpus speedrun profile clean workshop workshop_emulated dev/bench_cpu dev/bench_cuda dev/bench_emulated
+.PHONY: train_unet data python test test_all test_emulated test_faults test_launches mutants fuzz lint map bench bench_cpu bench_data bench_gpus speedrun profile clean workshop_emulated dev/pairs_cpu dev/pairs_cuda dev/bench_cpu dev/bench_cuda dev/bench_emulated

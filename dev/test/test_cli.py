@@ -775,6 +775,7 @@ def test_files_are_written_whole(run: Callable, data: Path, tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.rglob("*.*")) == [".lock", "index.html", "log.csv", "model_0000002.bin", "s.bin"]
 
 
+@pytest.mark.long
 def test_profile_adds_up(run: Callable) -> None:
     """The times of the operations are those of the whole step; every operation of the network is in the table."""
     out = run(["--profile", 1, *TINY_MODEL, "--preset", "fashion32", "--image_size", 8, "--batch_size", 2], binary="bench").out

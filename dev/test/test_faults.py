@@ -50,7 +50,7 @@ TWIN = [sys.executable, str(ROOT / "train_unet.py"), "--device", "cpu"]  # whose
 LONG = flags(TINY, "--max_steps 100000 --log_interval 1 --save_interval 1000000")
 
 
-@pytest.fixture(params=["program", "twin"])
+@pytest.fixture(params=["program", pytest.param("twin", marks=pytest.mark.long)])  # which starts in seconds, for PyTorch
 def program(request: pytest.FixtureRequest) -> list[str]:
     """The command of either program."""
     return [str(binary_path("cpu"))] if request.param == "program" else TWIN

@@ -65,7 +65,7 @@ def machine(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    harness.build()
+    harness.build(*NAMES)
 
 
 def test_every_pair_is_here() -> None:

@@ -908,6 +908,7 @@ def test_checkpointing_changes_no_bit(run: Callable, tmp_path: Path, monkeypatch
     assert np.array_equal(*weights)
 
 
+@pytest.mark.long
 def test_checkpointing_takes_less_memory(run: Callable) -> None:
     """Nearly half of the activations go, which are 0.08 of 0.1 GiB on a CPU: a third of all. On a GPU 0.04 of workspace are added: a quarter."""
     line = ["--bench", 1, "--preset", "fashion32", "--batch_size", 16, "--use_checkpoint"]
