@@ -720,6 +720,7 @@ def test_the_best_checkpoint_without_links(program: list[str], data: Path, tmp_p
 # kills and full disks at random moments
 
 
+@pytest.mark.long
 def test_random_kills_and_full_disks(data: Path, tmp_path: Path) -> None:
     """A run that saves after every step is killed, or can write no more, again and again. Every checkpoint that is there can be read, the next
     start removes what was left half written, and in the end everything is as if nothing had happened, to the last bit."""

@@ -24,6 +24,7 @@ from test_order import BINARY as EMULATED
 from test_order import describe
 
 needs_emulated = pytest.mark.skipif(not EMULATED.is_file(), reason="needs make -C dev BUILD=emulated, and nvcc for that")
+pytestmark = pytest.mark.long  # launchers take seconds to start
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MPIRUN = ["mpirun", "-q", "--oversubscribe", "--bind-to", "none", "-n", "2"]
 RUN = flags(TINY, "--max_steps 1000000 --log_interval 1 --save_interval 1000000 --data_file small.bin")

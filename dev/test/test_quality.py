@@ -113,6 +113,7 @@ def judge(fashion: Path) -> quality.Judge:
     return quality.make_judge(twin.open_data(str(fashion)), epochs=4)  # fewer leave the figures to chance (and to the number of threads)
 
 
+@pytest.mark.long
 def test_the_classifier(judge: quality.Judge, fashion: Path) -> None:
     """It has learnt, is the same every time, and leaves the caller's random numbers alone."""
     assert judge.accuracy > 0.75 and judge.features(torch.randn(9, 1, 32, 32)).isfinite().all()
@@ -124,6 +125,7 @@ def test_the_classifier(judge: quality.Judge, fashion: Path) -> None:
     assert sum(p.numel() for p in a.parameters()) == 122_314
 
 
+@pytest.mark.long
 def test_worse_images_get_worse_figures(judge: quality.Judge, fashion: Path) -> None:
     """Training images, the same with more and more noise, shoes alone, noise alone."""
     data = twin.open_data(str(fashion))
@@ -138,6 +140,7 @@ def test_worse_images_get_worse_figures(judge: quality.Judge, fashion: Path) -> 
     assert shoes.values[1] > 0.7 and shoes.values[2] < 0.2
 
 
+@pytest.mark.long
 def test_runs_and_samples(
     judge: quality.Judge, fashion: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -187,6 +190,7 @@ def inception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "inception.pth"
 
 
+@pytest.mark.long
 def test_inception_sees_what_torch_fidelity_sees_in_pngs(
     inception: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

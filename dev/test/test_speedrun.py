@@ -155,6 +155,7 @@ def need_rival(name: str) -> None:
         pytest.importorskip(package)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TINY_RIVALS)
 def test_a_rival_learns_and_draws(name: str, tmp_path: Path, make_data: Callable, tiny_rivals: None) -> None:
     """Images that are all of one dark grey: after some steps its weights have changed, and samples are images of the set's size. Seeds matter."""
@@ -171,6 +172,7 @@ def test_a_rival_learns_and_draws(name: str, tmp_path: Path, make_data: Callable
     assert not torch.equal(drawn[0][0], drawn[2][0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TINY_RIVALS)
 def test_a_race(name: str, tmp_path: Path, make_data: Callable, tiny_rivals: None) -> None:
     """It stops at as many moments as it should, the last of them at about the seconds that it has, by the pace of two steps."""

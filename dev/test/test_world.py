@@ -169,6 +169,7 @@ def wait_for_step(p: subprocess.Popen) -> None:
 # what is said, and how often
 
 
+@pytest.mark.long
 def test_rank_0_prepares_a_folder(ranks: Callable, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and longer than --rank_timeout: the others wait for what is alive. What goes wrong with it ends all."""
     (tmp_path / "tools").mkdir()
@@ -361,6 +362,7 @@ BRANCHES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(BUILD == "cuda", reason="of mpirun")
 @pytest.mark.parametrize("name", BRANCHES)
 def test_ranks_that_take_different_branches(branches: Path, tmp_path: Path, name: str) -> None:
@@ -372,6 +374,7 @@ def test_ranks_that_take_different_branches(branches: Path, tmp_path: Path, name
     assert words in said[0] and said[0].startswith("train_unet: " if name.startswith("fail") else "train_unet: rank "), said
 
 
+@pytest.mark.long
 @pytest.mark.skipif(BUILD == "cuda", reason="of mpirun")
 def test_a_rank_that_is_slow_is_waited_for(branches: Path, tmp_path: Path) -> None:
     """It is alive: whoever looks is told for whom the others wait, and the run goes on."""
@@ -532,6 +535,7 @@ def test_two_jobs_at_once_in_scripts_that_wait(program: Path, data: Path, tmp_pa
 # failures
 
 
+@pytest.mark.long
 def test_a_rank_that_stops_moving_ends_all(run_of: Callable, data: Path, tmp_path: Path) -> None:
     """Stopped, as by a debugger or a machine that is gone: no connection breaks, and no launcher notices."""
     for lost in (0, MOST - 1):
@@ -549,6 +553,7 @@ def test_a_rank_that_stops_moving_ends_all(run_of: Callable, data: Path, tmp_pat
         assert len(own_sentences(err)) == 1, err
 
 
+@pytest.mark.long
 def test_all_stopped_and_continued(run_of: Callable, data: Path, tmp_path: Path) -> None:
     """Ctrl-Z and fg: nobody is lost."""
     p = run_of(2, [*MINUTES, "--data_file", data])
@@ -591,6 +596,7 @@ def test_sanitizer_on_one_rank(program: Path, data: Path, tmp_path: Path, exchan
     assert "done: 3 steps" in said[0], said[0]
 
 
+@pytest.mark.long
 def test_kills_at_random_moments(ranks: Callable, run_of: Callable, data: Path, tmp_path: Path) -> None:
     """Any rank, at any time from its start on: the others end at once with a sentence, the newest checkpoint can be read, and --resume_checkpoint
     auto goes on, on any number of ranks, to the bits of a run that nobody disturbed. A signal to one rank in between ends all after the same step."""
