@@ -38,35 +38,35 @@
 //   5466         building blocks of Hopper's kernels (sm_90a)
 //   5714    17. Small operations: resampling, embeddings, diffusion
 //   5717         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5851         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6107         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6395    18. Group norm
-//   6398         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6794         groupnorm_backward_whole: an image's slab in shared memory
-//   7096    19. Attention
-//   7166         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7529         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7625         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8113    20. Convolution
-//   8141         ConvOut: results, 4 channels of a pixel at a time
-//   8322         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8380         conv_halo: 3x3, stride 1, any GPU
-//   8721         conv_gather: any kernel size and stride, any GPU
-//   8933         conv_few: the first and the last layer
-//   9060         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9487         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9562         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9886         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10171         conv_weight_tma: weight gradients (sm_90a)
-//  10396    21. The optimiser
-//  10399         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  10570    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  10573         groupnorm_backward
-//  10671         attention: forward and, where a has dout, backward
-//  10711         convolution: forward and input gradient
-//  11015         convolution: weight gradients
-//  11296    23. The GPU: memory, copies, repeated work
-//  11513    24. Between ranks: from device to device
+//   5853         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6119         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6421    18. Group norm
+//   6424         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   6820         groupnorm_backward_whole: an image's slab in shared memory
+//   7122    19. Attention
+//   7192         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7555         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   7651         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8139    20. Convolution
+//   8167         ConvOut: results, 4 channels of a pixel at a time
+//   8348         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8406         conv_halo: 3x3, stride 1, any GPU
+//   8747         conv_gather: any kernel size and stride, any GPU
+//   8959         conv_few: the first and the last layer
+//   9086         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9513         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9588         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9912         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10197         conv_weight_tma: weight gradients (sm_90a)
+//  10422    21. The optimiser
+//  10425         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  10601    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  10604         groupnorm_backward
+//  10702         attention: forward and, where a has dout, backward
+//  10742         convolution: forward and input gradient
+//  11046         convolution: weight gradients
+//  11327    23. The GPU: memory, copies, repeated work
+//  11544    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -5171,8 +5171,8 @@ MMA(mma_fp16, "f32.f16.f16.f32")
 // fragment of floats has twice as many registers as one of bf16: all high parts, then all low parts. fp16 has few
 // exponents, so numbers that are taken apart together share one scale, by the largest of them. A number that is smaller
 // than that by 2^-17 begins to lose bits.
-template <class T>
-constexpr int PARTS = sizeof(T) / 2; // bf16: 1, float: 2. A fragment has PARTS times bf16's registers
+// PARTS: how many parts an element is taken apart into. A fragment has so many times bf16's registers.
+template <class T> constexpr int PARTS = sizeof(T) / 2;
 struct PartScale {
     uint32_t exponent; // the largest magnitude's, as it stands in a float's bits
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
@@ -5816,7 +5816,9 @@ template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
     constexpr int V = VEC<T>;
-    const int vectors = C / V, b = blockIdx.x / H, h = blockIdx.x % H, Ho = H / 2, Wo = W / 2;
+    const int vectors = C / V; // pieces of a pixel
+    const int b = blockIdx.x / H, h = blockIdx.x % H;
+    const int Ho = H / 2, Wo = W / 2;
     await_previous_kernel();
     for (int i = threadIdx.x; i < W * vectors; i += 256) {
         const int w = i / vectors, c = (i - w * vectors) * V;
@@ -5878,7 +5880,8 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     // at place i ^ (r & swap): with swap = 7, the lanes' 32 rows are read from different banks.
     auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
         UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
-            const int r = i / PIECES, k = k0 + i % PIECES * 4;
+            const int r = i / PIECES;          // the row
+            const int k = k0 + i % PIECES * 4; // the first of the quad's four inputs
             const bool inside = first + r < end && k < Cin;
             copy_async_16(&to[r][(i % PIECES) ^ (r & swap)], from + (inside ? (size_t)(first + r) * Cin + k : 0),
                           inside);
@@ -5954,13 +5957,16 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // its next eight
     // A lane loads 16 bytes of every second output's weights, and 4 bytes of every fourth image's dout, which is 0
     // where there is no such image or output.
-    const int w_row = lane / 16, w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
-    const int d_output = lane % LINEAR_OUTS, d_row = lane / LINEAR_OUTS;
+    const int w_row = lane / 16;
+    const int w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
+    const int d_output = lane % LINEAR_OUTS;
+    const int d_row = lane / LINEAR_OUTS; // the first image
     const bool inside = i < p.Cin;
     await_previous_kernel();
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
-        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS];
+        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS]; // of this lane's two inputs, for each image
         const int rows = min(LINEAR_ROWS, p.B - b0);
+        // Starts the copies of outputs o0 ... o0 + 7 into one of the warp's two stages.
         auto load = [&](int o0, int place) {
             LinearStage& to = shared.stages[warp][place];
             const int left = p.Cout - o0;
@@ -5999,6 +6005,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
                 const float2 w = *(const float2*)&now.weight[o][lane * 2];
                 float2 sum = *(const float2*)&now.before[o][lane * 2];
+                // sum += dout^T x,   dx += dout weight: four images at a time
                 UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b += 4) {
                     const float4 four = *(const float4*)&now.dout[o][b];
                     const float d[4] = {four.x, four.y, four.z, four.w};
@@ -6030,6 +6037,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     }
 }
 
+// The forward kernel, with so many outputs to a block
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane = MAIN_LANE) {
     const int outputs = Cout <= 1024 ? 8 : 16; // more of them read x less often; fewer make more blocks
@@ -6040,7 +6048,9 @@ static void linear_forward(float* out, const float* x, const float* weight, cons
 
 // As many parts as make two blocks for each multiprocessor, but no more than leave every warp some outputs.
 static int linear_splits(int Cin, int Cout) {
-    return std::max(1, std::min(2 * gpu.sms / ceil_div(Cin, 64), ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS)));
+    const int two_blocks_an_sm = 2 * gpu.sms / ceil_div(Cin, 64);
+    const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
+    return std::max(1, std::min(two_blocks_an_sm, all_warps_busy));
 }
 static size_t linear_backward_workspace(int B, int Cin, int Cout) {
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
@@ -6054,6 +6064,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
            LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits});
     if (!dx.dx) return;
+    // dx = the sum over the splits, in their order, and the addends
     each(n, [=] __device__(size_t i) {
         float sum = 0;
         _Pragma("unroll 12") for (int k = 0; k < splits; k++) sum += parts[k * n + i];
@@ -6083,6 +6094,7 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
     });
 }
 
+// out (B, C) = x + the row of table (rows, C) that the sample's label says
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
                                     Lane* lane = MAIN_LANE) {
     each_on(lane, (size_t)B * C,
@@ -6111,10 +6123,12 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
 //   a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
 // Costs: memory traffic. Images are small beside activations.
 
+// Four random words for sample b: a pure function of the key and of the numbers of block and sample.
 INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
+// A noise level for each sample, and the levels of the same samples' teachers (--objective ect): a thread for a sample
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
@@ -6132,6 +6146,7 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
+// --schedule_sampler loss-second-moment: a thread for a t, which looks through the batch for samples of its own
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -6151,6 +6166,7 @@ template <class F> struct Quads {
 };
 template <class F> static void each_quad(int B, int n, F f) { each((size_t)B * ((n + 3) / 4), Quads<F>{f, n}); }
 
+// out = scale * z [+ out], z standard normal
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
     each_quad(B, per_sample, [=] __device__(int b, int e) {
         float z[4];
@@ -6162,6 +6178,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
+// x_t = signal x_0 + sigma z,   target = target_x0 x_0 + target_noise z [+ target_teacher teacher]
+// A thread has four neighbours of (B, H, W, C); images is (B, C, H, W), so each has its own place there.
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
                              const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
                              int C, int H, int W, int bytes) {
@@ -6171,7 +6189,8 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
         const NoiseLevel l = levels[b];
         float z[4], x[4];
         normals(z, random_words(noise_key, e / 4, b));
-        int p = e / C, c = e - p * C, h = p / W, w = p - h * W; // where element e stands
+        int p = e / C, c = e - p * C; // element e stands at pixel p, channel c
+        int h = p / W, w = p - h * W;
         UNROLL_FOR (int k = 0; k < 4; k++) {
             const size_t in = (((size_t)b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
             float x0 = 0;
@@ -6191,7 +6210,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
         for (int k = 0; k < 4 && teacher && e + k < n; k++) {
             z[k] += l.target_teacher * teacher[i + k];
         }
-        if (n % 4 == 0) {
+        if (n % 4 == 0) { // then all images begin at a multiple of 16 bytes
             *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
             *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
         } else
@@ -6223,14 +6242,17 @@ template <bool BOUND>
 static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     loss_kernel(double* sums, float* dout, const float* out, const float* target, const float* x,
                 const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
-    const size_t first = (size_t)blockIdx.y * HW * Cout, first_target = (size_t)blockIdx.y * HW * C;
+    const size_t first = (size_t)blockIdx.y * HW * Cout;     // this image's first element in out and dout
+    const size_t first_target = (size_t)blockIdx.y * HW * C; // and in target and x
     const NoiseLevel l = levels[blockIdx.y];
-    const float mse = o.mse * l.weight, bound = o.bound * l.importance, slope = factor / ((float)HW * C);
+    const float mse = o.mse * l.weight, bound = o.bound * l.importance;
+    const float slope = factor / ((float)HW * C);
     double sum = 0;
     NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
         const int p = i / C, c = i - p * C;
         const size_t at = first + (size_t)p * Cout + c;
-        const float wanted = target[first_target + i], d = out[at] - wanted;
+        const float wanted = target[first_target + i];
+        const float d = out[at] - wanted;
         BoundTerm term{};
         if (BOUND)
             term = bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
@@ -6241,12 +6263,14 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
 }
+// Of each image: LOSS_PARTS sums, and for the tuning loss a slope
 static size_t loss_workspace(int B) { return (size_t)B * (LOSS_PARTS + 1) * sizeof(double); }
 
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
                                   const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
                                   int Cout) {
     double* sums = (double*)device.workspace;
+    // The kernel and then, in a second launch, the sum over each image's LOSS_PARTS blocks, in their order
     launch_behind(o.bound > 0 ? loss_kernel<true> : loss_kernel<false>, dim3(LOSS_PARTS, B), 1024, 0, sums, dout, out,
                   target, x, levels, o, factor, HW, C, Cout);
     each(B, [=] __device__(size_t b) {
@@ -6285,6 +6309,7 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
     each((size_t)B * n, [=] __device__(size_t i) { dout[i] = (float)slopes[i / n] * (out[i] - target[i]); });
 }
 
+// t (B) = what the network is told in step *k, which lies on the device: a captured graph then works for every step.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
     each(B, [=] __device__(size_t b) { t[b] = steps[*k].t; });
 }
@@ -6328,7 +6353,7 @@ static __global__ void __launch_bounds__(1024)
             if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
         }
         __syncthreads();
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0) { // the value that the rank falls into: it passes over the counts below it
             int bin = 0;
             while (left >= count[bin]) left -= count[bin++];
             found = known << 8 | bin;
@@ -6373,6 +6398,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
+// Inpainting: what is known is put back, with the noise of this step; then x' = back_x x + back_sigma z (RePaint).
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
     each_quad(B, n, [=] __device__(int b, int e) {
@@ -10425,7 +10451,8 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     double total = 0;
     UNROLL_FOR (int k = 0; k < QUADS; k++) {
         if (write && k * 1024 < left) ((float4*)sum)[first + k * 1024] = g[k];
-        const double x = g[k].x, y = g[k].y, z = g[k].z, w = g[k].w;
+        const double x = g[k].x, y = g[k].y;
+        const double z = g[k].z, w = g[k].w;
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
@@ -10510,7 +10537,8 @@ static __global__ void __launch_bounds__(256)
     __shared__ struct { float scale, decay, step_size, root; } shared;
     if (!state->ok) return;
     if (threadIdx.x == 0) { // in double, which is slow: once a block. Clipping as torch's clip_grad_norm_
-        const double clip = h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1.0;
+        double clip = 1;
+        if (h.grad_clip > 0) clip = fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6));
         const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
         const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
         const float decay = 1 - state->lr * h.weight_decay;
@@ -10518,12 +10546,15 @@ static __global__ void __launch_bounds__(256)
     }
     __syncthreads();
     const auto f = shared;
-    float4 *const ema = (float4*)u.ema, *const ms = (float4*)u.m, *const vs = (float4*)u.v;
+    float4* const ema = (float4*)u.ema;
+    float4* const ms = (float4*)u.m;
+    float4* const vs = (float4*)u.v;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += (size_t)gridDim.x * 256) {
         const size_t k = own.flat(4 * i) / 4;
         if (4 * k >= own.n) break; // the padding behind the last parameter
         const float4 sum = ((const float4*)u.sum)[k];
-        float4 p = ((float4*)u.params.at[0])[k], e = ema[i], m = ms[i], v = vs[i];
+        float4 p = ((float4*)u.params.at[0])[k];
+        float4 e = ema[i], m = ms[i], v = vs[i];
         auto update = [&](float& p, float& e, float& m, float& v, float sum) {
             const float g = sum * f.scale;
             m = h.beta1 * m + (1 - h.beta1) * g;
