@@ -49,24 +49,24 @@
 //   7651         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 //   8139    20. Convolution
 //   8167         ConvOut: results, 4 channels of a pixel at a time
-//   8348         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8406         conv_halo: 3x3, stride 1, any GPU
-//   8747         conv_gather: any kernel size and stride, any GPU
-//   8959         conv_few: the first and the last layer
-//   9086         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9513         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9588         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9912         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10197         conv_weight_tma: weight gradients (sm_90a)
-//  10422    21. The optimiser
-//  10425         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  10601    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  10604         groupnorm_backward
-//  10702         attention: forward and, where a has dout, backward
-//  10742         convolution: forward and input gradient
-//  11046         convolution: weight gradients
-//  11327    23. The GPU: memory, copies, repeated work
-//  11544    24. Between ranks: from device to device
+//   8354         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8412         conv_halo: 3x3, stride 1, any GPU
+//   8753         conv_gather: any kernel size and stride, any GPU
+//   8965         conv_few: the first and the last layer
+//   9092         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9519         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//   9594         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//   9918         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10217         conv_weight_tma: weight gradients (sm_90a)
+//  10451    21. The optimiser
+//  10454         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  10630    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  10633         groupnorm_backward
+//  10731         attention: forward and, where a has dout, backward
+//  10771         convolution: forward and input gradient
+//  11075         convolution: weight gradients
+//  11356    23. The GPU: memory, copies, repeated work
+//  11573    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -8223,14 +8223,18 @@ template <class T> struct OutputLane {
 // channels. On small images K_GROUPS such sets of warps each multiply a part of the input channels, and their sums are
 // added at the end: more warps for few pixels.
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
-    static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, CHANNELS = CHANNELS_,
-                         WARP_CHANNELS = WARP_CHANNELS_, K_GROUPS = K_GROUPS_;
-    static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS), THREADS = POSITIONS * K_GROUPS * 32;
-    // A warp that stores has LANES lanes for a pixel, of 4 channels each, and so stores STEP pixels at once. PITCH:
-    // floats of a pixel in shared memory, with 4 that nobody uses, against bank conflicts.
-    static constexpr int LANES = WARP_CHANNELS / 4, STEP = 32 / LANES, PITCH = WARP_CHANNELS + 4,
-                         STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
-    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP;
+    static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, K_GROUPS = K_GROUPS_;
+    static constexpr int CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_;
+    static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS); // warps of a K group
+    static constexpr int THREADS = POSITIONS * K_GROUPS * 32;
+    // Results on their way out. A warp that stores has LANES lanes for a pixel, of 4 channels each, and so stores STEP
+    // pixels at once. PITCH: floats of a pixel in shared memory, with 4 that nobody uses, against bank conflicts.
+    static constexpr int LANES = WARP_CHANNELS / 4;
+    static constexpr int STEP = 32 / LANES;
+    static constexpr int PITCH = WARP_CHANNELS + 4;
+    static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
+    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads that have sums of one channel
+    // What a warp has.
     static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
     static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
@@ -8289,11 +8293,13 @@ INLINE void store_tile(float4& sum, float4& square, const float* staged, int reg
 template <class Tile, class TO, int ROUNDS, bool FORWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
-    // A lane stores every STEP-th pixel, N of them.
-    constexpr int ROUND_PIXELS = 64 / ROUNDS, N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP,
-                  REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH, IMAGE_WARPS = Tile::PIXEL_WARPS / Tile::IMAGES;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pixel_warp = Tile::pixel_warp(warp),
-              k_group = Tile::k_group(warp), image = pixel_warp / IMAGE_WARPS;
+    constexpr int ROUND_PIXELS = 64 / ROUNDS;                            // of a warp
+    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;        // of a lane: every STEP-th one
+    constexpr int REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // floats of a K group
+    constexpr int IMAGE_WARPS = Tile::PIXEL_WARPS / Tile::IMAGES;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int pixel_warp = Tile::pixel_warp(warp), k_group = Tile::k_group(warp), image = pixel_warp / IMAGE_WARPS;
+    // The K groups share the pixels of a round. first: this lane's first pixel, of the warp's.
     const int row = lane / Tile::LANES, first = k_group * (N * Tile::STEP) + row;
     const int channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS + lane % Tile::LANES * 4;
     float* const staged = (float*)shared + warp % Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
@@ -9923,22 +9929,36 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 // Costs: a tile's halo is read once for N channels, and all weights of N channels once for each tile.
 template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
-    static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, ACROSS = WARPGROUPS / IMAGES; // 8x8 blocks
-    static constexpr int SPLIT = SPLIT_, PER_SM = PER_SM_, TILE_W = ACROSS * 8; // PER_SM: blocks on a multiprocessor
-    static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 32, BARRIERS = 64;
-    static constexpr int PITCH = TILE_W + 2, CHUNKS = (N + 63) / 64, HALOS = IMAGES == 2 ? 3 : 2;
-    static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * 128, HALO = (HALO_BYTES + 1023) / 1024 * 1024;
-    static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8;                 // channels that a block finishes
-    static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32, BOX_BYTES = 64 * BOX * 2; // channels of a box of results
+    static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, SPLIT = SPLIT_;
+    static constexpr int PER_SM = PER_SM_;             // blocks on a multiprocessor
+    static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side
+    static constexpr int TILE_W = ACROSS * 8;
+    static constexpr int CONSUMERS = WARPGROUPS * 128; // threads that multiply
+    static constexpr int THREADS = CONSUMERS + 32;
+    static constexpr int BARRIERS = 64;
+    // Halos.
+    static constexpr int PITCH = TILE_W + 2; // pixels of a row
+    static constexpr int HALOS = IMAGES == 2 ? 3 : 2;
+    static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * 128;
+    static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024;
+    // Results: OUT_N channels that a block finishes (OUT_BLOCKS of 8), in boxes of 64 pixels x BOX channels.
+    static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8;
+    static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32;
+    static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
-    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0, SHIFTS_BYTES = CONSUMERS * 8;
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // from the cluster's other block
+    static constexpr int SHIFTS_BYTES = CONSUMERS * 8;                                // bias + embedding
+    // What remains is for weights. A step is GROUP taps of a slice; CHUNKS: boxes of 64 channels, if TRANSPOSED.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
-    // A step is GROUP taps of a slice.
-    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1, GROUPS = 9 / GROUP;
-    static constexpr int TAP_BYTES = TRANSPOSED ? CHUNKS * 64 * 128 : N * 128, WEIGHT_BYTES = GROUP * TAP_BYTES;
-    static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP), SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
+    static constexpr int CHUNKS = (N + 63) / 64;
+    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1;
+    static constexpr int GROUPS = 9 / GROUP; // steps of a slice
+    static constexpr int TAP_BYTES = TRANSPOSED ? CHUNKS * 64 * 128 : N * 128;
+    static constexpr int WEIGHT_BYTES = GROUP * TAP_BYTES;
+    static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP);
+    static constexpr int SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
     static_assert(N <= 2 * CONSUMERS && SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES); // sums lie there at last
 };
 
@@ -10210,19 +10230,28 @@ template <class T> static void conv_small_launch(const ConvCall& p) {
 //   One launch does several layers: small ones alone would leave most of the GPU idle.
 // Costs: the time of its bytes from the L2 (large tensors: from memory), or of its products; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
-    static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, TILE_H = 8, TILE_W = TILE_W_, STAGES = STAGES_;
-    static constexpr bool TAPS = KERNEL == 3;            // three of a filter row at a time
-    static constexpr int LOADER = 4 * GROUPS;            // the warp that loads
+    static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, STAGES = STAGES_;
+    static constexpr int TILE_H = 8, TILE_W = TILE_W_, PIXELS = TILE_H * TILE_W; // a pixel tile
+    static constexpr bool TAPS = KERNEL == 3;          // a product is three taps of a filter row
+    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
+    // Warps: those that multiply, the one that loads, those that sum for the bias.
+    static constexpr int LOADER = 4 * GROUPS;
     static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // with three warpgroups
     static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
-    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
-    static constexpr int BORDER = KERNEL / 2, PITCH = TILE_W + 2 * BORDER, HALO_H = TILE_H + BORDER * (GROUPS - 1);
-    static constexpr int X_PARTS = TAPS ? 1 : 3, DOUT_PARTS = TAPS ? 1 : GROUPS, PIXELS = TILE_H * TILE_W;
-    static constexpr int X_LOADED = PITCH * HALO_H * 128, X_BYTES = (X_LOADED + 1023) / 1024 * 1024;
-    static constexpr int DOUT_AT = X_PARTS * X_BYTES, DOUT_BYTES = PIXELS * 128;
+    // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
+    static constexpr int BORDER = KERNEL / 2;
+    static constexpr int PITCH = TILE_W + 2 * BORDER;             // pixels of a row of x
+    static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows: of one filter row, or of all three
+    static constexpr int X_PARTS = TAPS ? 1 : 3;
+    static constexpr int DOUT_PARTS = TAPS ? 1 : GROUPS;
+    static constexpr int X_LOADED = PITCH * HALO_H * 128;
+    static constexpr int X_BYTES = (X_LOADED + 1023) / 1024 * 1024;
+    static constexpr int DOUT_AT = X_PARTS * X_BYTES;
+    static constexpr int DOUT_BYTES = PIXELS * 128;
     static constexpr int STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
-    static constexpr int BARRIERS = 32, SHARED_BYTES = STAGES * STAGE_BYTES + shared_beside(BARRIERS);
+    static constexpr int BARRIERS = 32;
+    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + shared_beside(BARRIERS);
     static_assert(SHARED_BYTES <= hopper_shared(1) && 2 * STAGES <= BARRIERS, "");
 };
 struct ConvWeightTma {
