@@ -1,6 +1,6 @@
 // A GPU made of software: runs the GPU build's kernels from their PTX, so that a machine without a GPU can check what they compute. It is not made for speed, but
-// to find mistakes: asynchronous copies land as late as they are allowed to; shared memory begins as garbage; an address outside it, a misaligned
-// one, lanes that are missing at a warp's instruction, and a wait that nobody ends are told with the line of PTX. With EMULATE_REVERSED copies land at once, and
+// to find mistakes: asynchronous copies, and the sums of wgmma, land as late as they are allowed to; shared memory begins as garbage; an address outside it, a misaligned
+// one, a block that ends while TMA reads it, lanes that are missing at a warp's instruction, and a wait that nobody ends are told with the line of PTX. With EMULATE_REVERSED copies land at once, and
 // warps and blocks take turns from the last one to the first: a kernel that is right computes the same bits. With EMULATE_RACES it is told, too, what different warps
 // do with the same two bytes of shared memory without a barrier between them. What cannot be seen here: races in global memory, the memory model, and time.
 //
