@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, checkpoints, environment, flags
-from test_failures import IDLE
+from test_failures import HAS_NCCL, IDLE
 from test_order import BINARY as EMULATED
 from test_order import describe
 
-needs_emulated = pytest.mark.skipif(not EMULATED.is_file(), reason="needs make -C dev BUILD=emulated, and nvcc for that")
+needs_emulated = pytest.mark.skipif(not HAS_NCCL, reason="needs make -C dev BUILD=emulated, nvcc and nccl.h")
 pytestmark = pytest.mark.long  # launchers take seconds to start
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MPIRUN = ["mpirun", "-q", "--oversubscribe", "--bind-to", "none", "-n", "2"]
