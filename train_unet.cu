@@ -4,69 +4,79 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    148  Part I. The program
-//    151     1. Types at the interface: what operations are called with
-//    366     2. The interface: all that the program asks of a device
-//    562     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    622     4. Configuration: flags, presets, help, what can work and what cannot
-//   1002     5. The network: a list of layers, made of guided-diffusion's flags
-//   1606     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1786     7. Forward and backward: two walks over the list
-//   1896     8. Diffusion: noise schedules, objectives, samplers
-//   2090         the level of a training sample, drawn, and its share of the loss
-//   2240         samplers
-//   2654     9. Data: .bin files that may be larger than memory, the order of their images
-//   2875    10. Model files: weights and checkpoints, initial weights
-//   3086    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3097         the learning rate, the verdict on a step, averages of the weights
-//   3174         what a trainer holds
-//   3265         a step
-//   3475    12. A run: log, guard, checkpoints, resume, samples
-//   4279    13. main: the command line, then a run or samples
-//   4564  Part II. The device
-//   4567    14. What all devices share: activations, patches of pixels
-//   4610    15. The CPU: the device is the host; operations are in dev/reference.h
-//   4678    16. The GPU: what all kernels share
-//   4744         Launches, which may overlap
-//   4786         Decisions: what kernels are chosen with
-//   4824         Single instructions: shared memory, mbarriers, clusters
-//   4908         Activations: pieces of 16 bytes
-//   5120         each_kernel: a thread for an element
-//   5134         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5273         Swizzle: how rows lie in shared memory
-//   5291         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5466         building blocks of Hopper's kernels (sm_90a)
-//   5714    17. Small operations: resampling, embeddings, diffusion
-//   5717         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   5853         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6119         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6421    18. Group norm
-//   6424         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   6820         groupnorm_backward_whole: an image's slab in shared memory
-//   7122    19. Attention
-//   7192         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7555         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   7651         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8139    20. Convolution
-//   8167         ConvOut: results, 4 channels of a pixel at a time
-//   8354         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8412         conv_halo: 3x3, stride 1, any GPU
-//   8753         conv_gather: any kernel size and stride, any GPU
-//   8965         conv_few: the first and the last layer
-//   9092         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9519         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//   9594         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//   9918         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10217         conv_weight_tma: weight gradients (sm_90a)
-//  10451    21. The optimiser
-//  10454         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  10630    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  10633         groupnorm_backward
-//  10731         attention: forward and, where a has dout, backward
-//  10771         convolution: forward and input gradient
-//  11075         convolution: weight gradients
-//  11356    23. The GPU: memory, copies, repeated work
-//  11573    24. Between ranks: from device to device
+//    158  Part I. The program
+//    161     1. Types at the interface: what operations are called with
+//    376     2. The interface: all that the program asks of a device
+//    572     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    632     4. Configuration: flags, presets, help, what can work and what cannot
+//   1012     5. The network: a list of layers, made of guided-diffusion's flags
+//   1616     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1796     7. Forward and backward: two walks over the list
+//   1906     8. Diffusion: noise schedules, objectives, samplers
+//   2100         the level of a training sample, drawn, and its share of the loss
+//   2250         samplers
+//   2664     9. Data: .bin files that may be larger than memory, the order of their images
+//   2885    10. Model files: weights and checkpoints, initial weights
+//   3096    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3107         the learning rate, the verdict on a step, averages of the weights
+//   3184         what a trainer holds
+//   3275         a step
+//   3485    12. A run: log, guard, checkpoints, resume, samples
+//   3505         the log in memory, as the page shows it
+//   3608         what a run holds
+//   3675         the log and the status line
+//   3850         checkpoints, snapshots and grids
+//   4053         the start of a run: new, from a file's weights, or resumed
+//   4218         the loop over the steps
+//   4330         a run from its first to its last line
+//   4457         samples, without a run
+//   4605    13. main: the command line, then a run or samples
+//   4826         what ranks must have in common
+//   4889         main
+//   5002  Part II. The device
+//   5005    14. What all devices share: activations, patches of pixels
+//   5048    15. The CPU: the device is the host; operations are in dev/reference.h
+//   5116    16. The GPU: what all kernels share
+//   5182         Launches, which may overlap
+//   5224         Decisions: what kernels are chosen with
+//   5262         Single instructions: shared memory, mbarriers, clusters
+//   5346         Activations: pieces of 16 bytes
+//   5558         each_kernel: a thread for an element
+//   5572         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5711         Swizzle: how rows lie in shared memory
+//   5729         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5904         building blocks of Hopper's kernels (sm_90a)
+//   6152    17. Small operations: resampling, embeddings, diffusion
+//   6155         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6291         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6557         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6859    18. Group norm
+//   6862         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   7258         groupnorm_backward_whole: an image's slab in shared memory
+//   7560    19. Attention
+//   7630         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7993         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   8089         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8577    20. Convolution
+//   8605         ConvOut: results, 4 channels of a pixel at a time
+//   8792         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8850         conv_halo: 3x3, stride 1, any GPU
+//   9191         conv_gather: any kernel size and stride, any GPU
+//   9403         conv_few: the first and the last layer
+//   9530         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9957         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  10032         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  10356         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10655         conv_weight_tma: weight gradients (sm_90a)
+//  10889    21. The optimiser
+//  10892         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  11068    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  11071         groupnorm_backward
+//  11169         attention: forward and, where a has dout, backward
+//  11209         convolution: forward and input gradient
+//  11513         convolution: weight gradients
+//  11794    23. The GPU: memory, copies, repeated work
+//  12011    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -3473,120 +3483,205 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 
 // =====================================================================================================================
 // 12. A run: log, guard, checkpoints, resume, samples
-// Its output folder holds index.html, log.csv, samples_STEP.png and model_STEP.bin, with --keep_best best.bin.
+// A run writes these files into its output folder (--output_dir):
+//   index.html        a page that shows the run in a browser (host/page.h)
+//   log.csv           a row for each step
+//   samples_STEP.png  a grid of samples, every --sample_interval steps
+//   model_STEP.bin    a checkpoint, from which the run can be resumed, every --save_interval steps
+//   ema_STEP.bin      two averages of the weights, every --ema_snapshots steps
+//   best.bin          with --keep_best: the checkpoint that has the lowest validation loss
+// If there are several ranks, only rank 0 writes. A full disk does not end a run at once: what could not be written is
+// kept in memory and tried again.
 
-// How long a checkpoint that can't be written may be tried again, and after which time. Training goes on meanwhile. Ten
-// minutes are enough for whoever sees the message to make room. If nobody does, ten minutes of steps are lost, no
-// night's. At the end nothing goes on meanwhile, and whoever has stopped a run may soon kill it: then it is a quarter
-// of a minute.
-constexpr double PATIENCE = 600, PATIENCE_AT_THE_END = 15, RETRY_AFTER = 5; // seconds
+// A checkpoint that can't be written is tried again every RETRY_AFTER seconds, for PATIENCE seconds at most, while
+// training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody does, the run ends
+// and has lost ten minutes of steps, not a night of them. At the end of a run no training goes on meanwhile, and
+// somebody who has stopped a run may soon kill it. Therefore the wait is shorter there.
+constexpr double PATIENCE = 600;
+constexpr double PATIENCE_AT_THE_END = 15;
+constexpr double RETRY_AFTER = 5;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- the log in memory, as the page shows it
 
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
 
-// Rows of log.csv: one or, of a long run, some. Columns are those from loss to val_loss; n: how many rows have a value
-// there. seconds: of the run, until the last of these rows.
-struct LogPart {
-    int64_t first, last, skipped;
-    double low, high, seconds, sum[9]; // low, high: of the loss
-    int n[9];
+// Where some of these columns are in a row.
+enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
+using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
 
-    void join(const LogPart& p) {
-        last = p.last;
-        skipped += p.skipped;
-        low = std::min(low, p.low);
-        high = std::max(high, p.high);
-        seconds = p.seconds;
+static LogValues parse_row(const std::string& row) {
+    std::istringstream fields(row);
+    std::string field;
+    LogValues values;
+    for (double& value : values) {
+        const bool there = std::getline(fields, field, ',') && !field.empty();
+        value = there ? atof(field.c_str()) : NAN;
+    }
+    return values;
+}
+
+// What the page shows of a few neighbouring rows of log.csv: of one row or, if the run is long, of several. The arrays
+// have an element for each of the nine columns from loss to val_loss.
+struct LogPart {
+    int64_t first;   // the first row's step
+    int64_t last;    // the last row's step
+    int64_t skipped; // how many of these steps were skipped, because the guard found them bad
+    double low;      // the lowest loss
+    double high;     // the highest loss
+    double seconds;  // the length of the run when the last of these steps was done
+    double sum[9];   // the sum of a column's values
+    int n[9];        // how many rows have a value in this column
+
+    // Adds the part that comes next.
+    void join(const LogPart& next) {
+        last = next.last;
+        skipped += next.skipped;
+        low = std::min(low, next.low);
+        high = std::max(high, next.high);
+        seconds = next.seconds;
         for (int k = 0; k < 9; k++) {
-            sum[k] += p.sum[k];
-            n[k] += p.n[k];
+            sum[k] += next.sum[k];
+            n[k] += next.n[k];
         }
     }
 };
 
-// A log of any length, in up to 4096 parts. The guard sees it again, since rows do not say whether a step was skipped.
+// A log of any length, in fewer than MAX_PARTS parts of the same number of rows. When there would be more parts, every
+// two of them become one.
 struct LogSummary {
+    static constexpr size_t MAX_PARTS = 4096;
     std::vector<LogPart> parts;
-    int64_t rows = 1; // of a part
-    Guard guard{};
-    double mean = 0;    // loss of about the latest tenth of the steps (weights grow as n^9), later of the last fifty
-    double seconds = 0; // of the run, until the last row
+    int64_t rows = 1;   // the rows of a part; it is doubled when parts are joined
+    Guard guard{};      // judges the rows again, because a row does not say whether its step was skipped
+    double mean = 0;    // the mean loss of about the latest tenth of the steps, in a longer run of the latest 50
+    double seconds = 0; // the length of the run when the last row's step was done
     void add(const std::string& row);
 };
 
-void LogSummary::add(const std::string& row) {
-    std::istringstream fields(row);
-    std::string field;
-    double v[11]; // as LOG_COLUMNS has them; NaN: the row has no value there
-    for (double& value : v) value = std::getline(fields, field, ',') && !field.empty() ? atof(field.c_str()) : NAN;
-    const double step = v[0], loss = v[1], norm = v[3], ms = v[4], told = v[10]; // told: seconds of the run
-    // Logs of older programs have no seconds: there the time of the steps alone is added up.
-    const bool known = told >= seconds && told < BIG;
-    if (known) seconds = told;
-    else if (ms > 0 && ms < BIG) seconds += ms / 1000;
-    LogPart p{(int64_t)step, (int64_t)step, !healthy(&guard, loss, norm), INFINITY, -INFINITY, seconds, {}, {}};
+// The part of a log that consists of one row. seconds: the length of the run. skipped: the guard found the step bad.
+static LogPart part_of_row(const LogValues& values, double seconds, bool skipped) {
+    const int64_t step = (int64_t)values[COLUMN_STEP];
+    LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
     for (int k = 0; k < 9; k++) {
-        if (!std::isfinite(v[k + 1]) || (k == 0 && p.skipped)) continue; // a skipped step's loss does not count
-        p.sum[k] = v[k + 1];
-        p.n[k] = 1;
+        const double value = values[COLUMN_LOSS + k];
+        const bool counts = k > 0 || !skipped; // the loss of a skipped step does not count
+        if (!counts || !std::isfinite(value)) continue;
+        part.sum[k] = value;
+        part.n[k] = 1;
     }
-    if (p.n[0]) p.low = p.high = loss;
-    if (p.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * std::max(10 / (guard.n + 9), 0.02);
-    if (!parts.empty() && parts.back().last - parts.back().first + 1 < rows) return parts.back().join(p);
-    parts.push_back(p);
-    if (parts.size() < 4096) return;
-    for (size_t i = 0; i < 2048; i++) (parts[i] = parts[2 * i]).join(parts[2 * i + 1]);
-    parts.resize(2048);
+    if (part.n[0]) {
+        part.low = values[COLUMN_LOSS];
+        part.high = values[COLUMN_LOSS];
+    }
+    return part;
+}
+
+void LogSummary::add(const std::string& row) {
+    const LogValues values = parse_row(row);
+    const double loss = values[COLUMN_LOSS];
+    const double ms = values[COLUMN_MS];
+    const double logged = values[COLUMN_SECONDS];
+    // Older programs wrote no seconds. For their rows the times of the steps are added up.
+    if (logged >= seconds && logged < BIG) seconds = logged;
+    else if (ms > 0 && ms < BIG) seconds += ms / 1000;
+
+    const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
+    const LogPart part = part_of_row(values, seconds, skipped);
+    // The share of the newest loss in the mean is 10 / (n + 9), so the weights of the n losses grow as n^9.
+    const double share = std::max(10 / (guard.n + 9), 0.02);
+    if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
+
+    const bool fits = !parts.empty() && parts.back().last - parts.back().first + 1 < rows;
+    if (fits) return parts.back().join(part);
+    parts.push_back(part);
+    if (parts.size() < MAX_PARTS) return;
+    for (size_t i = 0; i < MAX_PARTS / 2; i++) {
+        parts[i] = parts[2 * i];
+        parts[i].join(parts[2 * i + 1]);
+    }
+    parts.resize(MAX_PARTS / 2);
     rows *= 2;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- what a run holds
 
 // What index.html needs to know beside the run (host/page.h).
 struct Page {
     std::string about{}; // the model, the machine, the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
-    double interval = 0; // seconds from one writing to the next
-    double due = 0;      // when it is to be written again
+    double interval = 0; // the seconds from one writing of the page to the next
+    double due = 0;      // when the page is to be written again
 };
+
+// Times are in seconds, as now() gives them. Steps are counted from 1: step 7 has been done when the counter is 7.
 struct Run {
+    // What is trained.
     Config config;
     Trainer trainer;
-    Dataset val;
-    Folder folder; // rank 0's; the others write nothing
-    Sampler sampler{};
-    StepState state{}; // the host's copy
-    LogSummary summary{};
-    Page page{};
-    int log = -1;                                 // log.csv
-    std::string rows{};                           // that it still lacks
-    bool rows_wait = false;                       // because they could not be written
-    std::map<std::string, std::string> waiting{}; // pictures that could not be written, by name
-    bool files_wait = false;                      // that was said
-    double files_tried = -INFINITY;               // when they were last tried
-    double no_room_since = 0;                     // when a checkpoint first could not be written; 0: it could
-    int64_t retry_at = 0;                         // the step after which it is tried again
-    bool moved = false;                           // it was said that another folder has this one's name
-    bool line_open = false, estimated = false;    // a status line waits to be redrawn; the run's length was judged
-    double seconds = 0, clock = 0;                // in this process's steps; when those on their way began
-    double began = 0;                             // when the run would have begun if it had never paused
-    double per_step = 0, shown = -INFINITY;       // seconds of a recent step; when the last line was printed
-    int64_t first_step = 0, issued = 0, saved = 0, saved_updates = 0; // issued: begun; saved: in the newest checkpoint
-    int64_t snapshot = 0, snapshot_updates = 0;                       // in the newest snapshot of the averages
-    int64_t proven = -1;                                              // the newest one from which a step was good
-    double val_loss = NAN;                                            // after the latest step; NaN: not measured
-    double best_loss = INFINITY;                                      // that of best.bin, at rank 0; infinite: unknown
-    int stop = 0;                                                     // the signal that ends the run, as ranks agreed
+    Dataset val;       // the images of --val_data_file; without them val.count is 0
+    Folder folder;     // the output folder, at rank 0 alone
+    Sampler sampler{}; // draws the grids
+
+    // Progress. A step is issued when the device has been given its work. Up to STEPS_AHEAD steps later the host
+    // fetches what became of it (collect_steps); then the step is logged.
+    int64_t first_step = 0; // the step that this process went on from; 0: the run is new
+    int64_t issued = 0;     // the newest issued step
+    StepState state{};      // the figures of the newest logged step
+    double val_loss = NAN;  // the validation loss after that step; NaN: it was not measured
+    int stop = 0;           // the signal that ends the run, as all ranks agreed; 0: none came
+
+    // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
+    int64_t saved_step = 0;       // the step of the newest checkpoint; 0: there is none
+    int64_t saved_updates = 0;    // how many updates that checkpoint has seen
+    int64_t proven_step = -1;     // the step of the newest checkpoint after which a good step was seen
+    int64_t snapshot_step = 0;    // the step of the newest snapshot
+    int64_t snapshot_updates = 0; // how many updates that snapshot has seen
+    double best_loss = INFINITY;  // the validation loss of best.bin, at rank 0; infinite: it is unknown
+
+    // The log, the page and the line on the terminal.
+    int log_file = -1;               // the descriptor of log.csv
+    LogSummary summary{};            // the log, as the page shows it
+    Page page{};                     // what else the page needs
+    bool status_line_open = false;   // the cursor is in a status line, which the next one replaces
+    double status_shown = -INFINITY; // when the latest status line was printed
+
+    // What waits for the disk. Each of the flags remembers that something was said, so that it is said once.
+    std::string unwritten_rows{};                          // rows that log.csv still lacks
+    bool said_rows_wait = false;                           // the user knows that rows wait
+    std::map<std::string, std::string> waiting_pictures{}; // the content of pictures to be written, by file name
+    bool said_pictures_wait = false;                       // the user knows that pictures wait
+    double pictures_tried = -INFINITY;                     // when pictures were last written or tried
+    double no_room_since = 0; // when a checkpoint first could not be written; 0: the latest one was written
+    int64_t retry_at = 0;     // the step after which a checkpoint is tried again
+    bool said_moved = false;  // the user knows that the folder has moved
+    bool said_length = false; // the length of the run was judged
+
+    // The clock.
+    double seconds = 0;     // the time that this process has spent in steps
+    double steps_began = 0; // when the steps that are issued and not yet logged began
+    double began = 0;       // when the run would have begun if it had never paused
+    double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
 
-// Ends a redrawn status line before anything else is printed.
+// Ends a status line before anything else is printed.
 static void end_line(Run* run) {
-    if (std::exchange(run->line_open, false)) printf("\n");
+    if (run->status_line_open) printf("\n");
+    run->status_line_open = false;
 }
 
-// --keep_best: a hard link to the checkpoint of the lowest validation loss, so that it outlives its other name.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- the log and the status line
+
+// With --keep_best, this is a hard link to the checkpoint that has the lowest validation loss. So that checkpoint stays
+// when its file model_STEP.bin is removed as an old one.
 constexpr char BEST[] = "best.bin";
 
-// The step of a resumed run's best.bin; -1: there is none.
+// The step of a resumed run's best.bin; -1: there is no such file, or the run is new.
 static int64_t best_step(const Run& run) {
-    if (!run.config.keep_best || !run.first_step || !run.folder.has(BEST)) return -1;
+    const bool resumed = run.first_step > 0;
+    if (!run.config.keep_best || !resumed || !run.folder.has(BEST)) return -1;
     const int file = openat(run.folder.descriptor, BEST, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     Header h;
     const bool whole = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
@@ -3596,155 +3691,202 @@ static int64_t best_step(const Run& run) {
     return h.get<int64_t>(SLOT_STEP);
 }
 
-// The validation loss in a row of log.csv; NaN: it has none.
-static double val_loss_of(const std::string& row) {
-    std::istringstream fields(row), names(LOG_COLUMNS);
-    std::string field, name;
-    while (std::getline(names, name, ',') && std::getline(fields, field, ','))
-        if (name == "val_loss" && !field.empty()) return atof(field.c_str());
-    return NAN;
-}
-
-// Opens log.csv. A resumed run does away with rows beyond the checkpoint's step; the rest feeds the page.
+// Opens log.csv at rank 0. A resumed run removes the rows behind the step of its checkpoint, because it does these
+// steps again. The rows that stay feed the page, and one of them tells the validation loss of best.bin.
 static void open_log(Run* run) {
-    if (world.rank) return; // rank 0 writes
+    if (world.rank) return;
     const int64_t best = best_step(*run);
     std::string kept = std::string(LOG_COLUMNS) + "\n";
-    const auto columns = std::ranges::count(kept, ',');
+    const auto commas = std::ranges::count(kept, ',');
     std::istringstream old(read_text(run->folder, "log.csv"));
-    for (std::string row; std::getline(old, row) && !old.eof();) { // a row without an end is none; nor are the names
-        const double step = atof(row.c_str());
-        if (!(step > 0 && step <= (double)run->first_step)) continue;
+    std::string row;
+    while (std::getline(old, row) && !old.eof()) { // a last row without a line break was cut short: it does not count
+        const LogValues values = parse_row(row);
+        const double step = values[COLUMN_STEP];
+        const bool belongs = step > 0 && step <= (double)run->first_step; // the line of column names has step 0
+        if (!belongs) continue;
         run->summary.add(row);
-        if (const double val = val_loss_of(row); (int64_t)step == best && std::isfinite(val)) run->best_loss = val;
-        if (std::ranges::count(row, ',') == columns - 1) row += ","; // an older program's, which wrote no seconds
-        kept += row + "\n";
+        const double val_loss = values[COLUMN_VAL_LOSS];
+        if ((int64_t)step == best && std::isfinite(val_loss)) run->best_loss = val_loss;
+        const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // an older program wrote it
+        kept += lacks_seconds ? row + ",\n" : row + "\n";
     }
-    const std::string path = run->folder.name("log.csv"), failure = try_write_file(run->folder, "log.csv", kept);
+    // The new log replaces the old one as a whole, so a crash at this moment loses nothing.
+    const std::string path = run->folder.name("log.csv");
+    const std::string failure = try_write_file(run->folder, "log.csv", kept);
     must(failure.empty(), path, failure);
-    run->log = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
-    if (run->log < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+    run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
+    if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
     if (best >= 0 && std::isinf(run->best_loss))
         printf("%s: log.csv has no validation loss of its step %ld, so the next checkpoint becomes the best\n",
                run->folder.name(BEST).c_str(), best);
 }
 
-// A run whose folder is gone has no place for its checkpoints, and ends. One whose folder was moved goes on there.
+// If somebody removed the folder, the run has no place for its checkpoints and ends. If somebody moved it, the run goes
+// on in it: the folder is held by its descriptor, not by its name.
 static void check_folder(Run* run) {
     if (world.rank) return;
     if (run->folder.is_removed())
         die("%s: was removed while the run wrote there; stopped after step %ld", run->folder.path.c_str(),
             run->state.step);
-    if (run->folder.has_its_name() || std::exchange(run->moved, true)) return;
+    if (run->said_moved || run->folder.has_its_name()) return;
+    run->said_moved = true;
     end_line(run);
     printf("%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
 }
 
-// Writes the rows that log.csv lacks. Those that don't fit on the disk wait until they do: no run ends because of them.
+// Writes the rows that log.csv lacks. If the disk has no room for all of them, the rest waits; the run goes on.
 static void write_log(Run* run) {
-    ssize_t n;
-    while (!run->rows.empty() && (n = write(run->log, run->rows.data(), run->rows.size())) > 0)
-        run->rows.erase(0, (size_t)n);
-    const bool wait = !run->rows.empty();
-    if (std::exchange(run->rows_wait, wait) == wait) return;
-    const std::string why = text("can't be written (%s); rows wait", strerror(errno));
+    std::string& rows = run->unwritten_rows;
+    while (!rows.empty()) {
+        const ssize_t written = write(run->log_file, rows.data(), rows.size());
+        if (written <= 0) break;
+        rows.erase(0, (size_t)written);
+    }
+    const std::string why = strerror(errno);
+    const bool wait = !rows.empty();
+    if (wait == run->said_rows_wait) return;
+    run->said_rows_wait = wait;
     end_line(run);
-    printf("%s: %s\n", run->folder.name("log.csv").c_str(),
-           wait ? why.c_str() : "is written again, and no row is missing");
+    const std::string name = run->folder.name("log.csv");
+    if (wait) printf("%s: can't be written (%s); rows wait\n", name.c_str(), why.c_str());
+    else printf("%s: is written again, and no row is missing\n", name.c_str());
 }
 
-// Writes pictures. Those that don't fit on the disk wait until they do: no run ends because of them.
+// Writes the pictures that wait. If the disk has no room for one of them, it waits with those behind it; the run goes
+// on.
 static void write_waiting(Run* run) {
-    if (run->waiting.empty()) return;
-    run->files_tried = now();
-    std::string failure, name;
-    while (!run->waiting.empty() && failure.empty()) {
-        const auto first = run->waiting.begin();
-        name = first->first;
-        failure = try_write_file(run->folder, name, first->second);
-        if (failure.empty()) run->waiting.erase(first);
+    if (run->waiting_pictures.empty()) return;
+    run->pictures_tried = now();
+    std::string failure;
+    std::string name; // the latest picture that was tried
+    while (!run->waiting_pictures.empty() && failure.empty()) {
+        const auto picture = run->waiting_pictures.begin();
+        name = picture->first;
+        failure = try_write_file(run->folder, name, picture->second);
+        if (failure.empty()) run->waiting_pictures.erase(picture);
     }
-    const bool wait = !run->waiting.empty();
-    if (std::exchange(run->files_wait, wait) == wait) return;
+    const bool wait = !run->waiting_pictures.empty();
+    if (wait == run->said_pictures_wait) return;
+    run->said_pictures_wait = wait;
     end_line(run);
     name = run->folder.name(name);
     if (wait) printf("%s: %s; pictures wait\n", name.c_str(), failure.c_str());
     else printf("%s: is written again, and no picture is missing\n", name.c_str());
 }
 
+// Writes a picture now or, if others already wait for the disk, behind them.
 static void write_or_wait(Run* run, const std::string& name, const std::string& content) {
-    run->waiting[name] = content;
-    if (!run->files_wait) write_waiting(run);
+    run->waiting_pictures[name] = content;
+    if (!run->said_pictures_wait) write_waiting(run);
 }
 
-// seconds: of the run, until this step was done.
+// Adds the step in run->state to the log. ms: how long it took. val: its validation loss, or NaN. seconds: the length
+// of the run when it was done. A quarter of the noise levels that no sample of the step fell into has no loss.
 static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
     row += text(",%.3f", seconds);
-    if (!world.rank) run->rows += row + "\n";
+    if (!world.rank) run->unwritten_rows += row + "\n";
     run->summary.add(row);
 }
 
+// What the status line says if there is room for all of it.
+static std::string status_line(const Run& run, double val, double eta) {
+    const Config& c = run.config;
+    const StepState& s = run.state;
+    const double ms = run.per_step * 1e3;
+    const double images_per_s = c.batch_size / run.per_step;
+    // A backward pass costs about two forward passes.
+    const double gflop_per_s = 3 * run.trainer.net.flops * c.batch_size / run.per_step / 1e9;
+    std::string line = text("step %ld/%ld | loss %.4f (mean %.4f)", s.step, c.max_steps, s.loss, run.summary.mean);
+    line += text(" | lr %.2e | norm %.3f | %.1f ms", s.lr, s.grad_norm, ms);
+    line += text(" | %.1f images/s | %.0f GFLOP/s | ETA %s", images_per_s, gflop_per_s, duration(eta).c_str());
+    if (!std::isnan(val)) line += text(" | val %.4f", val);
+    if (s.bad_total) line += text(" | skipped %ld", s.bad_total);
+    return line;
+}
+
+// Takes parts out of a status line until it fits into so many columns. 0: it is no terminal, and every line fits.
+static std::string shorten_status(std::string line, size_t columns) {
+    // The least important part goes first.
+    for (const char* word : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
+        if (!columns || line.size() < columns) break;
+        const size_t found = line.find(word);
+        if (found == std::string::npos) continue;
+        const size_t begin = line.rfind(" | ", found);
+        const size_t end = line.find(" | ", found);
+        line.erase(begin, end - begin);
+    }
+    return line;
+}
+
+// Prints the status line. Once, when the first steps have shown how long the run will take, it also says so if that is
+// more than three hours: a beginner may not have meant it.
 static void print_step(Run* run, double val) {
     const Config& c = run->config;
     const StepState& s = run->state;
-    const double per_step = run->per_step, eta = per_step * (double)(c.max_steps - s.step);
-    std::string line = text(
-        "step %ld/%ld | loss %.4f (mean %.4f) | lr %.2e | norm %.3f | %.1f ms | %.1f images/s | %.0f GFLOP/s | ETA %s",
-        s.step, c.max_steps, s.loss, run->summary.mean, s.lr, s.grad_norm, per_step * 1e3, c.batch_size / per_step,
-        3 * run->trainer.net.flops * c.batch_size / per_step / 1e9, duration(eta).c_str());
-    if (!std::isnan(val)) line += text(" | val %.4f", val);
-    if (s.bad_total) line += text(" | skipped %ld", s.bad_total);
-    if (s.step >= run->first_step + 3 && !std::exchange(run->estimated, true) && eta > 3 * 3600) { // timed by now
-        end_line(run);
-        printf("this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
-               "--num_channels, --num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
-               duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
+    const double per_step = run->per_step;
+    const double eta = per_step * (double)(c.max_steps - s.step);
+    const bool is_timed = s.step >= run->first_step + 3;
+    if (is_timed && !run->said_length) {
+        run->said_length = true;
+        if (eta > 3 * 3600) {
+            end_line(run);
+            printf("this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
+                   "--num_channels, --num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
+                   duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
+        }
     }
-    const size_t columns = (size_t)terminal_columns(); // where there is no room, what goes first:
-    for (const char* part : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
-        const size_t at = line.find(part), from = line.rfind(" | ", at);
-        if (line.size() >= columns && columns && at != std::string::npos) line.erase(from, line.find(" | ", at) - from);
-    }
-    show_status(line);
-    run->line_open = columns;
-    run->shown = now();
+    const size_t columns = (size_t)terminal_columns();
+    show_status(shorten_status(status_line(*run, val, eta), columns));
+    run->status_line_open = columns > 0;
+    run->status_shown = now();
 }
 
-// A step from the newest checkpoint was good: older ones may go.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- checkpoints, snapshots and grids
+
+// Called after a good step: the newest checkpoint has led to it, so it is good, and older ones are no longer needed.
+// --keep_checkpoints says how many stay; 0: all of them.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = run->folder.list();
-    for (; keep && found.size() > keep; found.erase(found.begin())) run->folder.remove(found.begin()->second);
-    run->proven = run->saved;
+    while (keep && found.size() > keep) {
+        const auto oldest = found.begin();
+        run->folder.remove(oldest->second);
+        found.erase(oldest);
+    }
+    run->proven_step = run->saved_step;
 }
 
-// Ends a run that came to nothing, and says what can be gone on from.
+// Ends a run whose weights are broken, and says which checkpoint the user can go on from.
 static void stop_run(Run* run, const std::string& why) {
     const Folder folder = world.rank ? open_folder(run->config.output_dir) : run->folder;
     const auto found = folder.list();
     const auto newest = found.rbegin();
     std::string last = "no checkpoint was written yet";
-    if (!found.empty() && newest->first == run->proven)
+    if (!found.empty() && newest->first == run->proven_step) {
         last = "the last good checkpoint is " + folder.name(newest->second);
-    else if (!found.empty())
-        last = "no step was good from " + folder.name(newest->second) + ", so move it away and " +
-               (found.size() > 1 ? "go on from " + folder.name(std::next(newest)->second) : "start again");
+    } else if (!found.empty()) {
+        last = "no step was good from " + folder.name(newest->second) + ", so move it away and ";
+        if (found.size() > 1) last += "go on from " + folder.name(std::next(newest)->second);
+        else last += "start again";
+    }
     refuse(text("stopped at step %ld: ", run->state.step) + why + "; " + last +
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// What can be gone on from when the run ends now.
+// Which step the user can go on from if the run ends now.
 static std::string saved_so_far(const Run& run) {
-    if (!run.saved) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
-    return text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved);
+    if (run.saved_step) return text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved_step);
+    return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
 }
 
-// After rank 0 has tried to write a model file, all ranks agree on when to try again. Result: whether it is written.
-// failure, error: AtomicFile's, at rank 0. What never gets better ends the run at once: a limit on the size of files.
+// All ranks call this after rank 0 has tried to write a model file. They agree on the step after which it is tried
+// again. failure, error: those of rank 0's AtomicFile. Result: whether the file was written.
 static bool is_written(Run* run, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
     if (error && !run->no_room_since) {
@@ -3753,7 +3895,8 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
         printf("%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
         fflush(stdout);
     }
-    if (error && (error == EFBIG || now() - run->no_room_since > PATIENCE))
+    const bool hopeless = error == EFBIG; // a limit on the size of files (ulimit -f) does not go away
+    if (error && (hopeless || now() - run->no_room_since > PATIENCE))
         die("%s: %s; stopped after step %ld; %s", name.c_str(), failure.c_str(), run->state.step,
             saved_so_far(*run).c_str());
     if (!error && run->no_room_since) {
@@ -3761,14 +3904,17 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
         printf("%s: is written again\n", name.c_str());
         run->no_room_since = 0;
     }
-    const int pause = error ? std::max(1, (int)(RETRY_AFTER / std::max(run->per_step, 1e-3))) : 0; // steps
+    // Ranks count the pause in steps, because their clocks differ. A step is taken to last at least a millisecond.
+    const int steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
+    const int pause = error ? std::max(1, steps_of_pause) : 0;
     const int agreed = any_rank("the moment to try again", pause);
     run->retry_at = run->issued + agreed;
     return !agreed;
 }
 
-// A model file from arrays of which the ranks have slices, in the order of the format, and history; rank 0 writes it.
-// Result: whether it could.
+// Writes a model file: the header, the arrays in the order of the format, and the history of losses. Every rank has a
+// slice of each array. All ranks call this, because they gather the slices together; rank 0 writes.
+// Result: whether the file was written.
 static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
@@ -3777,26 +3923,29 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
         return is_written(run, name, "", 0);
     }
     AtomicFile file(run->folder, name);
-    std::vector<float> flat(net.flat_size), out;
-    uint32_t crc = 0;
+    uint32_t crc = 0; // the checksum of all bytes until now
     auto write = [&](const void* data, size_t n) {
         crc = crc32(crc, data, n);
         file.write(data, n);
     };
     header.set(SLOT_PARAMS, net.num_params);
-    write(header.slot, 1024);
+    write(header.slot, 1024); // its slot for the checksum is still 0, and the checksum is defined like that
+
+    std::vector<float> flat(net.flat_size); // an array in our layout
+    std::vector<float> tensor;              // one parameter of it in PyTorch's layout
     for (float* slice : slices) {
-        const float* whole = whole_array(run->trainer, slice); // all ranks are there, also after a failure
+        // The other ranks wait for rank 0 here, so it comes here also after a failure.
+        const float* whole = whole_array(run->trainer, slice);
         if (file.error) continue;
         copy_to_host(flat.data(), whole, flat.size() * sizeof(float));
         for (const Param& p : net.params) {
-            out.resize(p.size);
-            permute_param(net.config, p, out.data(), &flat[p.offset], true);
-            if (!all_finite(out.data(), p.size)) {
+            tensor.resize(p.size);
+            permute_param(net.config, p, tensor.data(), &flat[p.offset], true);
+            if (!all_finite(tensor.data(), p.size)) {
                 file.discard();
                 stop_run(run, "weights, their average or moments are not finite and were not saved");
             }
-            write(out.data(), p.size * sizeof(float));
+            write(tensor.data(), p.size * sizeof(float));
         }
     }
     if (!history.empty()) write(history.data(), history.size() * sizeof(float));
@@ -3805,10 +3954,11 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
     return is_written(run, run->folder.name(name), file.failure, file.error);
 }
 
-// --keep_best: makes best.bin this checkpoint, just written, if its validation loss is the lowest. A checkpoint whose
-// step has none, because the data ended the run, is not compared.
+// With --keep_best: makes best.bin a link to this checkpoint, which was just written, if its validation loss is the
+// lowest. If the data ended the run, the last step has no validation loss (NaN), and its checkpoint is not compared.
 static void keep_best(Run* run, const std::string& checkpoint) {
-    if (world.rank || !run->config.keep_best || !(run->val_loss < run->best_loss)) return;
+    const bool is_better = run->val_loss < run->best_loss; // false for NaN
+    if (world.rank || !run->config.keep_best || !is_better) return;
     const std::string failure = try_link_file(run->folder, checkpoint, BEST);
     if (failure.empty()) {
         run->best_loss = run->val_loss;
@@ -3819,43 +3969,53 @@ static void keep_best(Run* run, const std::string& checkpoint) {
            failure.c_str(), checkpoint.c_str());
 }
 
+// Writes all that the run needs to go on from here with the same bits (docs/FORMATS.md).
 static void save_checkpoint(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
     const Trainer& tr = run->trainer;
     Header h = model_header(c, HAS_EMA | HAS_TRAINING, s.step);
     h.slot[SLOT_UPDATES] = (int)s.updates;
-    h.slot[SLOT_BAD] = (int)s.bad_total, h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
+    h.slot[SLOT_BAD] = (int)s.bad_total;
+    h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
+    h.set(SLOT_GUARD, s.guard);
+    // Which data the run trains on.
     h.set(SLOT_IMAGES, tr.data.count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
-    h.set(SLOT_GUARD, s.guard);
-    h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
-    for (size_t k = 0; k < c.emas.size(); k++) h.set(k ? SLOT_EMAS + (int)k : SLOT_EMA_RATE, c.emas[k]);
     memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
+    // The rates of the averages. The first one has a slot of its own.
+    h.set(SLOT_EMA_RATE, c.emas[0]);
+    h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
+    for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
+
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
     const std::string name = text("model_%07ld.bin", s.step);
     if (!save_arrays(run, name, h, arrays, history)) return;
-    run->saved = s.step;
+    run->saved_step = s.step;
     run->saved_updates = s.updates;
     keep_best(run, name);
 }
 
-// The two averages by power functions, as a model file that counts updates in place of steps.
+// Writes the two averages by power functions (POWER_EMAS). The file is a model file whose number of steps is the number
+// of updates, since that is what the averages depend on.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
     std::vector<float*> slices;
-    for (float power : POWER_EMAS)
-        slices.push_back(run->trainer.emas[std::ranges::find(c.emas, power) - c.emas.begin()]);
+    for (float power : POWER_EMAS) {
+        const size_t k = std::ranges::find(c.emas, power) - c.emas.begin();
+        slices.push_back(run->trainer.emas[k]);
+    }
     if (!save_arrays(run, text("ema_%07ld.bin", run->state.step), h, slices)) return;
-    run->snapshot = run->state.step;
+    run->snapshot_step = run->state.step;
     run->snapshot_updates = run->state.updates;
 }
 
-// A grid from the averaged weights and the same noise each time, so that one sees it grow.
+// Draws a grid of samples from the averaged weights. Every grid starts from the same noise, so that one sees how the
+// pictures get better.
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -3877,7 +4037,7 @@ static std::string describe(const UNet& net) {
 // defines: begin_page, write_page, end_page, page_turn, compare_runs
 #include "host/page.h"
 
-// Names a step that was skipped, and ends the run after too many in a row.
+// Says that a step was skipped. Ends the run after --max_bad_steps of them in a row.
 static void report_bad_step(Run* run) {
     const StepState& s = run->state;
     end_line(run);
@@ -3889,82 +4049,119 @@ static void report_bad_step(Run* run) {
     stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
 }
 
-// A new run's weights and their averages: a file's, or drawn.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- the start of a run: new, from a file's weights, or resumed
+
+// Gives a new run its weights: those of the --init file or, without one, random ones. A file's average is preferred to
+// its plain weights, unless --use_ema False. All averages start from the same weights.
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
-    const bool averaged = m.has(HAS_EMA) && net.config.use_ema;
-    const std::vector<float> flat = m.size ? read_array(m, net, averaged) : init_params(net);
+    const int array = m.has(HAS_EMA) && net.config.use_ema ? m.ema_array(0) : 0;
+    const std::vector<float> flat = m.size ? read_array(m, net, array) : init_params(net);
     copy_slice(tr->params, flat, slice_of(flat.size()));
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
-// Brings back weights, moments, EMA, counters and the guard.
-static void restore(Run* run, const ModelFile& m) {
-    Trainer& tr = run->trainer;
-    const StepState& s = run->state = m.state();
-    copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
-    copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
-    copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
-    const std::vector<float>& rates = run->config.emas;
-    for (int k = 0; k < (int)rates.size(); k++) { // from the average of its rate, else of its place, else the weights
-        int from = 0;
-        while (from < m.emas() && m.ema_rate(from) != rates[k]) from++;
-        must(from < m.emas() || rates[k] <= 1, text("--ema_snapshots %d", run->config.ema_snapshots),
-             "averages the whole run, and " + m.path + " has kept no such average; leave it out");
-        if (from == m.emas()) from = k;
-        copy_slice(tr.emas[k], read_array(m, tr.net, from < m.emas() ? m.ema_array(from) : 0), tr.own);
-    }
+// Which array of a checkpoint the k-th average of a resumed run goes on from: the average of the same rate. If the file
+// has none of this rate, the one in the same place; if there is none either, the weights (array 0).
+static int array_for_average(const Config& c, const ModelFile& m, int k) {
+    const float rate = c.emas[k];
+    for (int i = 0; i < m.emas(); i++)
+        if (m.ema_rate(i) == rate) return m.ema_array(i);
+    const bool averages_whole_run = rate > 1; // a power function; see POWER_EMAS
+    must(!averages_whole_run, text("--ema_snapshots %d", c.ema_snapshots),
+         "averages the whole run, and " + m.path + " has kept no such average; leave it out");
+    return k < m.emas() ? m.ema_array(k) : 0;
+}
+
+// Reads the losses that --schedule_sampler loss-second-moment remembers, which lie at the end of a checkpoint: for
+// every t up to HISTORY losses and, as the last number, how many there are.
+static void restore_history(const Trainer& tr, const ModelFile& m) {
     std::vector<float> history(tr.history ? m.history() : 0);
     const size_t bytes = history.size() * sizeof(float);
     m.read(history.data(), bytes, m.size - bytes);
-    for (size_t i = 0; i < history.size(); i++)
-        if (!std::isfinite(history[i]) || (i % (HISTORY + 1) == HISTORY && (history[i] < 0 || history[i] > HISTORY)))
+    for (size_t i = 0; i < history.size(); i++) {
+        const float value = history[i];
+        const bool is_count = i % (HISTORY + 1) == HISTORY;
+        const bool in_range = !is_count || (value >= 0 && value <= HISTORY);
+        if (!std::isfinite(value) || !in_range)
             die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
+    }
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
-    run->first_step = run->issued = run->saved = run->snapshot = s.step;
-    run->saved_updates = run->snapshot_updates = s.updates;
+}
+
+// Brings a resumed run to where its checkpoint was: weights, moments, averages, counters, the guard, the losses.
+static void restore(Run* run, const ModelFile& m) {
+    const Config& c = run->config;
+    Trainer& tr = run->trainer;
+    run->state = m.state();
+    const StepState& s = run->state;
+    copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
+    copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
+    copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
+    for (int k = 0; k < (int)c.emas.size(); k++) {
+        const int array = array_for_average(c, m, k);
+        copy_slice(tr.emas[k], read_array(m, tr.net, array), tr.own);
+    }
+    restore_history(tr, m);
+    run->first_step = s.step;
+    run->issued = s.step;
+    run->saved_step = s.step;
+    run->saved_updates = s.updates;
+    run->snapshot_step = s.step;
+    run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
-    if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, run->config.diffusion_steps, 0);
-    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, run->config.max_steps,
-           s.updates, run->config.seed);
-    if (const int B = run->config.batch_size, before = m.header.slot[68]; B != before)
+    // The weights of each t are computed from the history.
+    if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
+    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
+           c.seed);
+    const int B = c.batch_size;
+    const int before = m.header.slot[68];
+    if (B != before)
         printf("--batch_size %d: was %d before; the order of the data goes by batches, "
                "so that image %ld of it comes next, not %ld\n",
                B, before, s.step * B, s.step * before);
 }
 
-// A folder holds one run. A new run needs a folder without one; a resumed run its own, or an empty one.
+// A folder holds one run. A new run needs a folder in which there is none. A resumed run needs its own folder, or an
+// empty one. resume: the path of the checkpoint; "": the run is new.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
     const auto found = output.list();
+    const bool has_checkpoint = !found.empty();
     std::error_code error;
     const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
-    must(!c.keep_best || !found.empty() || from_best || !output.has(BEST), output.name(BEST),
+    must(!c.keep_best || has_checkpoint || from_best || !output.has(BEST), output.name(BEST),
          "is another run's; move it away, or choose another --output_dir");
-    if (found.empty() && (c.resume_checkpoint == "auto" || !output.has("log.csv"))) return;
-    const int64_t step = found.empty() ? 0 : found.rbegin()->first;
-    const std::string path = found.empty() ? "" : output.name(found.rbegin()->second);
-    std::string on = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
-    if (!found.empty()) on = text(" (up to step %ld); continue it with --resume_checkpoint latest", step);
-    must(!resume.empty(), c.output_dir, "already holds a run" + on + ", or choose another --output_dir");
+    // A log without a checkpoint is of a run that was killed early. --resume_checkpoint auto begins anew there.
+    const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
+    if (!holds_run) return;
+
+    const int64_t newest_step = has_checkpoint ? found.rbegin()->first : 0;
+    const std::string newest = has_checkpoint ? output.name(found.rbegin()->second) : "";
+    std::string what = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
+    if (has_checkpoint) what = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest_step);
+    must(!resume.empty(), c.output_dir, "already holds a run" + what + ", or choose another --output_dir");
+
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
     must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
-    must(step <= resume_step || !std::filesystem::equivalent(path, resume, error), path,
-         text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
-    must(step <= resume_step, path,
-         text("is later (step %ld) than ", step) + resume +
+    const bool none_is_later = newest_step <= resume_step;
+    const bool has_wrong_name = !none_is_later && std::filesystem::equivalent(newest, resume, error);
+    must(!has_wrong_name, newest, text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
+    must(none_is_later, newest,
+         text("is later (step %ld) than ", newest_step) + resume +
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// Snapshots of later steps than a run begins at are of steps that it does again, maybe otherwise: no average of this
-// run may take them. They stay under another name.
+// A run that goes on from an early checkpoint does later steps again, maybe with other flags. Snapshots of its first
+// try must not become part of an average of this run, so they get another name.
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
         if (step <= first_step) continue;
-        const std::string left = name + ".left";
-        if (renameat(folder.descriptor, name.c_str(), folder.descriptor, left.c_str()))
-            die("%s: can't be renamed to %s (%s); move it away", folder.name(name).c_str(), left.c_str(),
+        const std::string new_name = name + ".left";
+        if (renameat(folder.descriptor, name.c_str(), folder.descriptor, new_name.c_str()))
+            die("%s: can't be renamed to %s (%s); move it away", folder.name(name).c_str(), new_name.c_str(),
                 strerror(errno));
         count++;
     }
@@ -3974,6 +4171,27 @@ static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
                folder.path.c_str(), first_step, count);
 }
 
+// Says how the memory of the device is used, in GiB.
+static void print_memory(const Config& c, const UNet& net) {
+    const double GIB = 0x1p30;
+    const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
+    const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
+    // The network reads copies of the weights and of their average, if activations are not in fp32.
+    const bool has_copies = act_bytes() < sizeof(float);
+    const double copies = has_copies ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
+
+    const double all = device_bytes / GIB;
+    const double weights = array + c.emas.size() * slice + copies;
+    const double grads = world.size > 1 ? 2 * array : array; // a rank also receives the gradients of others
+    const double moments = 2 * slice;
+    const double arena = net.arena_bytes / GIB;
+    const double rest = all - weights - grads - moments - arena;
+    printf("memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, "
+           "activations of %d images at a time %.2f, workspace and batches %.2f\n",
+           all, weights, grads, moments, net.B, arena, rest);
+}
+
+// Says what is about to be trained, on what, and where it is written.
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     printf("preset %s: %s\n", c.preset.c_str(), PRESETS.at(c.preset).c_str());
     std::string given;
@@ -3981,308 +4199,425 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
         if (c.given(f.name)) given += std::string(" --") + f.name + " " + flag_value(c, f);
     if (!given.empty()) printf("flags:%s\n", given.c_str());
     printf("%s\n", describe(net).c_str());
-    const double GIB = 0x1p30, arena = net.arena_bytes / GIB, all = device_bytes / GIB;
-    const double array = net.flat_size * sizeof(float) / GIB, grads = world.size > 1 ? 2 * array : array; // and others'
-    const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    const double copies = act_bytes() < sizeof(float) ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
-    const double weights = array + c.emas.size() * slice + copies, rest = all - weights - grads - 2 * slice - arena;
-    printf("memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, "
-           "activations of %d images at a time %.2f, workspace and batches %.2f\n",
-           all, weights, grads, 2 * slice, net.B, arena, rest);
+    print_memory(c, net);
     if (world.size > 1)
         printf("processes: %d, which share a step's batch of %d, %d images at a time; "
                "each keeps its part of the moments and averages\n",
                world.size, c.batch_size, c.micro());
-    const char* unverified = data.image_crc.empty() ? " (not verified: more than 4 GiB, and no checksums of them)" : "";
-    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count,
-           unverified, (data.count + c.batch_size - 1) / c.batch_size, c.batch_size, c.output_dir.c_str());
-    if (const int C = c.in_channels; C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
+    const bool verified = !data.image_crc.empty();
+    const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
+    const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
+    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count, doubt,
+           steps_an_epoch, c.batch_size, c.output_dir.c_str());
+    const int C = c.in_channels;
+    if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
     fflush(stdout);
 }
 
-// Waits for the steps that are on their way and logs them, the last one with a validation loss, or shown, if wanted.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- the loop over the steps
+
+// Waits until all issued steps are done, and logs them. validate: the validation loss is measured after the last of
+// them. show: the last of them is printed.
 static void collect_steps(Run* run, bool validate, bool show) {
-    StepState records[RECORDS];
+    StepState records[RECORDS]; // what the device has written down of each step (record_step)
     const int64_t logged = run->state.step;
-    copy_to_host(records, run->trainer.records, sizeof records);
-    const double ended = now(), elapsed = ended - run->clock;
+    copy_to_host(records, run->trainer.records, sizeof records); // this waits for the steps
+    const double ended = now();
+    const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    run->val_loss = atof(text("%.9g", val).c_str()); // as in log.csv: a resumed run decides as one that never paused
+    // Rounded as in log.csv, which a resumed run reads: so it decides about best.bin as a run that never paused.
+    run->val_loss = atof(text("%.9g", val).c_str());
+
     const double count = (double)(run->issued - logged);
-    const double recent = logged < run->first_step + 3 ? 0 : std::pow(0.9, count); // the first steps are slower
+    // The mean over recent steps forgets a tenth with each step. The first three steps are slower and count for
+    // nothing.
+    const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
+    run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
     run->seconds += elapsed;
-    run->per_step = recent * run->per_step + (1 - recent) * elapsed / count;
-    const std::lock_guard<PageTurn> turn(page_turn);
+
+    const std::lock_guard<PageTurn> turn(page_turn); // the page must not be written while the log changes
     for (int64_t step = logged; step < run->issued; step++) {
         run->state = records[step % RECORDS];
-        const double steps_later = (double)(run->issued - 1 - step), done = ended - elapsed * steps_later / count;
-        log_step(run, elapsed * 1e3 / count, step + 1 == run->issued ? val : NAN, done - run->began);
+        const bool is_last = step + 1 == run->issued;
+        const double steps_later = (double)(run->issued - 1 - step);
+        const double done = ended - elapsed * steps_later / count; // as if all of them took the same time
+        log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
         if (!run->state.ok) report_bad_step(run);
-        else if (run->proven != run->saved) prove_checkpoint(run);
+        else if (run->proven_step != run->saved_step) prove_checkpoint(run);
     }
     check_folder(run);
     write_log(run);
-    if (now() - run->files_tried > 1) write_waiting(run);
+    if (now() - run->pictures_tried > 1) write_waiting(run);
     if (show) print_step(run, val);
     if (now() >= run->page.due) write_page(run, "running");
-    run->clock = now();
+    run->steps_began = now();
 }
 
-// Whether a signal ends the run; several ranks agree on it, after the same step.
+// Whether a signal ends the run. Several ranks must stop after the same step, so they agree on it. That takes time, and
+// therefore they do it only every STEPS_AGREED steps.
 static bool is_stopped(Run* run) {
-    if (run->issued % STEPS_AGREED == 0 || world.size == 1)
-        run->stop = any_rank("the question whether to stop", stop_signal);
+    const bool ask = world.size == 1 || run->issued % STEPS_AGREED == 0;
+    if (ask) run->stop = any_rank("the question whether to stop", stop_signal);
     return run->stop;
 }
 
-// One turn of the loop: a step, and when something is due after it, its log row and that.
+// One turn of the loop: issues a step, and does what is due after it. If nothing is due, it does not wait for the step.
 static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return;
-    const int64_t step = ++run->issued;
+    run->issued++;
+    const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    const bool slow = now() - run->shown + 4 * run->per_step > 10; // in four steps the last line is ten seconds old
+    // Shown are also steps that take long: if four more steps would make the status line older than ten seconds.
+    const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
+    // What happens every so many steps, and after the last one. An interval of 0 means never.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    auto late = [&](int interval, int64_t before) { // what a bad step or a full disk has kept from being written
-        return interval && (last || (step >= run->retry_at && step / interval > before / interval));
+    // The same for files. A skipped step or a full disk may keep one from being written when it is due; then it is
+    // written as soon as possible. written: the step of the newest such file.
+    auto file_due = [&](int interval, int64_t written) {
+        const bool is_behind = interval && step / interval > written / interval;
+        return interval && (last || (is_behind && step >= run->retry_at));
     };
-    const bool save = late(c.save_interval, run->saved), snapshot = late(c.ema_snapshots, run->snapshot);
-    const bool show = due(c.log_interval) || slow;
-    const bool validate = run->val.count && (due(c.val_interval) || (c.keep_best && save));
-    const bool draw = due(c.sample_interval) && !last; // the last grid comes when all is done
-    if (!show && !save && !validate && !draw && !snapshot && step - run->state.step < STEPS_AHEAD) return;
+    const bool save = file_due(c.save_interval, run->saved_step);
+    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
+    const bool show = slow || due(c.log_interval);
+    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
+    const bool validate = run->val.count && wants_val_loss;
+    const bool draw = due(c.sample_interval) && !last; // train draws the last grid, when all else is done
+    const bool records_full = step - run->state.step >= STEPS_AHEAD;
+    if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
+
     collect_steps(run, validate, show || validate);
-    if (run->state.bad_in_row) return; // weights that may be broken replace no checkpoint
+    if (run->state.bad_in_row) return; // the weights may be broken and must not replace a good checkpoint
     if (save) save_checkpoint(run);
     if (snapshot) save_snapshot(run);
     if (draw) save_grid(run);
     if (save || draw) write_page(run, "running");
-    run->clock = now(); // what was done in between is not part of a step
+    run->steps_began = now(); // what was written meanwhile is not part of a step's time
 }
 
-// --keep_best: a signal came after the latest step's row was written, which has no validation loss, and the checkpoint
-// that is to be written needs one. Then one step more is done, as the last one.
+// Whether one more step is needed before a stopped run can end. With --keep_best a checkpoint needs a validation loss.
+// If the signal came after the latest step's row was written without one, another step is done, as the last one.
 static bool lacks_validation(const Run& run) {
     const Config& c = run.config;
-    const bool unsaved = run.saved_updates < run.state.updates && run.state.step == run.issued;
+    const bool all_logged = run.state.step == run.issued;
+    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
     return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
 }
 
-// Saves what the last steps made. A disk that is full is waited for, but not for long, and not beyond a second signal.
+// Saves what the last steps made. If the disk is full, it waits for room, but not for long, and only until a second
+// signal comes.
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
-    const bool snapshots = run->config.ema_snapshots;
+    const bool takes_snapshots = run->config.ema_snapshots;
     const double began = now();
     stop_signal = 0;
     while (true) {
         if (run->saved_updates < updates) save_checkpoint(run);
-        if (snapshots && run->snapshot_updates < updates) save_snapshot(run);
-        if (run->saved_updates == updates && (!snapshots || run->snapshot_updates == updates)) return;
-        if (any_rank("the end of a wait", stop_signal || now() - began > PATIENCE_AT_THE_END))
+        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
+        const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
+        if (run->saved_updates == updates && snapshot_done) return;
+        const bool give_up = stop_signal || now() - began > PATIENCE_AT_THE_END;
+        if (any_rank("the end of a wait", give_up))
             die("%s: step %ld could not be saved; %s", run->config.output_dir.c_str(), run->state.step,
                 saved_so_far(*run).c_str());
-        sleep(1); // less if a signal comes
+        sleep(1); // a signal ends it early
     }
 }
 
-// A run. Result: the program's exit code, which after a signal is a shell's for it: what comes next must not go on with
-// a model that is half trained (./train_unet && next).
-static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
-                 const ModelFile& start) {
-    if (!world.rank) check_output_dir(c, output, resume, start.state().step);
-    const Dataset val = c.val_data_file.empty() ? Dataset{} : open_dataset(c.val_data_file);
+// ---------------------------------------------------------------------------------------------------------------------
+// --- a run from its first to its last line
+
+// Opens --val_data_file, if there is one, and checks that its images are like those of the training data.
+static Dataset open_validation_data(const Config& c, const Dataset& data) {
+    if (c.val_data_file.empty()) return Dataset{};
+    const Dataset val = open_dataset(c.val_data_file);
     if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W,
             val.C, data.H, data.W, data.C);
-    if (val.count && c.class_cond && (val.labels.empty() || val.classes > c.num_classes))
+    const bool labels_fit = !val.labels.empty() && val.classes <= c.num_classes;
+    if (val.count && c.class_cond && !labels_fit)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
+    return val;
+}
+
+// Makes the output folder ready, at rank 0: from now on it is this run's alone.
+static void take_folder(Run* run, const std::string& resume) {
+    const Config& c = run->config;
+    if (run->folder.descriptor < 0) run->folder = make_folder(c.output_dir);
+    const Folder& folder = run->folder;
+    lock_folder(folder, true);
+    must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
+    check_output_dir(c, folder, resume, run->first_step); // again, now that nobody else can change it
+    folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
+    leave_later_snapshots(folder, run->first_step);
+}
+
+// From now on a signal ends the run in order: what was trained is saved.
+static void listen_to_signals() {
+    for (const auto& [number, name] : STOP_SIGNALS) {
+        const auto before = signal(number, [](int s) { stop_signal = s; });
+        const bool is_nohup = before == SIG_IGN && number == SIGHUP;
+        if (is_nohup) signal(number, SIG_IGN); // the command nohup asks us to survive the terminal's end
+    }
+}
+
+// Why an image could not be read; "": all could.
+static std::string data_error(const Run& run) { return run.trainer.data.error + run.val.error; }
+
+// The end of a run that a signal or its data ended.
+static void finish_stopped(Run* run) {
+    const int64_t step = run->state.step;
+    const std::string saved = saved_so_far(*run);
+    const std::string error = data_error(*run);
+    if (!error.empty()) die("%s; stopped after step %ld; %s", error.c_str(), step, saved.c_str());
+    const std::string end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run->stop), step) + saved;
+    write_page(run, "stopped", end);
+    printf("%s\n", end.c_str());
+}
+
+// The end of a run that has done all its steps.
+static void finish_complete(Run* run) {
+    const Config& c = run->config;
+    const StepState& s = run->state;
+    if (c.sample_interval) save_grid(run);
+    write_page(run, "done");
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    const double ms = run->seconds / (double)(s.step - run->first_step) * 1e3;
+    const double peak_mib = usage.ru_maxrss / 1024.0; // Linux counts it in KiB
+    printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
+           c.output_dir.c_str());
+    // Old checkpoints are removed after a good step from the newest one. So one step more is done, which only shows
+    // whether the last checkpoint is good.
+    const int keep = c.keep_checkpoints;
+    const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
+    if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
+    if (!train_step(&run->trainer, run->issued)) return;
+    copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
+    if (s.ok) prove_checkpoint(run);
+}
+
+// Writes what still waits for the disk. Nobody tries again after this, so an error ends the program.
+static void write_the_rest(Run* run) {
+    write_log(run);
+    write_waiting(run);
+    if (!world.rank && (!run->unwritten_rows.empty() || fsync(run->log_file)))
+        die("%s: its last rows could not be written (%s)", run->folder.name("log.csv").c_str(), strerror(errno));
+    const auto& waiting = run->waiting_pictures;
+    if (!waiting.empty())
+        die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
+            run->folder.name(waiting.begin()->first).c_str(), waiting.size());
+}
+
+// Does a whole run. data: the training data. output: the folder, if it is there. resume: the path of the checkpoint to
+// go on from, or "". start: that checkpoint, or the file of --init.
+// Result: the program's exit code. After a signal it is the one that a shell gives, so that in "./train_unet && next"
+// the next program does not go on with a model that is half trained.
+static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
+                 const ModelFile& start) {
+    if (!world.rank) check_output_dir(c, output, resume, start.state().step);
+    const Dataset val = open_validation_data(c, data);
     if (start.size) check_size(start, build_unet(c));
     Run run{c, make_trainer(c, data), val, output};
-    run.sampler = make_sampler(c, run.trainer.net.B);
-    print_start(c, run.trainer.net, data);
-    if (resume.empty()) start_weights(&run.trainer, start);
+    Trainer& tr = run.trainer;
+    run.sampler = make_sampler(c, tr.net.B);
+    print_start(c, tr.net, data);
+    if (resume.empty()) start_weights(&tr, start);
     else restore(&run, start);
-    cast_params(run.trainer.copy, run.trainer.params, run.trainer.net.flat_size);
-    const StepState& s = run.state;
-    if (s.step >= c.max_steps) {
-        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", s.step, c.max_steps);
+    cast_params(tr.copy, tr.params, tr.net.flat_size);
+    if (run.state.step >= c.max_steps) {
+        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run.state.step,
+               c.max_steps);
         return 0;
     }
-    if (!world.rank) {
-        if (output.descriptor < 0) run.folder = output = make_folder(c.output_dir);
-        lock_folder(output, true);
-        must(output.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
-        check_output_dir(c, output, resume, run.first_step); // again, now that nobody else can change it
-        output.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
-        leave_later_snapshots(output, run.first_step);
-    }
+    if (!world.rank) take_folder(&run, resume);
     open_log(&run);
     begin_page(&run);
-    for (const auto& [number, name] : STOP_SIGNALS)
-        if (signal(number, [](int s) { stop_signal = s; }) == SIG_IGN && number == SIGHUP)
-            signal(number, SIG_IGN); // nohup
-    run.clock = now();
-    auto data_error = [&] { return run.trainer.data.error + run.val.error; };
-    while (run.issued < c.max_steps && !is_stopped(&run) && data_error().empty()) run_step(&run);
-    if (lacks_validation(run) && data_error().empty()) run_step(&run);
-    const bool validate = c.keep_best && data_error().empty();
-    if (s.step < run.issued) collect_steps(&run, validate, validate); // a signal came after the last look at it
+    listen_to_signals();
+
+    run.steps_began = now();
+    while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
+    if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
+    // A signal may have come while steps were on their way that are not logged yet.
+    const bool validate = c.keep_best && data_error(run).empty();
+    if (run.state.step < run.issued) collect_steps(&run, validate, validate);
     save_at_the_end(&run);
     end_line(&run);
-    if (run.stop || !data_error().empty()) {
-        std::string end = saved_so_far(run);
-        if (!data_error().empty()) die("%s; stopped after step %ld; %s", data_error().c_str(), s.step, end.c_str());
-        end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run.stop), s.step) + end;
-        write_page(&run, "stopped", end);
-        printf("%s\n", end.c_str());
-    } else {
-        if (c.sample_interval) save_grid(&run);
-        write_page(&run, "done");
-        struct rusage usage;
-        getrusage(RUSAGE_SELF, &usage);
-        printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step,
-               run.seconds / (double)(s.step - run.first_step) * 1e3, usage.ru_maxrss / 1024.0, c.output_dir.c_str());
-        const int keep = c.keep_checkpoints;
-        const bool spare = !world.rank && keep && (int)run.folder.list().size() > keep;
-        if (any_rank("the question whether a checkpoint is to spare", spare) &&
-            train_step(&run.trainer, run.issued)) { // only to see whether the last one is good
-            copy_to_host(&run.state, run.trainer.records + run.issued % RECORDS, sizeof run.state);
-            if (s.ok) prove_checkpoint(&run);
-        }
-    }
-    write_log(&run);
-    write_waiting(&run);
-    if (!world.rank && (!run.rows.empty() || fsync(run.log)))
-        die("%s: its last rows could not be written (%s)", run.folder.name("log.csv").c_str(), strerror(errno));
-    if (!run.waiting.empty())
-        die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
-            run.folder.name(run.waiting.begin()->first).c_str(), run.waiting.size());
+    if (run.stop || !data_error(run).empty()) finish_stopped(&run);
+    else finish_complete(&run);
+    write_the_rest(&run);
     end_page();
     return run.stop ? 128 + run.stop : 0;
 }
 
-// The array that --sample draws from: the first average, or that of --ema_rate, or the weights.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- samples, without a run
+
+// Which array of a model file --sample draws from: the average of the rate --ema_rate or, without this flag, the first
+// average. If the file has no average, or with --use_ema False: the weights (array 0).
 static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
     std::string rates;
-    for (int k = 0; k < m.emas(); k++, rates += text(" %g", m.ema_rate(k - 1)))
-        if (!c.given("ema_rate") || m.ema_rate(k) == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
+    for (int k = 0; k < m.emas(); k++) {
+        const float rate = m.ema_rate(k);
+        if (!c.given("ema_rate") || rate == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
+        rates += text(" %g", rate);
+    }
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Up to --sample images of a data file, (count, H, W, C) in [-1, 1]; a single channel stands for all of an image's.
+// Reads up to --sample images of a data file: (count, H, W, C) in [-1, 1]. channels: how many the file must have. A
+// mask has one channel, which is repeated for all channels of the image. flag: the one that names the file.
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels) {
     Dataset d = open_dataset(path);
     if (d.C != channels || d.H != c.H || d.W != c.W)
         die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(),
             d.H, d.W, d.C, c.H, c.W, channels);
-    const int HW = c.H * c.W, C = c.in_channels, count = (int)std::min<int64_t>(d.count, c.sample);
-    std::vector<float> images, reals(d.image_bytes() / sizeof(float) + 1);
-    uint8_t* const bytes = (uint8_t*)reals.data();
+    const int HW = c.H * c.W;
+    const int C = c.in_channels;
+    const int count = (int)std::min<int64_t>(d.count, c.sample);
+    // An image in the file is (C, H, W) of bytes or of floats. One buffer serves both.
+    std::vector<float> floats(d.image_bytes() / sizeof(float) + 1);
+    uint8_t* const bytes = (uint8_t*)floats.data();
+    std::vector<float> images;
     for (int i = 0; i < count; i++) {
         if (!read_image(&d, i, bytes)) refuse(d.error);
-        for (int e = 0; e < HW * C; e++) {
-            const int from = e % C % d.C * HW + e / C;
-            images.push_back(d.bytes == 1 ? bytes[from] / 127.5f - 1 : reals[from]);
-            if (!std::isfinite(images.back()))
+        for (int e = 0; e < HW * C; e++) { // an element of the image as (H, W, C)
+            const int pixel = e / C;
+            const int channel = e % C % d.C;
+            const int source = channel * HW + pixel;
+            const float value = d.bytes == 1 ? bytes[source] / 127.5f - 1 : floats[source];
+            images.push_back(value);
+            if (!std::isfinite(value))
                 die("--%s %s: image %d holds a value that is not finite; make the file again", flag, path.c_str(), i);
         }
     }
     return images;
 }
 
-// Whether a file holds what somebody may miss: a model, or data that are no samples.
+// Whether a file holds something that a user may miss if samples replace it: a model, or data that are no samples.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     Header h;
     const bool long_enough = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
     close(file);
-    const int magic = long_enough ? h.slot[0] : 0;
-    const bool samples = magic == DATA_MAGIC && h.slot[6] == 0 && h.slot[7] == 4;
-    return magic == MODEL_MAGIC || magic == UNET_CU_MODEL_MAGIC || (magic == DATA_MAGIC && !samples);
+    if (!long_enough) return false;
+    const int magic = h.slot[0];
+    const bool is_model = magic == MODEL_MAGIC || magic == UNET_CU_MODEL_MAGIC;
+    const bool is_data = magic == DATA_MAGIC;
+    const bool are_samples = is_data && h.slot[6] == 0 && h.slot[7] == 4; // no labels, and values of 4 bytes
+    return is_model || (is_data && !are_samples);
 }
 
-// The folder of --output. Before samples are drawn, which may take long: what can't be written is refused, and so is
-// what would replace a file of worth.
+// Opens the folder of --output. Drawing samples may take long, so everything that would make the writing fail is found
+// before: a name that can't be written, and a file that must not be replaced.
 static Folder open_output(const Config& c, const std::string& resume) {
-    const bool named = c.output.size() > 4 && (c.output.ends_with(".png") || c.output.ends_with(".bin"));
     auto must = [&](bool ok, const std::string& why) {
         if (!ok) refuse("--output " + c.output + ": " + why);
     };
-    must(named, "must end in .png (one grid) or .bin (float images)");
+    const bool has_ending = c.output.ends_with(".png") || c.output.ends_with(".bin");
+    must(has_ending && c.output.size() > 4, "must end in .png (one grid) or .bin (float images)");
     const std::filesystem::path path = c.output;
     const std::string name = path.filename().string();
     const Folder folder = open_folder(path.parent_path().string());
     must(folder.descriptor >= 0,
          text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
-    struct stat target, input;
-    if (!fstatat(folder.descriptor, name.c_str(), &target, 0)) {
+
+    struct stat target;
+    const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
+    if (is_there) {
         must(!S_ISDIR(target.st_mode), "is a folder; name a file");
         must(S_ISREG(target.st_mode), "is there and is no usual file; choose another name");
         for (const std::string& file : {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask}) {
-            const bool there = !file.empty() && !stat(file.c_str(), &input);
-            const bool same = there && input.st_dev == target.st_dev && input.st_ino == target.st_ino;
+            struct stat input;
+            if (file.empty() || stat(file.c_str(), &input)) continue;
+            const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
             must(!same, "would replace " + file + ", which is read; choose another name");
         }
         must(!holds_more_than_samples(folder, name), "holds a model or data; choose another name, or move it away");
     }
-    AtomicFile probe(folder, name);
+    AtomicFile probe(folder, name); // this creates a file and removes it again
     must(!probe.error, probe.failure);
     probe.discard();
     return folder;
 }
 
-// --sample N: N images from a model file into one PNG, or a .bin data file of float images. folder: --output's
+// The content of a data file of float images. images: (count, H, W, C); in the file they are (count, C, H, W).
+static std::string samples_as_data_file(const std::vector<float>& images, int count, const Config& c) {
+    const int HW = c.H * c.W;
+    const int C = c.in_channels;
+    std::string data;
+    for (int i = 0; i < count; i++)
+        for (int k = 0; k < C; k++)
+            for (int p = 0; p < HW; p++) {
+                const size_t pixel = (size_t)i * HW + p;
+                data.append((const char*)&images[pixel * C + k], sizeof(float));
+            }
+    const int data_crc = (int)crc32(0, data.data(), data.size());
+    Header h{{DATA_MAGIC, 1, count, C, c.H, c.W, 0, 4, 0, data_crc}};
+    h.slot[8] = (int)crc32(0, h.slot, 1024); // the header's own checksum, taken while its slot is 0
+    return std::string((const char*)h.slot, 1024) + data;
+}
+
+// --sample N: draws N images from a model file and writes them into --output, which lies in folder: a PNG that shows
+// them in a grid, or a data file of float images.
 static void sample_and_stop(const Config& c, const Folder& folder, const ModelFile& model) {
     UNet net = build_unet(c);
     check_size(model, net);
-    plan_memory(&net, std::min((c.sample + world.size - 1) / world.size, c.batch_size) * (c.guided() ? 2 : 1), false);
+    // Ranks share the images. With guidance the network computes each image twice: with its class and without.
+    const int share = (c.sample + world.size - 1) / world.size;
+    const int batch_images = std::min(share, c.batch_size);
+    plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
     float* params = device_copy(read_array(model, net, array_to_sample(c, model)));
     Sampler sampler = make_sampler(c, net.B);
-    const size_t batch = (size_t)net.B * c.H * c.W * c.in_channels;
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
     if (!c.inpaint.empty()) {
         sampler.images = read_images(c, "inpaint", c.inpaint, c.in_channels);
         sampler.masks = read_images(c, "mask", c.mask, 1);
-        sampler.known = device_alloc<float>(batch), sampler.mask = device_alloc<float>(batch);
+        const size_t batch_values = (size_t)net.B * c.H * c.W * c.in_channels;
+        sampler.known = device_alloc<float>(batch_values);
+        sampler.mask = device_alloc<float>(batch_values);
     }
+
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
     const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
     const double seconds = now() - start;
-    if (world.rank) return;
+
+    if (world.rank) return; // rank 0 has all images and writes them
     must(all_finite(images.data(), images.size()), c.output,
          "not written, because the samples are not finite; the weights in " + model.path + " are broken");
-    std::string content;
-    if (c.output.ends_with(".png")) {
-        content = grid_png(images, c.sample, c.H, c.W, c.in_channels);
-    } else {
-        std::string data;
-        const int HW = c.H * c.W, C = c.in_channels;
-        for (int i = 0; i < c.sample; i++)
-            for (int k = 0; k < C; k++)
-                for (int p = 0; p < HW; p++)
-                    data.append((const char*)&images[((size_t)i * HW + p) * C + k], sizeof(float));
-        Header h{{DATA_MAGIC, 1, c.sample, C, c.H, c.W, 0, 4, 0, (int)crc32(0, data.data(), data.size())}};
-        h.slot[8] = (int)crc32(0, h.slot, 1024);
-        content = std::string((const char*)h.slot, 1024) + data;
-    }
+    const bool as_png = c.output.ends_with(".png");
+    const std::string content =
+        as_png ? grid_png(images, c.sample, c.H, c.W, c.in_channels) : samples_as_data_file(images, c.sample, c);
     const std::string failure = try_write_file(folder, std::filesystem::path(c.output).filename().string(), content);
     must(failure.empty(), c.output, failure);
+    const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.first);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
-           (int)(sampler.plan.steps.size() - sampler.plan.first), seconds, c.sample / seconds, c.output.c_str());
+           evaluations, seconds, c.sample / seconds, c.output.c_str());
 }
 
 // =====================================================================================================================
 // 13. main: the command line, then a run or samples
+// What the command line leaves open is taken from elsewhere. Each setting comes from the first of these that has it:
+//   1. the command line
+//   2. a model file (--init, --resume_checkpoint)
+//   3. the data file: size and channels of its images, and their classes if the preset does not name them
+//   4. the preset; without --preset, the one that fits the images
+//   5. the flag's default
+// A setting on the command line must agree with the model file, unless it is one that may change from run to run.
 
-// The model of a file of unet.cu's: what its header says of unet64. Of the diffusion it says nothing: who has trained
-// with another than unet.cu's, of 1000 steps and the linear schedule, says so by flags.
+// The settings that a model file of unet.cu has. Its header tells the shape of the network, but nothing of the
+// diffusion. We assume what unet.cu itself trains with: 1000 steps and the linear schedule. Flags may say otherwise.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
-    const int channels = s[2], height = s[5];
+    const int channels = s[2];
+    const int height = s[5];
+    const int width = s[6];
     Config c;
     apply_preset(&c, "unet64");
     auto set = [&](const char* name, int value) {
@@ -4291,89 +4626,147 @@ static Config unet_cu_config(const ModelFile& model) {
     set("in_channels", channels);
     set("num_channels", s[3]);
     set("max_period", s[7]);
-    c.image_size = text("%dx%d", height, s[6]);
+    c.image_size = text("%dx%d", height, width);
     c.attention_resolutions = text("%d,%d", height / 4, height / 8);
-    c.learn_sigma = s[4] == 2 * (int64_t)channels;
+    c.learn_sigma = s[4] == 2 * (int64_t)channels; // s[4]: the channels of the network's output
     c.vlb_weight = 0;
     c.noise_schedule = "linear";
     return c;
 }
 
-// What the command line leaves open comes, in this order, from the preset, the model file (ours or unet.cu's; of a run,
-// if that is resumed), and the data file. What it does give must agree with the model file, unless it may change.
+// Takes the value that a model file has for a flag. The command line may give the flag, too: then it must mean the
+// same, unless the flag is one of those that may change from run to run.
+static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
+    const Flag& f = *find_flag(name);
+    const bool given = c->given(name);
+    const bool may_change = f.slot > SLOT_STEP || f.free;
+    if (given && may_change) return;
+    const std::string wanted = flag_value(*c, f);
+    set_flag(c, f, value, path + ": ");
+    if (given && !same_value(name, flag_value(*c, f), wanted))
+        die("--%s %s: %s was made with %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
+            path.c_str(), flag_value(*c, f).c_str());
+}
+
+// Whether a flag is parsed after it is set (parse_model). In a header such flags have slots of a form of their own.
+static bool is_parsed(const std::string& name) {
+    return name == "image_size" || name == "channel_mult" || name == "attention_resolutions";
+}
+
+// take_model_file for a file of unet.cu's.
+static void take_unet_cu_file(Config* c, const ModelFile& model) {
+    const Config theirs = unet_cu_config(model);
+    for (const Flag& f : FLAGS) {
+        const bool is_in_header = f.slot && f.slot <= SLOT_STEP;
+        if (!is_parsed(f.name) && !is_in_header) continue;
+        // The file says nothing of the diffusion, so there the command line may say anything.
+        const bool is_diffusion = f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE;
+        if (is_diffusion && c->given(f.name)) continue;
+        take_from_file(c, model.path, f.name, flag_value(theirs, f));
+    }
+}
+
+// The path of the images that a checkpoint was trained on. The checkpoint may name it from a folder above its own, in
+// which the run began. So it is also looked for in the folders above the checkpoint.
+static std::string data_path_of(const ModelFile& model) {
+    const char* kept = (const char*)&model.header.slot[SLOT_PATH];
+    const std::string data_file(kept, strnlen(kept, 512));
+    std::filesystem::path found(data_file);
+    std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
+    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) {
+        const std::filesystem::path candidate = folder / data_file;
+        if (exists(candidate.string())) found = candidate;
+        folder = folder.parent_path();
+    }
+    return data_file.empty() ? "" : found.string();
+}
+
+// What a resumed run takes from its checkpoint beside what every model file has.
+static void take_run_of_file(Config* c, const ModelFile& model) {
+    std::string rates;
+    for (int k = 0; k < model.emas(); k++) rates += text("%s%.9g", k ? "," : "", model.ema_rate(k));
+    if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
+    const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
+    take_from_file(c, model.path, "seed", std::to_string(seed));
+    const std::string data_path = data_path_of(model);
+    if (!data_path.empty() && !c->given("data_file")) take_from_file(c, model.path, "data_file", data_path);
+}
+
+// Takes from a model file what the command line leaves open, and checks the rest against it. resume: the file is a
+// checkpoint whose run goes on, so the settings of the run count, too, not only those of the model.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
-    const int* s = h.slot;
+    const int* s = h.slot; // docs/FORMATS.md lists the slots
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    auto take = [&](const std::string& name, const std::string& value) {
-        const Flag& f = *find_flag(name);
-        const std::string wanted = flag_value(*c, f);
-        if (c->given(name) && (f.slot > SLOT_STEP || f.free)) return;
-        set_flag(c, f, value, path + ": ");
-        if (c->given(name) && !same_value(name, flag_value(*c, f), wanted))
-            die("--%s %s: %s was made with %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
-                path.c_str(), flag_value(*c, f).c_str());
-    };
-    const bool tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
-    if (tuned && (s[0] == UNET_CU_MODEL_MAGIC || s[43] == 0))
+    // --objective ect tunes a model that another objective has trained. Objectives in slot 43: ddpm 0, edm 1, flow 2.
+    const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
+    const bool from_unet_cu = s[0] == UNET_CU_MODEL_MAGIC;
+    if (is_tuned && (from_unet_cu || s[43] == 0))
         die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
-    if (s[0] == UNET_CU_MODEL_MAGIC) {
-        const Config theirs = unet_cu_config(model);
-        for (const Flag& f : FLAGS) {
-            const std::string name = f.name;
-            const bool parsed = name == "image_size" || name == "channel_mult" || name == "attention_resolutions";
-            const bool diffusion = f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE;
-            if (!parsed && (!f.slot || f.slot > SLOT_STEP)) continue;
-            if (!diffusion || !c->given(name)) take(name, flag_value(theirs, f));
-        }
-        return;
-    }
-    if (s[22] < 1 || s[22] > 8 || s[31] < 0 || s[31] > 8)
-        die("%s: its header is damaged (%d levels, %d attention resolutions)", path.c_str(), s[22], s[31]);
-    std::string mult, resolutions, rates;
-    for (int i = 0; i < s[22]; i++) mult += text("%s%.9g", i ? "," : "", h.get<float>(23 + i));
-    for (int i = 0; i < s[31]; i++) resolutions += text("%s%d", i ? "," : "", s[32 + i]);
-    take("image_size", s[6] == s[7] ? std::to_string(s[6]) : text("%dx%d", s[6], s[7]));
+    if (from_unet_cu) return take_unet_cu_file(c, model);
+
+    const int levels = s[22];
+    const int num_resolutions = s[31];
+    if (levels < 1 || levels > 8 || num_resolutions < 0 || num_resolutions > 8)
+        die("%s: its header is damaged (%d levels, %d attention resolutions)", path.c_str(), levels, num_resolutions);
+    std::string mult;
+    for (int i = 0; i < levels; i++) mult += text("%s%.9g", i ? "," : "", h.get<float>(23 + i));
+    std::string resolutions;
+    for (int i = 0; i < num_resolutions; i++) resolutions += text("%s%d", i ? "," : "", s[32 + i]);
+    const int height = s[6];
+    const int width = s[7];
+    const bool square = height == width;
+    auto take = [&](const char* name, const std::string& value) { take_from_file(c, path, name, value); };
+    take("image_size", square ? std::to_string(height) : text("%dx%d", height, width));
     take("channel_mult", mult);
     take("attention_resolutions", resolutions);
-    if (tuned) take("ect_frame", s[43] == 1 ? "edm" : "flow");
+    if (is_tuned) take("ect_frame", s[43] == 1 ? "edm" : "flow");
+
     for (const Flag& f : FLAGS) {
-        if (!f.slot || (f.slot > SLOT_STEP && !resume)) continue;
-        if (tuned && (f.slot == 43 || f.slot == 52 || f.slot == 53)) continue; // objective, P_mean, P_std are its own
+        const bool is_of_run = f.slot > SLOT_STEP;
+        if (!f.slot || (is_of_run && !resume)) continue;
+        // The objective, P_mean and P_std: tuning has its own.
+        const bool is_training_of_old = f.slot == 43 || f.slot == 52 || f.slot == 53;
+        if (is_tuned && is_training_of_old) continue;
+        if (!slot_is_used(h, f)) {
+            check_unused(h, f.slot, f.slot + 1, path, "");
+            continue;
+        }
         const std::vector<std::string> words = choices(f);
-        const size_t n = s[f.slot];
-        if (!slot_is_used(h, f)) check_unused(h, f.slot, f.slot + 1, path, "");
-        else if (f.at<float>(*c)) take(f.name, text("%.9g", h.get<float>(f.slot)));
-        else take(f.name, n < words.size() ? words[n] : std::to_string(s[f.slot]));
+        const size_t number = s[f.slot];
+        const bool is_float = f.at<float>(*c);
+        if (is_float) take(f.name, text("%.9g", h.get<float>(f.slot)));
+        else if (number < words.size()) take(f.name, words[number]);
+        else take(f.name, std::to_string(s[f.slot]));
     }
-    if (!resume) return;
-    for (int k = 0; k < model.emas(); k++) rates += text("%s%.9g", k ? "," : "", model.ema_rate(k));
-    if (!c->given("ema_rate")) take("ema_rate", rates);
-    take("seed", std::to_string(h.get<int64_t>(SLOT_SEED)));
-    const std::string data_file((const char*)&s[SLOT_PATH], strnlen((const char*)&s[SLOT_PATH], 512));
-    std::filesystem::path found(data_file), folder = std::filesystem::absolute(path).parent_path();
-    for (; found.is_relative() && !exists(found.string()) && folder.has_relative_path(); folder = folder.parent_path())
-        if (exists((folder / data_file).string()))
-            found = folder / data_file; // the run began in a folder above its own
-    if (!data_file.empty() && !c->given("data_file")) take("data_file", found.string());
+    if (resume) take_run_of_file(c, model);
 }
 
-// Where nothing else is said: the levels and the sampler that Geng et al. 2024 tune for. levels: a file has said them.
-static void take_ect_defaults(Config* c, bool levels) {
+// The defaults of --objective ect and --sampler consistency, which Geng et al. 2024 tune with. file_has_levels: a model
+// file has told the noise levels (P_mean and P_std).
+static void take_ect_defaults(Config* c, bool file_has_levels) {
     const bool ect = c->objective == "ect";
     if (ect && !c->given("sampler")) c->sampler = "consistency";
-    if (c->sampler == "consistency" && !c->given("timestep_respacing")) c->timestep_respacing = "2";
-    if (c->sampler == "consistency" && !c->given("S_churn")) c->S_churn = 0; // a preset's, for another sampler
-    if (ect && !levels && !c->given("P_mean")) c->P_mean = -1.1f;
-    if (ect && !levels && !c->given("P_std")) c->P_std = 2;
+    if (c->sampler == "consistency") {
+        if (!c->given("timestep_respacing")) c->timestep_respacing = "2";
+        if (!c->given("S_churn")) c->S_churn = 0; // a preset's value is for another sampler
+    }
+    if (ect && !file_has_levels) {
+        if (!c->given("P_mean")) c->P_mean = -1.1f;
+        if (!c->given("P_std")) c->P_std = 2;
+    }
 }
 
-// Images' size, channels and classes, where no flag or file says otherwise. where: "FILE: " if a model file does.
+// Takes the size, channels and classes of the images from the data file, if no flag and no model file tells them.
+// where: "FILE: " if a model file does; otherwise "". Then checks that the data fits the model.
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
-        if (!c->given("image_size")) c->image_size = d.H == d.W ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
+        const bool square = d.H == d.W;
+        if (!c->given("image_size")) c->image_size = square ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
+        // The resolutions of a preset need not occur in images of this size. Then there is attention at the lowest
+        // level.
         if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
             c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
         if (!c->given("in_channels")) c->in_channels = d.C;
@@ -4382,6 +4775,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     auto must = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
+    // If the images have another size than the model, that is what to say first: it explains most other errors.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
@@ -4397,62 +4791,73 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
          c->data_file + " has no labels; make it from a folder with one sub-folder a class");
 }
 
-// The checkpoint that --resume_checkpoint means.
+// The path of the checkpoint that --resume_checkpoint means; "": the run is new.
 static std::string resume_path(const Config& c, const Folder& output) {
-    if (c.resume_checkpoint != "latest" && c.resume_checkpoint != "auto") return c.resume_checkpoint;
+    const std::string& wanted = c.resume_checkpoint;
+    if (wanted != "latest" && wanted != "auto") return wanted;
     const auto found = output.list();
     if (!found.empty()) return output.name(found.rbegin()->second);
-    if (c.resume_checkpoint == "auto") return "";
+    if (wanted == "auto") return "";
     die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s",
         c.output_dir.c_str(), output.has("log.csv") ? ", once its log.csv is moved away" : "");
 }
 
+// Checks the counters of a checkpoint against each other, and that the run goes on with the data that it began with. If
+// the user names --data_file, it may be other data.
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    if (s.step > std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]) || s.updates < 0 || s.bad_in_row < 0 ||
-        s.bad_in_row > s.bad_total || s.updates + s.bad_total != s.step || g.n != (double)s.updates || g.var_loss < 0 ||
-        g.var_norm < 0 || !std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm))
+    const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
+    const bool counts = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
+    const bool bad_counts = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
+    const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
+    const bool guard_works = g.n == (double)s.updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
+    if (!counts || !bad_counts || !guard_works)
         die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint",
             m.path.c_str(), s.step, s.updates, s.bad_total, s.bad_in_row);
-    const bool same =
-        m.header.get<int64_t>(SLOT_IMAGES) == d.count && m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
-    if (!same && !c.given("data_file"))
+    const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
+    const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
+    if (!(same_count && same_content) && !c.given("data_file"))
         die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it",
             c.data_file.c_str(), m.path.c_str());
 }
 
-// What a file holds, as a checksum. Our own data and model files carry one of all they hold in their first 1024 bytes,
-// and that is verified when they are read; unet.cu's carry none. So up to 64 MiB of any file are read here: all of it
-// or, of a larger one, 256 blocks at equal distances, the first one and the last among them. That takes a second at
-// most, and finds other images or weights, and files that were cut. A large file of unet.cu's that differs in a few
-// images only may be missed.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- what ranks must have in common
+
+// A checksum that tells two input files apart, in about a second. Our own files have a checksum of their whole content
+// in the first 1024 bytes, which is verified when they are read; so their beginning would be enough. Files of unet.cu
+// have none. Therefore 64 MiB of any file are read: all of it or, if it is larger, 256 blocks at equal distances, from
+// its first byte to its last. Other images or weights are found, and files that were cut short. Only a large file of
+// unet.cu that differs in a few images may be missed.
 static uint32_t sample_checksum(const InputFile& file) {
-    constexpr size_t BLOCKS = 256, BLOCK = 256 << 10;
+    constexpr size_t BLOCKS = 256;
+    constexpr size_t BLOCK = 256 << 10; // bytes
     if (file.size <= BLOCKS * BLOCK) return file.crc(0, 0);
     std::vector<uint8_t> block(BLOCK);
     uint32_t crc = 0;
+    const size_t last_begin = file.size - BLOCK;
     for (size_t k = 0; k < BLOCKS; k++) {
-        file.read(block.data(), BLOCK, (file.size - BLOCK) / (BLOCKS - 1) * k);
+        file.read(block.data(), BLOCK, last_begin / (BLOCKS - 1) * k);
         crc = crc32(crc, block.data(), BLOCK);
     }
-    file.read(block.data(), BLOCK, file.size - BLOCK);
+    file.read(block.data(), BLOCK, last_begin); // the division above is rounded down
     return crc32(crc, block.data(), BLOCK);
 }
 
-// An input as ranks compare it: by what it holds, since its path may differ from machine to machine.
+// A line about an input file that is the same at all ranks that read the same content. The path is not in it, because
+// it may differ from machine to machine.
 static std::string describe_input(const std::string& name, const std::string& path) {
     if (path.empty()) return "no " + name + "\n";
     InputFile file;
     file.open(path, "every rank reads it, at the same path unless its own command line names another");
-    const std::string told =
-        text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, sample_checksum(file));
+    const uint32_t checksum = sample_checksum(file);
     close(file.file);
-    return told;
+    return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
 }
 
-// The same program, inputs and flags at all ranks, or the run ends before anything is written: ranks that differ would
-// compute something else or wait for each other for ever.
+// Ends the program before anything is written if ranks have different programs, inputs or flags. They would compute
+// different things, or wait for each other for ever. Each rank describes itself in lines of text, which are compared.
 static void compare_ranks(const Config& c, const std::string& weights) {
     if (world.size < 2) return;
     std::ifstream self("/proc/self/exe", std::ios::binary);
@@ -4465,21 +4870,28 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     mine += describe_input("--start_from", c.start_from);
     mine += describe_input("--inpaint", c.inpaint);
     mine += describe_input("--mask", c.mask);
+    // Inputs are compared above, by their content. The other flags here may differ: each machine has its own devices
+    // and folders, and only rank 0 writes.
     const std::set<std::string> inputs = {"init", "data_file", "val_data_file", "start_from", "inpaint", "mask"};
-    const std::set<std::string> own = {"device", "output", "output_dir"}; // rank 0's count, or each machine's
+    const std::set<std::string> may_differ = {"device", "output", "output_dir"};
     for (const Flag& f : FLAGS) {
-        if (inputs.contains(f.name) || own.contains(f.name)) continue;
+        const std::string name = f.name;
+        if (inputs.contains(name) || may_differ.contains(name)) continue;
         std::string value = flag_value(c, f);
         const bool names_file = !value.empty() && value != "latest" && value != "auto";
-        if (f.name == std::string("resume_checkpoint") && names_file) value = "FILE";
+        if (name == "resume_checkpoint" && names_file) value = "FILE"; // its content is compared above
         mine += text("--%s %s\n", f.name, value.c_str());
     }
     must_agree("the comparison of flags and files", mine);
 }
 
-// What holds without --preset, by the size of the images, if there is a --data_file or --data_dir.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- main
+
+// The preset that is used without --preset. It depends on the size of the images, if --data_file or --data_dir is
+// given.
 static const char* default_preset(const Config& c, const Dataset& data) {
-    if (!c.data_dir.empty()) return PRESET_64; // a folder becomes pictures of 64x64, as in prepare_data.py
+    if (!c.data_dir.empty()) return PRESET_64; // prepare_data.py makes images of 64x64 out of a folder
     if (!data.size) return DEFAULT_PRESET;
     if (data.H == 64) return PRESET_64;
     return data.H == 32 ? PRESET_32 : PRESET_ELSE;
@@ -4489,20 +4901,46 @@ static const char* default_preset(const Config& c, const Dataset& data) {
 // waits until they have ended. value: a number, or all. patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
-    const int named = atoi(value.c_str());
-    const bool number = named >= 1 && std::to_string(named) == value;
-    if (value != "all" && !number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
-    if (world.size > 1 && named > 1 && named != world.size)
-        die("--num_gpus %d: a launcher has started %d processes; leave the flag out", named, world.size);
-    if (world.size > 1 || named == 1) return;
+    const int number = atoi(value.c_str());
+    const bool is_number = number >= 1 && std::to_string(number) == value;
+    if (value != "all" && !is_number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
+    if (world.size > 1 && number > 1 && number != world.size)
+        die("--num_gpus %d: a launcher has started %d processes; leave the flag out", number, world.size);
+    if (world.size > 1 || number == 1) return;
     const int gpus = count_gpus();
-    const int count = value == "all" ? gpus : named;
+    const int count = value == "all" ? gpus : number;
     if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
-    if (count > 1 && ranks_need()) die("--num_gpus %d: %s", count, ranks_need());
-    if (count > 1) start_ranks(count, argv);
+    if (count <= 1) return;
+    if (ranks_need()) die("--num_gpus %d: %s", count, ranks_need());
+    start_ranks(count, argv);
 }
 
-// Result: the exit code.
+// Ends the program if two flags are given of which only one can hold.
+static void check_contradictions(const Config& c) {
+    const bool names_checkpoint = !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto";
+    if (!c.init.empty() && names_checkpoint)
+        die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
+    if (c.given("data_file") && c.given("data_dir"))
+        die("--data_file and --data_dir: a run trains on one of them; leave the other out");
+}
+
+// Fills in what the command line leaves open, but for what the data tells. Opens the data file if the choice of a
+// preset needs it. resume: the model file is a checkpoint whose run goes on.
+static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
+    if (c->preset.empty()) {
+        if (c->given("data_file")) *data = open_dataset(c->data_file);
+        c->preset = default_preset(*c, *data);
+    }
+    apply_preset(c, c->preset);
+    if (model.size) take_model_file(c, model, resume);
+    take_rescale_learned_sigmas(c, model.size);
+    take_ect_defaults(c, model.size && is_ect(model.header));
+    // A preset may ask for more sampling steps than the diffusion has. Then all steps of the diffusion are taken.
+    const bool too_many = atoi(c->timestep_respacing.c_str()) > c->diffusion_steps;
+    if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
+}
+
+// The program. Result: its exit code.
 static int run_program(int argc, char** argv) {
     start_process(argv);
     find_ranks();
@@ -4514,43 +4952,43 @@ static int run_program(int argc, char** argv) {
     }
     take_aliases(&c);
     take_num_gpus(c.num_gpus, c.rank_timeout, argv);
-    if (!c.init.empty() && !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto")
-        die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
-    if (c.given("data_file") && c.given("data_dir"))
-        die("--data_file and --data_dir: a run trains on one of them; leave the other out");
-    Folder output, samples; // rank 0's
-    if (!world.rank) output = open_folder(c.output_dir);
-    if (!world.rank && !c.sample) lock_folder(output, false);
-    const std::string resume = broadcast_host("the choice of a checkpoint", world.rank ? "" : resume_path(c, output));
-    if (!world.rank && c.sample) samples = open_output(c, resume);
-    ModelFile model;
-    if (!resume.empty() || !c.init.empty()) model = open_model(resume.empty() ? c.init : resume);
-    Dataset data;
-    if (c.preset.empty()) {
-        if (c.given("data_file")) data = open_dataset(c.data_file);
-        c.preset = default_preset(c, data);
+    check_contradictions(c);
+
+    // Rank 0 opens the folders that it writes to, and chooses the checkpoint for all ranks.
+    Folder output;  // of a run
+    Folder samples; // of --sample
+    std::string resume;
+    if (!world.rank) {
+        output = open_folder(c.output_dir);
+        if (!c.sample) lock_folder(output, false);
+        resume = resume_path(c, output);
     }
-    apply_preset(&c, c.preset);
-    if (model.size) take_model_file(&c, model, !resume.empty());
-    take_rescale_learned_sigmas(&c, model.size);
-    take_ect_defaults(&c, model.size && is_ect(model.header));
-    if (!c.given("timestep_respacing") && atoi(c.timestep_respacing.c_str()) > c.diffusion_steps)
-        c.timestep_respacing = "";
-    const std::string where = model.size ? model.path + ": " : "";
+    resume = broadcast_host("the choice of a checkpoint", resume);
+    if (!world.rank && c.sample) samples = open_output(c, resume);
+
+    const bool resumes = !resume.empty();
+    ModelFile model;
+    if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
+    Dataset data;
+    complete_config(&c, model, resumes, &data);
+    const std::string where = model.size ? model.path + ": " : ""; // who has told the settings, in messages
     start_device(c.precision, c.device);
+
     if (c.sample) {
         if (!model.size) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
-        if (const std::string error = check_model(&c); !error.empty()) refuse(where + error);
+        const std::string error = check_model(&c);
+        if (!error.empty()) refuse(where + error);
         compare_ranks(c, model.path);
         join_devices(c.exchange == "auto");
         sample_and_stop(c, samples, model);
         return 0;
     }
+
     if (!c.data_dir.empty()) take_data_dir(&c, where);
     check_run(&c, where);
     if (!data.size) data = open_dataset(c.data_file);
     take_data_shape(&c, data, where);
-    if (!resume.empty()) check_resume(c, model, data);
+    if (resumes) check_resume(c, model, data);
     compare_ranks(c, model.path);
     join_devices(c.exchange == "auto");
     return train(c, data, output, resume, model);
