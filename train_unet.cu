@@ -5260,8 +5260,8 @@ constexpr bool CLUSTERS = ARCH >= 900;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Single instructions: shared memory, mbarriers, clusters
-// PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are not
-// static, so that the compiler does not complain of those that a build does not use.
+// PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are
+// not static, so that the compiler does not complain of those that a build does not use.
 
 // An instruction without results. "memory" and volatile: the compiler moves no other memory access and no barrier past
 // it.
