@@ -10,73 +10,73 @@
 //    572     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    632     4. Configuration: flags, presets, help, what can work and what cannot
 //   1012     5. The network: a list of layers, made of guided-diffusion's flags
-//   1616     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1796     7. Forward and backward: two walks over the list
-//   1906     8. Diffusion: noise schedules, objectives, samplers
-//   2100         the level of a training sample, drawn, and its share of the loss
-//   2250         samplers
-//   2664     9. Data: .bin files that may be larger than memory, the order of their images
-//   2885    10. Model files: weights and checkpoints, initial weights
-//   3096    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3107         the learning rate, the verdict on a step, averages of the weights
-//   3184         what a trainer holds
-//   3275         a step
-//   3485    12. A run: log, guard, checkpoints, resume, samples
-//   3505         the log in memory, as the page shows it
-//   3608         what a run holds
-//   3675         the log and the status line
-//   3850         checkpoints, snapshots and grids
-//   4053         the start of a run: new, from a file's weights, or resumed
-//   4218         the loop over the steps
-//   4330         a run from its first to its last line
-//   4457         samples, without a run
-//   4605    13. main: the command line, then a run or samples
-//   4826         what ranks must have in common
-//   4889         main
-//   5002  Part II. The device
-//   5005    14. What all devices share: activations, patches of pixels
-//   5048    15. The CPU: the device is the host; operations are in dev/reference.h
-//   5116    16. The GPU: what all kernels share
-//   5182         Launches, which may overlap
-//   5224         Decisions: what kernels are chosen with
-//   5262         Single instructions: shared memory, mbarriers, clusters
-//   5346         Activations: pieces of 16 bytes
-//   5558         each_kernel: a thread for an element
-//   5572         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5711         Swizzle: how rows lie in shared memory
-//   5729         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5904         building blocks of Hopper's kernels (sm_90a)
-//   6152    17. Small operations: resampling, embeddings, diffusion
-//   6155         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6291         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6557         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6859    18. Group norm
-//   6862         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   7258         groupnorm_backward_whole: an image's slab in shared memory
-//   7560    19. Attention
-//   7630         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7993         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   8089         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8577    20. Convolution
-//   8605         ConvOut: results, 4 channels of a pixel at a time
-//   8792         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8850         conv_halo: 3x3, stride 1, any GPU
-//   9191         conv_gather: any kernel size and stride, any GPU
-//   9403         conv_few: the first and the last layer
-//   9530         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9957         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  10032         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  10356         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10655         conv_weight_tma: weight gradients (sm_90a)
-//  10889    21. The optimiser
-//  10892         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  11068    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  11071         groupnorm_backward
-//  11169         attention: forward and, where a has dout, backward
-//  11209         convolution: forward and input gradient
-//  11513         convolution: weight gradients
-//  11794    23. The GPU: memory, copies, repeated work
-//  12011    24. Between ranks: from device to device
+//   1617     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1797     7. Forward and backward: two walks over the list
+//   1907     8. Diffusion: noise schedules, objectives, samplers
+//   2102         the level of a training sample, drawn, and its share of the loss
+//   2253         samplers
+//   2667     9. Data: .bin files that may be larger than memory, the order of their images
+//   2888    10. Model files: weights and checkpoints, initial weights
+//   3099    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3110         the learning rate, the verdict on a step, averages of the weights
+//   3187         what a trainer holds
+//   3278         a step
+//   3488    12. A run: log, guard, checkpoints, resume, samples
+//   3508         the log in memory, as the page shows it
+//   3611         what a run holds
+//   3678         the log and the status line
+//   3853         checkpoints, snapshots and grids
+//   4056         the start of a run: new, from a file's weights, or resumed
+//   4221         the loop over the steps
+//   4333         a run from its first to its last line
+//   4460         samples, without a run
+//   4608    13. main: the command line, then a run or samples
+//   4829         what ranks must have in common
+//   4892         main
+//   5005  Part II. The device
+//   5008    14. What all devices share: activations, patches of pixels
+//   5052    15. The CPU: the device is the host; operations are in dev/reference.h
+//   5120    16. The GPU: what all kernels share
+//   5186         Launches, which may overlap
+//   5228         Decisions: what kernels are chosen with
+//   5266         Single instructions: shared memory, mbarriers, clusters
+//   5350         Activations: pieces of 16 bytes
+//   5562         each_kernel: a thread for an element
+//   5576         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5715         Swizzle: how rows lie in shared memory
+//   5733         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5908         building blocks of Hopper's kernels (sm_90a)
+//   6156    17. Small operations: resampling, embeddings, diffusion
+//   6159         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6295         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6561         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6862    18. Group norm
+//   6865         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   7262         groupnorm_backward_whole: an image's slab in shared memory
+//   7562    19. Attention
+//   7632         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7994         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   8090         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8578    20. Convolution
+//   8606         ConvOut: results, 4 channels of a pixel at a time
+//   8793         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8851         conv_halo: 3x3, stride 1, any GPU
+//   9192         conv_gather: any kernel size and stride, any GPU
+//   9404         conv_few: the first and the last layer
+//   9531         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9958         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  10033         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  10357         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10656         conv_weight_tma: weight gradients (sm_90a)
+//  10890    21. The optimiser
+//  10893         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  11069    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  11072         groupnorm_backward
+//  11170         attention: forward and, where a has dout, backward
+//  11210         convolution: forward and input gradient
+//  11514         convolution: weight gradients
+//  11795    23. The GPU: memory, copies, repeated work
+//  12012    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1323,8 +1323,9 @@ static Workspace attention_workspace(const LayerArgs& a) {
     return {.main = attention_backward_workspace(a.B, a.tokens(), a.Cout, a.layer->heads)};
 }
 
-// A kind of layer: all that the list, its plan and the walks know of it. A new kind is a word in LayerKind, its
-// functions above, and a row of OPS.
+// A kind of layer: what the list, its plan and the walks know of it, but for what is a convolution's or a norm's alone
+// (plan_waits, plan_fusions, plan_lifetimes, unet_backward name CONV and GROUPNORM). A new kind is a word in LayerKind,
+// its functions above, a row of OPS, and a function that adds such a layer to the list, as those below.
 struct Op {
     LayerKind kind;
     const char* name;
@@ -2000,8 +2001,8 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
 
 // alpha_bar (T): the products of 1 - beta up to each t.
 //   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4), scaled for a T other than 1000
-//   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal 2021, eq.
-//   17)
+//   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal
+//           2021, eq. 17)
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
     const double scale = 1000.0 / T, first = 1e-4 * scale, last = 0.02 * scale;
@@ -2033,7 +2034,8 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     const Prediction v{-sigma, signal, signal, -sigma, snr + 1}; // Salimans & Ho 2022, appendix D
     Prediction p = eps;
     if (c.predict == "x0") p = x0;
-    if (c.predict == "v") p = v;
+    else if (c.predict == "v") p = v;
+    else if (c.predict != "eps") die("internal error: ddpm_level does not know --predict %s", c.predict.c_str());
     NoiseLevel level{};
     level.t = (float)(c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t);
     level.signal = (float)signal;
@@ -2145,7 +2147,8 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     return level;
 }
 
-// sigma with a log-normal distribution: of edm, of ect, and of a flow with --t_std. normal: the number it was made of.
+// sigma with a log-normal distribution: of edm, of ect, and of a flow with --t_std. normal: the standard normal number
+// that it was made of, which says in which quarter of the levels it lies.
 HD static inline double draw_sigma(const Objective& o, const Words& words, float* normal) {
     float z[4];
     normals(z, words);
@@ -2251,8 +2254,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 // A sampler makes an image out of noise in steps. All of them work on x = x_0 + sigma noise, whatever the model was
 // trained on. (A model of T timesteps is shown x_t = signal x; there sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
 // to step sigma falls, and at the end it is 0. In each step the network is asked, and its answer is turned into x0:
-// what it says about x_0, given x. Papers write D(x; sigma) for that. The slope of the ODE that takes noise away is
-// then
+// what it says about x_0, given x. Papers write D(x; sigma) for that. The slope of the ODE that takes noise
+// away is then
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
@@ -5004,8 +5007,9 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // =====================================================================================================================
 // 14. What all devices share: activations, patches of pixels
 
-// An activation is a value of enum Activation, a struct with two functions like Silu below, and a row in
-// with_activation. The group norms of both builds call these and know no formula themselves.
+// An activation is a value of enum Activation, a struct with two functions like Silu below, and a line in
+// with_activation, which now has one for all but NONE. The group norms of both builds call these and know no formula
+// themselves.
 //
 // The two functions take different arguments. f takes z. df, the derivative at z, takes u = Z_FACTOR<T> z, because that
 // is what the sigmoid is fastest in, and because norms get the factor for nothing: their z is x * scale + shift, and
@@ -6556,9 +6560,8 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 // Used when: once in a training step or in a step of a sampler.
-// How: a thread has four values, for which one block of Philox gives the random numbers; losses are summed in double,
-// in
-//   a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
+// How: a thread has four values, for which one block of Philox gives the random numbers; losses are summed in
+//   double, in a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
 // Costs: memory traffic. Images are small beside activations.
 
 // Four random words for sample b: a pure function of the key and of the numbers of block and sample.
@@ -6862,8 +6865,9 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
 // Group norm (Wu & He 2018) over [x1 | x2], for each image and each group of Cg channels:
 //
-//   xhat = (x - mean) rstd,      z = (xhat weight + bias) (1 + film scale) + film shift,      out =
-//   dropout(activation(z))
+//   xhat = (x - mean) rstd
+//   z    = (xhat weight + bias) (1 + film scale) + film shift
+//   out  = dropout(activation(z))
 //
 // ("Film" is the embedding's scale and shift, with --use_scale_shift_norm.) The forward kernel needs no pass over x for
 // mean and rstd: whoever wrote x left the sums of each channel in Stats. All of this is one multiplication and addition
@@ -7257,8 +7261,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward_whole: an image's slab in shared memory
 // Used when: x and dout of a slab fit into the shared memory of a block, or of a cluster of blocks (sm_90 and later),
-// and
-//   plan_norm_whole finds it faster than two passes.
+//   and plan_norm_whole finds it faster than two passes.
 // How: A slab is whole groups of channels of one image. Each block of a cluster has a chunk of its pixels:
 //
 //     1. x and dout of the chunk come to shared memory, where each thread loads and reads its own part
@@ -7267,8 +7270,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //     4. every block computes slope and level of every group from all these sums, and dx from them, x and dz
 //
 // Costs: Everything is read once. At 8x8 the time is latencies: above all of code that runs once, and of what waits
-// behind
-//   the loads of x. So loops are not unrolled, and the few values that others wait for are loaded first.
+//   behind the loads of x. So loops are not unrolled, and the few values that others wait for are loaded first.
 
 // Adds v over the lanes of a warp that are a multiple of `columns` (a power of 2) apart. In each step two lanes
 // exchange half of their values and add the others', so that a lane looks after half as many; at the end it has a pair
@@ -7630,8 +7632,7 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 // Used when: d <= 256, in fp32 128, where Hopper's kernels (below) are not: fp32, other GPUs, other d or T.
 // How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys). The other rows stream past through
-// two
-//   stages of shared memory, N at a time: while one stage is multiplied, the other one is loaded.
+//   two stages of shared memory, N at a time: while one stage is multiplied, the other one is loaded.
 //
 //     own rows (M, d)    x    streamed rows (N, d)^T   ->   S (M, N), in registers: 16 MT rows of a warp, SUB columns
 //     at P (M, SUB), packed to bf16 in the same registers   x   streamed rows (SUB, d)   ->   out (M, d), in registers
@@ -8090,8 +8091,7 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
 // Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128, 256 to 1024;
 //   other heads go back by attention_backward_kernel.
 // How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies them;
-// P or
-//   dS, which were just computed, are its A operand straight from the registers.
+//   P or dS, which were just computed, are its A operand straight from the registers.
 //   Forward: queries own, and keys and values stream past.
 //   Backward: keys own, and queries stream past in chunks of 64. A head lies in a cluster of blocks, each of which has
 //   128 of its keys in shared memory. A chunk visits one block after the other, and its sum of dq, in fp32, is handed
@@ -8464,6 +8464,7 @@ template <class T> struct BackwardBlock {
         }
     }
 
+    // (D in what follows is rowsum(dout * out), as at the section's head, and not the template's size of a head.)
     // Role: dk and dv of a warpgroup's 64 keys. Keys are rows here, so P^T and dS^T, computed in registers, are A
     // operands:
     //   dv += P^T dout,   dk += dS^T q
