@@ -186,7 +186,7 @@ static void fuzz_log(const uint8_t* bytes, size_t n) {
     FILE* f = fopen((folder + "/log.csv").c_str(), "wb");
     if (!f || fwrite(bytes, 1, n, f) != n || fclose(f)) abort();
     open_log(&run);
-    close(run.log);
+    close(run.log_file);
 }
 
 // Words end in a newline or a zero.
