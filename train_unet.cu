@@ -15,68 +15,68 @@
 //   1907     8. Diffusion: noise schedules, objectives, samplers
 //   2102         the level of a training sample, drawn, and its share of the loss
 //   2253         samplers
-//   2667     9. Data: .bin files that may be larger than memory, the order of their images
-//   2888    10. Model files: weights and checkpoints, initial weights
-//   3099    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3110         the learning rate, the verdict on a step, averages of the weights
-//   3187         what a trainer holds
-//   3278         a step
-//   3488    12. A run: log, guard, checkpoints, resume, samples
-//   3508         the log in memory, as the page shows it
-//   3611         what a run holds
-//   3678         the log and the status line
-//   3853         checkpoints, snapshots and grids
-//   4056         the start of a run: new, from a file's weights, or resumed
-//   4221         the loop over the steps
-//   4333         a run from its first to its last line
-//   4460         samples, without a run
-//   4608    13. main: the command line, then a run or samples
-//   4829         what ranks must have in common
-//   4892         main
-//   5005  Part II. The device
-//   5008    14. What all devices share: activations, patches of pixels
-//   5052    15. The CPU: the device is the host; operations are in dev/reference.h
-//   5120    16. The GPU: what all kernels share
-//   5186         Launches, which may overlap
-//   5228         Decisions: what kernels are chosen with
-//   5266         Single instructions: shared memory, mbarriers, clusters
-//   5350         Activations: pieces of 16 bytes
-//   5562         each_kernel: a thread for an element
-//   5576         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5715         Swizzle: how rows lie in shared memory
-//   5733         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5908         building blocks of Hopper's kernels (sm_90a)
-//   6156    17. Small operations: resampling, embeddings, diffusion
-//   6159         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6295         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6561         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6862    18. Group norm
-//   6865         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   7262         groupnorm_backward_whole: an image's slab in shared memory
-//   7562    19. Attention
-//   7632         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7994         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   8090         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8578    20. Convolution
-//   8606         ConvOut: results, 4 channels of a pixel at a time
-//   8793         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8851         conv_halo: 3x3, stride 1, any GPU
-//   9192         conv_gather: any kernel size and stride, any GPU
-//   9404         conv_few: the first and the last layer
-//   9531         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9958         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  10033         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  10357         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10656         conv_weight_tma: weight gradients (sm_90a)
-//  10890    21. The optimiser
-//  10893         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  11069    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  11072         groupnorm_backward
-//  11170         attention: forward and, where a has dout, backward
-//  11210         convolution: forward and input gradient
-//  11514         convolution: weight gradients
-//  11795    23. The GPU: memory, copies, repeated work
-//  12012    24. Between ranks: from device to device
+//   2668     9. Data: .bin files that may be larger than memory, the order of their images
+//   2889    10. Model files: weights and checkpoints, initial weights
+//   3100    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3111         the learning rate, the verdict on a step, averages of the weights
+//   3188         what a trainer holds
+//   3279         a step
+//   3489    12. A run: log, guard, checkpoints, resume, samples
+//   3509         the log in memory, as the page shows it
+//   3612         what a run holds
+//   3679         the log and the status line
+//   3854         checkpoints, snapshots and grids
+//   4057         the start of a run: new, from a file's weights, or resumed
+//   4222         the loop over the steps
+//   4334         a run from its first to its last line
+//   4461         samples, without a run
+//   4609    13. main: the command line, then a run or samples
+//   4830         what ranks must have in common
+//   4893         main
+//   5006  Part II. The device
+//   5009    14. What all devices share: activations, patches of pixels
+//   5053    15. The CPU: the device is the host; operations are in dev/reference.h
+//   5121    16. The GPU: what all kernels share
+//   5187         Launches, which may overlap
+//   5229         Decisions: what kernels are chosen with
+//   5267         Single instructions: shared memory, mbarriers, clusters
+//   5351         Activations: pieces of 16 bytes
+//   5563         each_kernel: a thread for an element
+//   5577         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5716         Swizzle: how rows lie in shared memory
+//   5734         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5909         building blocks of Hopper's kernels (sm_90a)
+//   6157    17. Small operations: resampling, embeddings, diffusion
+//   6160         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6296         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6562         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6863    18. Group norm
+//   6866         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   7263         groupnorm_backward_whole: an image's slab in shared memory
+//   7563    19. Attention
+//   7633         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7995         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   8091         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8579    20. Convolution
+//   8607         ConvOut: results, 4 channels of a pixel at a time
+//   8794         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8852         conv_halo: 3x3, stride 1, any GPU
+//   9193         conv_gather: any kernel size and stride, any GPU
+//   9405         conv_few: the first and the last layer
+//   9532         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9959         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  10034         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  10358         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10657         conv_weight_tma: weight gradients (sm_90a)
+//  10891    21. The optimiser
+//  10894         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  11070    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  11073         groupnorm_backward
+//  11171         attention: forward and, where a has dout, backward
+//  11211         convolution: forward and input gradient
+//  11515         convolution: weight gradients
+//  11796    23. The GPU: memory, copies, repeated work
+//  12013    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -538,8 +538,8 @@ static void free_graph(Graph* g);
 // Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-// What makes the program fast. dev/bench turns it off, for its profile and for tests. The bits stay, but for what
-// decides in which order something is summed: batches, clusters and hopper.
+// What makes the program fast. dev/bench turns it off, for its profile and for tests. The bits stay the same, but for
+// what decides in which order something is summed: batches, clusters and hopper.
 static struct Allowed {
     bool early = true;   // a launch begins before the one before it has ended
     bool beside = true;  // run_beside's lane is one of its own
@@ -2506,8 +2506,9 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
 
 // A sampler as the device takes it.
 struct SamplerPlan {
-    float image, start, churn; // the first u: image * x_0 + start * normals + churn * other normals
-    int64_t first;             // of the steps
+    // The network's first input is image * x_0 + start * normals + churn * other normals.
+    float image, start, churn;
+    int64_t first; // of the steps
     std::vector<SamplerStep> steps;
 };
 
@@ -11864,7 +11865,7 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .overlap = version >= 90,
            .clusters = version >= 90 && allowed.clusters,
-           // beside typedef bf16: there is no code for sm_90 but sm_90a's
+           // Code for 9.0 is always sm_90a's, which has wgmma: the #error beside typedef bf16 sees to that.
            .wgmma = version == 90 && allowed.hopper};
     device.bf16 = precision != "fp32";
     int low, high;
