@@ -10,73 +10,73 @@
 //    572     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    632     4. Configuration: flags, presets, help, what can work and what cannot
 //   1012     5. The network: a list of layers, made of guided-diffusion's flags
-//   1617     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1797     7. Forward and backward: two walks over the list
-//   1907     8. Diffusion: noise schedules, objectives, samplers
-//   2102         the level of a training sample, drawn, and its share of the loss
-//   2253         samplers
-//   2668     9. Data: .bin files that may be larger than memory, the order of their images
-//   2889    10. Model files: weights and checkpoints, initial weights
-//   3100    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3111         the learning rate, the verdict on a step, averages of the weights
-//   3188         what a trainer holds
-//   3279         a step
-//   3489    12. A run: log, guard, checkpoints, resume, samples
-//   3509         the log in memory, as the page shows it
-//   3612         what a run holds
-//   3679         the log and the status line
-//   3854         checkpoints, snapshots and grids
-//   4057         the start of a run: new, from a file's weights, or resumed
-//   4222         the loop over the steps
-//   4334         a run from its first to its last line
-//   4461         samples, without a run
-//   4609    13. main: the command line, then a run or samples
-//   4830         what ranks must have in common
-//   4893         main
-//   5006  Part II. The device
-//   5009    14. What all devices share: activations, patches of pixels
-//   5053    15. The CPU: the device is the host; operations are in dev/reference.h
-//   5121    16. The GPU: what all kernels share
-//   5187         Launches, which may overlap
-//   5229         Decisions: what kernels are chosen with
-//   5267         Single instructions: shared memory, mbarriers, clusters
-//   5351         Activations: pieces of 16 bytes
-//   5563         each_kernel: a thread for an element
-//   5577         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5716         Swizzle: how rows lie in shared memory
-//   5734         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5909         building blocks of Hopper's kernels (sm_90a)
-//   6157    17. Small operations: resampling, embeddings, diffusion
-//   6160         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6296         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6562         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6863    18. Group norm
-//   6866         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   7263         groupnorm_backward_whole: an image's slab in shared memory
-//   7563    19. Attention
-//   7633         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7995         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   8091         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8579    20. Convolution
-//   8607         ConvOut: results, 4 channels of a pixel at a time
-//   8794         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8852         conv_halo: 3x3, stride 1, any GPU
-//   9193         conv_gather: any kernel size and stride, any GPU
-//   9405         conv_few: the first and the last layer
-//   9532         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9959         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  10034         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  10358         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10657         conv_weight_tma: weight gradients (sm_90a)
-//  10891    21. The optimiser
-//  10894         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  11070    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  11073         groupnorm_backward
-//  11171         attention: forward and, where a has dout, backward
-//  11211         convolution: forward and input gradient
-//  11515         convolution: weight gradients
-//  11796    23. The GPU: memory, copies, repeated work
-//  12013    24. Between ranks: from device to device
+//   1618     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   1798     7. Forward and backward: two walks over the list
+//   1908     8. Diffusion: noise schedules, objectives, samplers
+//   2103         the level of a training sample, drawn, and its share of the loss
+//   2254         samplers
+//   2669     9. Data: .bin files that may be larger than memory, the order of their images
+//   2890    10. Model files: weights and checkpoints, initial weights
+//   3101    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3112         the learning rate, the verdict on a step, averages of the weights
+//   3189         what a trainer holds
+//   3280         a step
+//   3490    12. A run: log, guard, checkpoints, resume, samples
+//   3510         the log in memory, as the page shows it
+//   3613         what a run holds
+//   3680         the log and the status line
+//   3855         checkpoints, snapshots and grids
+//   4058         the start of a run: new, from a file's weights, or resumed
+//   4223         the loop over the steps
+//   4335         a run from its first to its last line
+//   4462         samples, without a run
+//   4610    13. main: the command line, then a run or samples
+//   4831         what ranks must have in common
+//   4894         main
+//   5007  Part II. The device
+//   5010    14. What all devices share: nonlinearities, patches of pixels
+//   5054    15. The CPU: the device is the host; operations are in dev/reference.h
+//   5122    16. The GPU: what all kernels share
+//   5188         Launches, which may overlap
+//   5230         Decisions: what kernels are chosen with
+//   5268         Single instructions: shared memory, mbarriers, clusters
+//   5352         Activations: pieces of 16 bytes
+//   5564         each_kernel: a thread for an element
+//   5578         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5717         Swizzle: how rows lie in shared memory
+//   5735         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   5910         building blocks of Hopper's kernels (sm_90a)
+//   6158    17. Small operations: resampling, embeddings, diffusion
+//   6161         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6297         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6563         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   6864    18. Group norm
+//   6867         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   7264         groupnorm_backward_whole: an image's slab in shared memory
+//   7564    19. Attention
+//   7634         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   7996         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   8092         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8580    20. Convolution
+//   8608         ConvOut: results, 4 channels of a pixel at a time
+//   8795         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   8853         conv_halo: 3x3, stride 1, any GPU
+//   9194         conv_gather: any kernel size and stride, any GPU
+//   9406         conv_few: the first and the last layer
+//   9533         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//   9960         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  10035         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  10359         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10658         conv_weight_tma: weight gradients (sm_90a)
+//  10892    21. The optimiser
+//  10895         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  11071    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  11074         groupnorm_backward
+//  11172         attention: forward and, where a has dout, backward
+//  11212         convolution: forward and input gradient
+//  11516         convolution: weight gradients
+//  11797    23. The GPU: memory, copies, repeated work
+//  12014    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -186,12 +186,12 @@ struct ConvShape {
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
 
-enum class Activation : uint8_t { NONE, SILU }; // behind a group norm; struct Silu has its formulas
+enum class Nonlinearity : uint8_t { NONE, SILU }; // behind a group norm; struct Silu has its formulas
 
 // A group norm over (B, HW, C1 + C2) in one or two parts.
 struct NormShape {
     int B, HW, C1, C2, groups;
-    Activation activation;
+    Nonlinearity nonlinearity;
     float eps;
 };
 
@@ -393,9 +393,9 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
 static double conv_weight_load(const ConvShape& s);
 
-// Group norm [and activation] [and dropout] of [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) =
-// act(xhat weight + bias), or with scale_shift (B, ss_stride; scale in [0, C), shift in [C, 2C))
-// act((xhat weight + bias) (1 + scale) + shift). mean, rstd (B, groups) are kept for the backward pass.
+// Group norm [and nonlinearity f] [and dropout] of [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) =
+// f(xhat weight + bias), or with scale_shift (B, ss_stride; scale in [0, C), shift in [C, 2C))
+// f((xhat weight + bias) (1 + scale) + shift). mean, rstd (B, groups) are kept for the backward pass.
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
                               Stats stats2, const float* weight, const float* bias, const float* scale_shift,
                               int ss_stride, Dropout dropout, NormShape s);
@@ -1064,9 +1064,9 @@ struct Layer {
     int residual = -1;                        // CONV: a tensor that is added to the result, unless a skip is
     int emb = -1, emb_offset = 0;             // the tensor of embedding projections, and where its columns begin there
     int kernel = 1, stride = 1, upsample = 0; // CONV
-    Activation activation = Activation::NONE; // GROUPNORM
-    int dropout_block = -1;                   // GROUPNORM: index of the residual block whose dropout follows
-    int heads = 0;                            // ATTENTION, and the CONV that makes its qkv
+    Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
+    int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
+    int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv
     int saved = -1;     // the buffer that is kept for the backward pass: mean and rstd, or rows of scores
     int block_end = -1; // --use_checkpoint: this layer is computed again before that one's backward pass
 
@@ -1168,7 +1168,7 @@ struct LayerArgs {
     ConvShape conv() const {
         return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, fp32_in, fp32_out};
     }
-    NormShape norm() const { return {B, H * W, Cin, C2, 32, layer->activation, 1e-5f}; }
+    NormShape norm() const { return {B, H * W, Cin, C2, 32, layer->nonlinearity, 1e-5f}; }
 
     // x1, out, dout and d1 of a layer whose tensors are fp32: the embedding's, and those of patches.
     const float* x_fp32() const { return (const float*)x1; }
@@ -1470,11 +1470,12 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     const Config& c = net->config;
     const int Cin = net->tensor(x1).C + net->tensor(x2).C, Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
     const size_t first = net->layers.size();
-    int h = add_norm(net, {.name = name + ".in_layers.0", .x1 = x1, .x2 = x2, .activation = Activation::SILU});
+    int h = add_norm(net, {.name = name + ".in_layers.0", .x1 = x1, .x2 = x2, .nonlinearity = Nonlinearity::SILU});
     if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h); // UP: where the convolution reads it
     if (resample != SAME) x1 = add_resample(net, resample, name + ".x_upd", x1);
     Layer conv{.name = name + ".in_layers.2", .x1 = h, .kernel = 3, .upsample = resample == UP};
-    Layer norm{.name = name + ".out_layers.0", .activation = Activation::SILU, .dropout_block = net->residual_blocks++};
+    Layer norm{
+        .name = name + ".out_layers.0", .nonlinearity = Nonlinearity::SILU, .dropout_block = net->residual_blocks++};
     Layer& reader = c.use_scale_shift_norm ? norm : conv;
     reader.emb = net->emb;
     reader.emb_offset = net->tensor(net->emb).C;
@@ -1602,7 +1603,7 @@ static UNet build_unet(const Config& c) {
     h = add_attention_block(&net, "middle_block.1", h, c.num_heads);
     h = add_resblock(&net, "middle_block.2", h, -1, net.tensor(h).C);
     h = add_output_blocks(&net, h, skips);
-    h = add_norm(&net, {.name = "out.0", .x1 = h, .activation = Activation::SILU});
+    h = add_norm(&net, {.name = "out.0", .x1 = h, .nonlinearity = Nonlinearity::SILU});
     h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, c.out_channels() * p * p, INIT_ZERO, true);
     net.output = p > 1 ? add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W) : h;
     net.buffers[net.tensors[net.emb].buffer].bytes = net.tensor(net.emb).C * sizeof(float); // it has become wider
@@ -5006,10 +5007,10 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // Part II. The device
 
 // =====================================================================================================================
-// 14. What all devices share: activations, patches of pixels
+// 14. What all devices share: nonlinearities, patches of pixels
 
-// An activation is a value of enum Activation, a struct with two functions like Silu below, and a line in
-// with_activation, which now has one for all but NONE. The group norms of both builds call these and know no formula
+// A nonlinearity is a value of enum Nonlinearity, a struct with two functions like Silu below, and a line in
+// with_nonlinearity, which now has one for all but NONE. The group norms of both builds call these and know no formula
 // themselves.
 //
 // The two functions take different arguments. f takes z. df, the derivative at z, takes u = Z_FACTOR<T> z, because that
@@ -5032,9 +5033,9 @@ template <class T> struct Silu {
     }
 };
 
-// Calls work(Silu<T>{}) for the activation a; for NONE nothing is to be done.
-template <class T, class F> INLINE void with_activation(Activation a, F work) {
-    if (a != Activation::NONE) work(Silu<T>{});
+// Calls work(Silu<T>{}) for the nonlinearity n; for NONE nothing is to be done.
+template <class T, class F> INLINE void with_nonlinearity(Nonlinearity n, F work) {
+    if (n != Nonlinearity::NONE) work(Silu<T>{});
 }
 
 // F.pixel_unshuffle as a rule for places: where element i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p
@@ -6868,7 +6869,7 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //
 //   xhat = (x - mean) rstd
 //   z    = (xhat weight + bias) (1 + film scale) + film shift
-//   out  = dropout(activation(z))
+//   out  = dropout(nonlinearity(z))
 //
 // ("Film" is the embedding's scale and shift, with --use_scale_shift_norm.) The forward kernel needs no pass over x for
 // mean and rstd: whoever wrote x left the sums of each channel in Stats. All of this is one multiplication and addition
@@ -7111,8 +7112,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         unpack(v, loads[slot][threadIdx.x]);
         fetch(slot, more);
         UNROLL_FOR (int i = 0; i < V; i++) v[i] = v[i] * scale[i] + shift[i];
-        with_activation<T>(a.s.activation, [&](auto act) {
-            UNROLL_FOR (int i = 0; i < V; i++) v[i] = act.f(v[i]);
+        with_nonlinearity<T>(a.s.nonlinearity, [&](auto nonlinearity) {
+            UNROLL_FOR (int i = 0; i < V; i++) v[i] = nonlinearity.f(v[i]);
         });
         if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
         store_whole(to, pack(v));
@@ -7120,13 +7121,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     });
 }
 
-// Takes dz, which is dout at first, back through dropout and the activation. x is the norm's input; scale and shift are
-// multiplied by Z_FACTOR, as the activation's derivative wants its argument.
+// Takes dz, which is dout at first, back through dropout and the nonlinearity. x is the norm's input; scale and shift
+// are multiplied by Z_FACTOR, as the nonlinearity's derivative wants its argument.
 template <class T, bool DROPOUT>
 INLINE void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>],
                     const float (&shift)[VEC<T>], const NormArgs& a, uint32_t step, int b, size_t e) {
-    with_activation<T>(a.s.activation, [&](auto act) {
-        UNROLL_FOR (int i = 0; i < VEC<T>; i++) dz[i] *= act.df(x[i] * scale[i] + shift[i]);
+    with_nonlinearity<T>(a.s.nonlinearity, [&](auto nonlinearity) {
+        UNROLL_FOR (int i = 0; i < VEC<T>; i++) dz[i] *= nonlinearity.df(x[i] * scale[i] + shift[i]);
     });
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }

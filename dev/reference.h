@@ -615,7 +615,7 @@ static inline void silu_backward(GradOf<float> dx, const float* dout, const floa
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// group norm of [x1 | x2], then an activation f and dropout
+// group norm of [x1 | x2], then a nonlinearity f and dropout
 //
 // With g the group that channel c belongs to, and the means over the pixels and channels of a group:
 //   mean_g = mean(x),   rstd_g = 1 / sqrt(mean(x^2) - mean_g^2 + eps)                            (B, groups)
@@ -735,10 +735,10 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd, const
                 for (int i = 0; i < NORM_CHANNELS; i++) {
                     z[i] = x[i] * map.slope[i] + map.offset[i];
                 }
-                with_activation<float>(s.activation, [&](auto act) {
+                with_nonlinearity<float>(s.nonlinearity, [&](auto nonlinearity) {
 #pragma omp simd
                     for (int i = 0; i < NORM_CHANNELS; i++) {
-                        z[i] = act.f(z[i]);
+                        z[i] = nonlinearity.f(z[i]);
                     }
                 });
                 if (dropout.p > 0) dropout_block(z, dropout, b, (size_t)p * C + c0);
@@ -752,10 +752,10 @@ static inline void norm_dz(float (&dz)[NORM_CHANNELS], const float* dout, const 
                            const NormInputs& in, int b, int p, int c0) {
     const size_t pixel = (size_t)b * in.s.HW + p;
     std::copy_n(row_of(dout, pixel, in.C()) + c0, NORM_CHANNELS, dz);
-    with_activation<float>(in.s.activation, [&](auto act) {
+    with_nonlinearity<float>(in.s.nonlinearity, [&](auto nonlinearity) {
 #pragma omp simd
         for (int i = 0; i < NORM_CHANNELS; i++) {
-            dz[i] *= act.df(x[i] * map.slope[i] + map.offset[i]);
+            dz[i] *= nonlinearity.df(x[i] * map.slope[i] + map.offset[i]);
         }
     });
     if (in.dropout.p > 0) dropout_block(dz, in.dropout, b, (size_t)p * in.C() + c0);

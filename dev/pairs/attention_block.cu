@@ -21,7 +21,7 @@ struct AttentionBlock {
     SoftmaxRow* rows;
 
     size_t size() const { return (size_t)B * H * W * C; }
-    NormShape norm_shape() const { return NormShape{B, H * W, C, 0, 32, Activation::NONE, 1e-5f}; }
+    NormShape norm_shape() const { return NormShape{B, H * W, C, 0, 32, Nonlinearity::NONE, 1e-5f}; }
     ConvShape qkv_shape() const { return ConvShape{B, H, W, C, 0, 3 * C, 1, 1, 0}; }
     ConvShape proj_shape() const { return ConvShape{B, H, W, C, 0, C, 1, 1, 0}; }
 };

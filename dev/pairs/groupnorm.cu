@@ -38,7 +38,7 @@ struct NormInputs {
     HD float z(int b, int c, float xhat) const { return (xhat * weight[c] + bias[c]) * scale(b, c) + shift(b, c); }
     HD float out(int b, int p, int c, double mean, double rstd) const {
         const float v = z(b, c, (float)((x(b, p, c) - mean) * rstd));
-        return s.activation == Activation::SILU ? v / (1 + expf(-v)) : v;
+        return s.nonlinearity == Nonlinearity::SILU ? v / (1 + expf(-v)) : v;
     }
 };
 
@@ -123,7 +123,7 @@ static void groupnorm_backward_v0(Grad dx1, Grad dx2, float* dweight, float* dbi
         const int g = b * s.groups + c / Cg;
         *xhat = (in.x(b, p, c) - mean[g]) * rstd[g];
         const float z = in.z(b, c, *xhat), sg = 1 / (1 + expf(-z));
-        return d[((size_t)b * s.HW + p) * C + c] * (s.activation == Activation::SILU ? sg * (1 + z * (1 - sg)) : 1);
+        return d[((size_t)b * s.HW + p) * C + c] * (s.nonlinearity == Nonlinearity::SILU ? sg * (1 + z * (1 - sg)) : 1);
     };
     each((size_t)s.B * C, [=] HD(size_t i) { // sums over the pixels of dz and dz * xhat
         const int b = (int)i / C, c = (int)i % C;
@@ -173,7 +173,7 @@ static void check(Arrays& io) {
                       io.dim("x1", 3),
                       io.dim("x2", 3),
                       32,
-                      (Activation)io.integer("silu"),
+                      (Nonlinearity)io.integer("silu"),
                       1e-5f};
     const int C = s.C1 + s.C2, H = io.dim("x1", 1), W = io.dim("x1", 2), ss_stride = io.dim("scale_shift", 1);
     const int ss_offset = ss_stride ? (int)io.integer("ss_offset") : 0;
@@ -215,7 +215,7 @@ static void bench() {
     auto shape_of = [](const ModelLayer& m) { return m.args().norm(); };
     auto describe = [&](const ModelLayer& m) {
         const NormShape s = shape_of(m);
-        return text("B=%d HW=%d C1=%d C2=%d silu=%d", s.B, s.HW, s.C1, s.C2, (int)s.activation);
+        return text("B=%d HW=%d C1=%d C2=%d silu=%d", s.B, s.HW, s.C1, s.C2, (int)s.nonlinearity);
     };
     for_each_shape(GROUPNORM, describe, [&](const ModelLayer& m, const std::string& shape) {
         const NormShape s = shape_of(m);

@@ -34,8 +34,8 @@ struct ResBlock {
     int Ce() const { return scale_shift ? 2 * Cout : Cout; }
     size_t size_in() const { return (size_t)B * H * W * (C1 + C2); }
     size_t size_out() const { return (size_t)B * Ho() * Wo() * Cout; }
-    NormShape norm1_shape() const { return NormShape{B, H * W, C1, C2, 32, Activation::SILU, 1e-5f}; }
-    NormShape norm2_shape() const { return NormShape{B, Ho() * Wo(), Cout, 0, 32, Activation::SILU, 1e-5f}; }
+    NormShape norm1_shape() const { return NormShape{B, H * W, C1, C2, 32, Nonlinearity::SILU, 1e-5f}; }
+    NormShape norm2_shape() const { return NormShape{B, Ho() * Wo(), Cout, 0, 32, Nonlinearity::SILU, 1e-5f}; }
     ConvShape conv1_shape() const { // with UP it reads its input upsampled, with DOWN the pooled one
         const int shrink = resample == DOWN ? 2 : 1;
         return ConvShape{B, H / shrink, W / shrink, C1 + C2, 0, Cout, 3, 1, resample == UP};
