@@ -16,67 +16,67 @@
 //   2103         the level of a training sample, drawn, and its share of the loss
 //   2254         samplers
 //   2669     9. Data: .bin files that may be larger than memory, the order of their images
-//   2890    10. Model files: weights and checkpoints, initial weights
-//   3101    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3112         the learning rate, the verdict on a step, averages of the weights
-//   3189         what a trainer holds
-//   3280         a step
-//   3490    12. A run: log, guard, checkpoints, resume, samples
-//   3510         the log in memory, as the page shows it
-//   3613         what a run holds
-//   3680         the log and the status line
-//   3855         checkpoints, snapshots and grids
-//   4058         the start of a run: new, from a file's weights, or resumed
-//   4223         the loop over the steps
-//   4335         a run from its first to its last line
-//   4462         samples, without a run
-//   4610    13. main: the command line, then a run or samples
-//   4831         what ranks must have in common
-//   4894         main
-//   5007  Part II. The device
-//   5010    14. What all devices share: nonlinearities, patches of pixels
-//   5054    15. The CPU: the device is the host; operations are in dev/reference.h
-//   5122    16. The GPU: what all kernels share
-//   5188         Launches, which may overlap
-//   5230         Decisions: what kernels are chosen with
-//   5268         Single instructions: shared memory, mbarriers, clusters
-//   5352         Activations: pieces of 16 bytes
-//   5564         each_kernel: a thread for an element
-//   5578         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5717         Swizzle: how rows lie in shared memory
-//   5735         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   5910         building blocks of Hopper's kernels (sm_90a)
-//   6158    17. Small operations: resampling, embeddings, diffusion
-//   6161         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6297         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6563         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   6864    18. Group norm
-//   6867         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   7264         groupnorm_backward_whole: an image's slab in shared memory
-//   7564    19. Attention
-//   7634         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   7996         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   8092         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8580    20. Convolution
-//   8608         ConvOut: results, 4 channels of a pixel at a time
-//   8795         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   8853         conv_halo: 3x3, stride 1, any GPU
-//   9194         conv_gather: any kernel size and stride, any GPU
-//   9406         conv_few: the first and the last layer
-//   9533         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//   9960         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  10035         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  10359         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10658         conv_weight_tma: weight gradients (sm_90a)
-//  10892    21. The optimiser
-//  10895         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  11071    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  11074         groupnorm_backward
-//  11172         attention: forward and, where a has dout, backward
-//  11212         convolution: forward and input gradient
-//  11516         convolution: weight gradients
-//  11797    23. The GPU: memory, copies, repeated work
-//  12014    24. Between ranks: from device to device
+//   2958    10. Model files: weights and checkpoints, initial weights
+//   3282    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3293         the learning rate, the verdict on a step, averages of the weights
+//   3370         what a trainer holds
+//   3461         a step
+//   3671    12. A run: log, guard, checkpoints, resume, samples
+//   3691         the log in memory, as the page shows it
+//   3794         what a run holds
+//   3861         the log and the status line
+//   4037         checkpoints, snapshots and grids
+//   4240         the start of a run: new, from a file's weights, or resumed
+//   4405         the loop over the steps
+//   4517         a run from its first to its last line
+//   4644         samples, without a run
+//   4802    13. main: the command line, then a run or samples
+//   5030         what ranks must have in common
+//   5093         main
+//   5206  Part II. The device
+//   5209    14. What all devices share: nonlinearities, patches of pixels
+//   5253    15. The CPU: the device is the host; operations are in dev/reference.h
+//   5321    16. The GPU: what all kernels share
+//   5387         Launches, which may overlap
+//   5429         Decisions: what kernels are chosen with
+//   5467         Single instructions: shared memory, mbarriers, clusters
+//   5551         Activations: pieces of 16 bytes
+//   5763         each_kernel: a thread for an element
+//   5777         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   5916         Swizzle: how rows lie in shared memory
+//   5934         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   6109         building blocks of Hopper's kernels (sm_90a)
+//   6357    17. Small operations: resampling, embeddings, diffusion
+//   6360         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   6496         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6762         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7063    18. Group norm
+//   7066         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   7463         groupnorm_backward_whole: an image's slab in shared memory
+//   7763    19. Attention
+//   7833         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   8195         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   8291         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   8779    20. Convolution
+//   8807         ConvOut: results, 4 channels of a pixel at a time
+//   8994         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   9052         conv_halo: 3x3, stride 1, any GPU
+//   9393         conv_gather: any kernel size and stride, any GPU
+//   9605         conv_few: the first and the last layer
+//   9732         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  10159         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  10234         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  10558         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  10857         conv_weight_tma: weight gradients (sm_90a)
+//  11091    21. The optimiser
+//  11094         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  11270    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  11273         groupnorm_backward
+//  11371         attention: forward and, where a has dout, backward
+//  11411         convolution: forward and input gradient
+//  11715         convolution: weight gradients
+//  11996    23. The GPU: memory, copies, repeated work
+//  12213    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2670,12 +2670,31 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 // A data file is a header, images (N, C, H, W) of uint8 or float32, and labels (N) (docs/FORMATS.md). It stays on the
 // disk: a step reads its own images, which the system was asked to fetch some batches earlier. unet.cu's files are
 // read, too.
+//
+// In the order in which they run: take_data_dir makes a data file of a folder of pictures, if --data_dir names one;
+// open_dataset checks the file, once; load_batch brings a step's images to the device, and calls image_at_position
+// and read_image for each of them.
 
-constexpr int DATA_MAGIC = 20261120, UNET_CU_DATA_MAGIC = 20240620;
+constexpr int DATA_MAGIC = 20261120;
+constexpr int UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
 constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
 
+// All our files begin with these two slots; in a data file the others follow.
+constexpr int SLOT_MAGIC = 0;
+constexpr int SLOT_VERSION = 1; // of the format
+constexpr int DATA_SLOT_COUNT = 2;
+constexpr int DATA_SLOT_CHANNELS = 3;
+constexpr int DATA_SLOT_HEIGHT = 4;
+constexpr int DATA_SLOT_WIDTH = 5;
+constexpr int DATA_SLOT_CLASSES = 6;
+constexpr int DATA_SLOT_BYTES = 7;      // of a value
+constexpr int DATA_SLOT_HEADER_CRC = 8; // of the header with 0 in this slot
+constexpr int DATA_SLOT_BODY_CRC = 9;   // version 1: of all that follows; version 2: of all behind the images
+constexpr int DATA_SLOT_UNUSED = 10;    // from here on slots are 0
+
 struct Dataset : InputFile {
+    int version = 0;   // 1 or 2, which has a checksum of each image; 0: a file of unet.cu's, which has no checksums
     int64_t count = 0; // N
     int C = 0, H = 0, W = 0;
     int classes = 0;                 // 0: images have no labels
@@ -2687,23 +2706,27 @@ struct Dataset : InputFile {
     std::string error;               // why an image could not be used
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
-    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); }
-    size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; } // in a batch, behind its images
+    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte at which it begins in the file
+    // In a batch labels follow the images, at a multiple of 4 bytes.
+    size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t batch_bytes(int B) const { return labels_at(B) + B * sizeof(int); }
 };
 
-// Image i. False: it can't be read, or is not what it was or should be.
+// Reads image i into memory at `to`. Result: whether it could be read, and is what it was and should be; if not,
+// d->error says why.
 static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
     const char* why = d->try_read(to, n, d->image_at(i));
-    if (!why && !d->image_crc.empty() && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
+    const bool has_crc = !d->image_crc.empty();
+    if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
     if (!why) return true;
     d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again", i, why);
-    if (world.size > 1) refuse(d->error); // the other ranks can't take this step without
+    if (world.size > 1) refuse(d->error); // the other ranks can't take this step without this one
     return false;
 }
 
-// Reads all images. Where their checksums are not known: takes them, and returns that of all images as one.
+// Reads all images once. If their checksums are not known, it remembers them (image_crc).
+// Result: the checksum of all images as one piece, or 0 if each image has its own.
 static uint32_t check_images(Dataset* d) {
     std::vector<uint8_t> image(d->image_bytes());
     std::vector<uint32_t> found;
@@ -2718,52 +2741,78 @@ static uint32_t check_images(Dataset* d) {
     return all;
 }
 
+// The header of a data file as our own files have it. unet.cu's has fewer fields, one slot earlier; it becomes a header
+// of version 0.
+static Header data_header(const Dataset& d, const char* hint) {
+    const int* s = d.header.slot;
+    const int magic = s[SLOT_MAGIC];
+    const int version = s[SLOT_VERSION];
+    if (magic == UNET_CU_DATA_MAGIC) return Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}};
+    must(magic == DATA_MAGIC, d.path,
+         text("is not a data file (it starts with %d, not %d); %s", magic, DATA_MAGIC, hint));
+    must(version == 1 || version == 2, d.path,
+         text("is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py",
+              version));
+    return d.header;
+}
+
+// Takes what a header says of the images, if it is possible.
+static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
+    d->version = h.slot[SLOT_VERSION];
+    d->count = h.slot[DATA_SLOT_COUNT];
+    d->C = h.slot[DATA_SLOT_CHANNELS];
+    d->H = h.slot[DATA_SLOT_HEIGHT];
+    d->W = h.slot[DATA_SLOT_WIDTH];
+    d->classes = h.slot[DATA_SLOT_CLASSES];
+    d->bytes = h.slot[DATA_SLOT_BYTES];
+    d->header_crc = h.slot[DATA_SLOT_HEADER_CRC];
+    const bool shape = d->C >= 1 && d->C <= 64 && d->H >= 1 && d->H <= 4096 && d->W >= 1 && d->W <= 4096;
+    const bool values = d->classes >= 0 && (d->bytes == 1 || d->bytes == 4);
+    if (d->count < 1 || !shape || !values)
+        die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", d->path.c_str(),
+            d->count, d->C, d->H, d->W, d->classes, d->bytes, hint);
+}
+
+// Reads what lies behind the images: the labels, if there are classes, and in version 2 each image's checksum.
+// body_crc: the checksum that the header has of all this and, in version 1, of the images before it.
+static void read_behind_images(Dataset* d, size_t bytes, uint32_t body_crc) {
+    std::vector<int32_t> behind(bytes / sizeof(int32_t));
+    d->read(behind.data(), bytes, d->image_at(d->count));
+    if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
+    const bool reads_all = d->size <= READ_AT_START;
+    const uint32_t images_crc = reads_all ? check_images(d) : 0;
+    const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
+    const bool right = !can_check || crc32(images_crc, behind.data(), bytes) == body_crc;
+    must(right, d->path, "its checksum is wrong, so it was damaged; make it again");
+
+    if (d->classes) d->labels.assign(behind.begin(), behind.begin() + d->count);
+    for (int64_t i = 0; i < std::ssize(d->labels); i++) {
+        const int label = d->labels[i];
+        if (label >= 0 && label < d->classes) continue;
+        refuse(d->path + text(": image %ld has label %d of %d classes; make the file again", i, label, d->classes));
+    }
+}
+
+// Opens a data file and checks all of it or, if it is longer than READ_AT_START, all but the images.
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
     Dataset d;
     d.open(path, hint);
-    Header h = d.header;
-    const int* s = h.slot;
-    const bool ours = s[0] == DATA_MAGIC, with_table = ours && s[1] == 2;
-    must(ours || s[0] == UNET_CU_DATA_MAGIC, path,
-         text("is not a data file (it starts with %d, not %d); %s", s[0], DATA_MAGIC, hint));
-    must(!ours || s[1] == 1 || with_table, path,
-         text("is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py", s[1]));
-    if (!ours) h = Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}}; // as our files say it, without checksums
-    d.count = s[2];
-    d.C = s[3];
-    d.H = s[4];
-    d.W = s[5];
-    d.classes = s[6];
-    d.bytes = s[7];
-    d.header_crc = s[8];
-    const bool sizes = d.count >= 1 && d.C >= 1 && d.C <= 64 && d.H >= 1 && d.H <= 4096 && d.W >= 1 && d.W <= 4096;
-    const bool values = d.classes >= 0 && (d.bytes == 1 || d.bytes == 4);
-    if (!sizes || !values)
-        die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", path.c_str(),
-            d.count, d.C, d.H, d.W, d.classes, d.bytes, hint);
-    const size_t columns = (d.classes > 0) + with_table; // behind the images: labels, and each image's checksum
-    const size_t rest = columns * d.count * sizeof(int32_t);
-    const size_t size = d.image_at(d.count) + rest;
+    Header h = data_header(d, hint);
+    take_data_fields(&d, h, hint);
+
+    const int numbers_an_image = (d.classes > 0) + (d.version == 2); // its label and its checksum
+    const size_t behind = numbers_an_image * d.count * sizeof(int32_t);
+    const size_t size = d.image_at(d.count) + behind;
     must(size == d.size, path,
          text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
-    check_unused(h, 10, 256, path, std::string("; ") + hint);
-    h.slot[8] = 0;
-    const std::string damaged = "checksum is wrong, so it was damaged; make it again";
-    must(!ours || crc32(0, h.slot, 1024) == d.header_crc, path, "its header's " + damaged);
-    // The checksum of the rest: of all of it (version 1), or of labels and the images' checksums (version 2).
-    std::vector<int32_t> behind(columns * d.count);
-    d.read(behind.data(), rest, d.image_at(d.count));
-    if (with_table) d.image_crc.assign(behind.end() - d.count, behind.end());
-    const bool whole = size <= READ_AT_START;
-    const uint32_t images_crc = whole ? check_images(&d) : 0;
-    const bool checked = ours && (whole || with_table);
-    must(!checked || crc32(images_crc, behind.data(), rest) == (uint32_t)s[9], path, "its " + damaged);
-    if (d.classes) d.labels.assign(behind.begin(), behind.begin() + d.count);
-    for (int64_t i = 0; i < std::ssize(d.labels); i++)
-        if (const int label = d.labels[i]; label < 0 || label >= d.classes)
-            refuse(path + text(": image %ld has label %d of %d classes; make the file again", i, label, d.classes));
-    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on
+    check_unused(h, DATA_SLOT_UNUSED, 256, path, std::string("; ") + hint);
+    h.slot[DATA_SLOT_HEADER_CRC] = 0;
+    const bool right = d.version == 0 || crc32(0, h.slot, 1024) == d.header_crc;
+    must(right, path, "its header's checksum is wrong, so it was damaged; make it again");
+
+    read_behind_images(&d, behind, (uint32_t)h.slot[DATA_SLOT_BODY_CRC]);
+    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on images are read in a random order
     return d;
 }
 
@@ -2773,8 +2822,10 @@ static std::string data_file_beside(const std::string& folder) {
     std::string path = folder;
     while (path.ends_with('/')) path.pop_back();
     const std::string name = std::filesystem::path(path).filename().string();
+    // A folder such as "." has no name of its own to which .bin could be added: its real one is looked up.
+    const bool is_relative = name.empty() || name == "." || name == "..";
     std::error_code none;
-    if (name.empty() || name == "." || name == "..") path = std::filesystem::canonical(folder, none).string();
+    if (is_relative) path = std::filesystem::canonical(folder, none).string();
     if (path.empty() || path == "/")
         die("--data_dir %s: has no folder in which its data file could lie; name another", folder.c_str());
     return path + ".bin";
@@ -2786,11 +2837,13 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     InputFile file;
     file.open(path, "--data_dir would replace it: move it away");
     const int* s = file.header.slot;
+    const bool holds_pictures = s[SLOT_MAGIC] == DATA_MAGIC && s[DATA_SLOT_BYTES] == 1;
     struct stat st = {};
-    must(s[0] == DATA_MAGIC && s[7] == 1 && !fstat(file.file, &st), path,
+    must(holds_pictures && !fstat(file.file, &st), path,
          "is no file that --data_dir made, and it would be replaced: move it away, or name it as --data_file");
     close(file.file);
-    const bool fits = s[3] == c.in_channels && s[4] == c.H && s[5] == c.W;
+    const bool same_size = s[DATA_SLOT_HEIGHT] == c.H && s[DATA_SLOT_WIDTH] == c.W;
+    const bool fits = same_size && s[DATA_SLOT_CHANNELS] == c.in_channels;
     return fits && changed <= nanoseconds(st.st_mtim);
 }
 
@@ -2800,6 +2853,13 @@ static std::vector<std::string> prepare_command(const Config& c, const std::stri
     const std::string channels = std::to_string(c.in_channels);
     return {"python3",      program, "--data_dir", c.data_dir, "--output_name", file, //
             "--image_size", size,    "--channels", channels};
+}
+
+// The same command as a user would type it.
+static std::string prepare_command_line(const Config& c, const std::string& file) {
+    std::string line;
+    for (const std::string& word : prepare_command(c, "prepare_data.py", file)) line += " " + word;
+    return "`" + line.substr(1) + "`";
 }
 
 // Makes the data file, unless it is up to date.
@@ -2815,19 +2875,22 @@ static void prepare_folder(const Config& c, const std::string& file) {
         printf("%s: is up to date with %s\n", file.c_str(), c.data_dir.c_str());
         return;
     }
+
+    // prepare_data.py lies beside this program.
     std::error_code none;
     const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", none);
     const std::string program = (self.parent_path() / "prepare_data.py").string();
-    std::string by_hand;
-    for (const std::string& word : prepare_command(c, "prepare_data.py", file)) by_hand += " " + word;
-    by_hand = "`" + by_hand.substr(1) + "`";
+    const std::string by_hand = prepare_command_line(c, file);
     must(exists(program), flag, program + " is not there, which prepares it; run " + by_hand + " where it is");
     const int code = run_child(prepare_command(c, program, file));
     must(code != CANT_RUN, flag,
          "there is no python3 in PATH, which prepares it; run " + by_hand + " where there is one");
     must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);
-    // Not when it was written: what changed while it was written may not be in it.
-    const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / 1000000000, changed % 1000000000}};
+
+    // The file gets the time of the folder's last change, not the time at which it was written: a picture that was
+    // changed meanwhile may not be in it.
+    constexpr int64_t SECOND = 1000000000; // in nanoseconds
+    const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / SECOND, changed % SECOND}};
     utimensat(AT_FDCWD, file.c_str(), times, 0);
     printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
 }
@@ -2848,39 +2911,44 @@ static void take_data_dir(Config* c, const std::string& where) {
 // The first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see step_gradients.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
-// Which image of the file is at this position of the stream: in training an endless one, of one shuffled epoch after
-// the other; else the file's own order, again and again.
+// Images come from an endless stream. This is which image of the file is at a position of it: in training the stream is
+// one shuffled epoch after the other; else it is the file's own order, again and again.
 static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
-    const int64_t epoch = position / d.count, in_epoch = position % d.count;
+    const int64_t epoch = position / d.count;
+    const int64_t in_epoch = position % d.count;
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
 // Sends a batch to the device: images (own, C, H, W), then labels (own). It is of B samples, at positions first ..
 // first + B - 1 of the stream, of which `own` are this rank's. In training these are its microbatches, one behind the
 // other, and some images lose their class (--class_dropout); else they are all.
-// False: an image can't be used, and nothing was sent.
+// Result: whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
     const int own = training ? B / world.size : B;
-    // The k-th of the own samples is this sample of the batch.
+    // Which sample of the batch this rank's k-th one is.
     auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
     auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
 
     // Ask the system to fetch images of batches to come, as far as it was not asked before.
     const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
     for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
-        for (int k = 0; k < own; k++)
-            posix_fadvise(d->file, d->image_at(image(d->asked + sample(k))), d->image_bytes(), POSIX_FADV_WILLNEED);
+        for (int k = 0; k < own; k++) {
+            const int64_t i = image(d->asked + sample(k));
+            posix_fadvise(d->file, d->image_at(i), d->image_bytes(), POSIX_FADV_WILLNEED);
+        }
 
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
-    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
+    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0); // a random word below it: no class
+    const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own; k++) {
-        const int64_t b = sample(k), i = image(first + b);
+        const int64_t b = sample(k);
+        const int64_t i = image(first + b);
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
-        const uint32_t draw = philox(c.seed, 0, (uint32_t)b, (uint32_t)(first / B), RANDOM_CLASS_DROPOUT).w[0];
-        if (draw < classless) labels[k] = c.num_classes; // which stands for no class
+        const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);
+        if (random.w[0] < classless) labels[k] = c.num_classes; // which stands for no class
     }
     send(batch);
     return true;
@@ -2891,44 +2959,102 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 // A model file is a header and then arrays of all parameters in fp32: the weights; with HAS_EMA their average; with
 // HAS_TRAINING AdamW's two moments, further averages, and --schedule_sampler's losses. In each array the tensors come
 // in the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
+//
+// Here are the parts: open_model checks a file, check_size compares it with a network, and read_array reads one of its
+// arrays; model_header makes the header of a new file; init_params draws the weights of a new run. What writes files is
+// in section 12 (save_arrays), and what takes flags from them is in section 13 (take_model_file).
 
-constexpr int MODEL_MAGIC = 20261121, UNET_CU_MODEL_MAGIC = 12345678, HAS_EMA = 1, HAS_TRAINING = 2;
-constexpr int SLOT_CONTENTS = 2, SLOT_CRC = 3, SLOT_PARAMS = 4, SLOT_DIFFUSION = 41, SLOT_PATCH_SIZE = 56,
-              SLOT_STEP = 64, SLOT_SEED = 66, SLOT_MAX_STEPS = 70, SLOT_UPDATES = 81, SLOT_BAD = 82, SLOT_IMAGES = 84,
-              SLOT_DATA_CRC = 86, SLOT_GUARD = 88, SLOT_EMA_RATE = 79, SLOT_EMAS = 98, SLOT_SAMPLER = 106,
-              SLOT_ECT = 107, SLOT_ECT_END = 113, SLOT_PATH = 128;
+constexpr int MODEL_MAGIC = 20261121;
+constexpr int UNET_CU_MODEL_MAGIC = 12345678;
 
-static bool is_ect(const Header& h) { return h.slot[0] == MODEL_MAGIC && h.slot[43] == 3; }
+// The bits of SLOT_CONTENTS: what the file has beside the weights.
+constexpr int HAS_EMA = 1;
+constexpr int HAS_TRAINING = 2;
+
+// The slots of a header that are named here. Those of the flags are in common/flags.h; some of them are here, too,
+// because other slots depend on them. A name of several slots is that of the first.
+constexpr int SLOT_CONTENTS = 2;
+constexpr int SLOT_CRC = 3;    // of the whole file with 0 in this slot
+constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
+constexpr int SLOT_HEIGHT = 6; // image_size
+constexpr int SLOT_WIDTH = 7;  //
+constexpr int SLOT_CLASS_COND = 14;
+constexpr int SLOT_NUM_CLASSES = 15;
+constexpr int SLOT_LEARN_SIGMA = 16;
+constexpr int SLOT_LEVELS = 22;      // how many channel_mult has
+constexpr int SLOT_MULT = 23;        // channel_mult, MOST_LEVELS floats
+constexpr int SLOT_RESOLUTIONS = 31; // how many attention_resolutions has
+constexpr int SLOT_ATTENTION = 32;   // attention_resolutions, MOST_LEVELS numbers
+constexpr int SLOT_MAX_PERIOD = 40;
+constexpr int SLOT_DIFFUSION = 41; // diffusion_steps; up to SLOT_PATCH_SIZE flags are about the diffusion
+constexpr int SLOT_OBJECTIVE = 43;
+constexpr int SLOT_VLB_WEIGHT = 47;
+constexpr int SLOT_CLASS_DROPOUT = 50;
+constexpr int SLOT_P_MEAN = 52;
+constexpr int SLOT_P_STD = 53;
+constexpr int SLOT_PATCH_SIZE = 56;
+constexpr int SLOT_UNUSED = 58; // up to SLOT_STEP
+// From here on slots are about a run. But for the first two they are used with HAS_TRAINING alone.
+constexpr int SLOT_STEP = 64; // 8 bytes
+constexpr int SLOT_SEED = 66; // 8 bytes
+constexpr int SLOT_BATCH_SIZE = 68;
+constexpr int SLOT_MAX_STEPS = 70;
+constexpr int SLOT_EMA_RATE = 79; // of the first average
+constexpr int SLOT_UPDATES = 81;
+constexpr int SLOT_BAD_TOTAL = 82;
+constexpr int SLOT_BAD_IN_ROW = 83;
+constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many the data file has
+constexpr int SLOT_DATA_CRC = 86;   // the data file's header_crc
+constexpr int SLOT_UNUSED_TOO = 87; // one slot
+constexpr int SLOT_GUARD = 88;      // 40 bytes
+constexpr int SLOT_EMAS = 98;       // how many averages there are beside the first; their rates follow
+constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
+constexpr int SLOT_ECT = 107;       // with --objective ect: its flags
+constexpr int SLOT_ECT_END = 113;   // from here on, unused
+constexpr int SLOT_PATH = 128;      // 512 bytes: data_file
+constexpr int MOST_LEVELS = 8;      // of a model, and of its attention_resolutions
+
+// The numbers that words of --objective have in a header.
+enum ObjectiveNumber { DDPM_NUMBER, EDM_NUMBER, FLOW_NUMBER, ECT_NUMBER };
+
+static bool is_ect(const Header& h) {
+    return h.slot[SLOT_MAGIC] == MODEL_MAGIC && h.slot[SLOT_OBJECTIVE] == ECT_NUMBER;
+}
 
 // Whether the slot of a flag says something in this header; else it is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
-    if (f.slot == 15 || f.slot == 50) return h.slot[14] == 1; // num_classes, class_dropout: with class_cond
-    if (f.slot == 47) return h.slot[16] == 1;                 // vlb_weight: with learn_sigma
-    if (!*f.objectives) return true;
+    const bool is_of_classes = f.slot == SLOT_NUM_CLASSES || f.slot == SLOT_CLASS_DROPOUT;
+    if (is_of_classes) return h.slot[SLOT_CLASS_COND] == 1;
+    if (f.slot == SLOT_VLB_WEIGHT) return h.slot[SLOT_LEARN_SIGMA] == 1;
+    const std::string objectives = f.objectives;
+    if (objectives.empty()) return true;
     const std::vector<std::string> words = choices(*find_flag("objective"));
-    const size_t number = h.slot[43];
-    if (number >= words.size()) return false; // of a damaged file
-    return text("|%s|", f.objectives).find("|" + words[number] + "|") != std::string::npos;
+    const size_t number = h.slot[SLOT_OBJECTIVE];
+    if (number >= words.size()) return false; // the file is damaged
+    return ("|" + objectives + "|").find("|" + words[number] + "|") != std::string::npos;
 }
 
 // The configuration as header slots (docs/FORMATS.md lists them), words as their number; take_model_file reads them.
 static Header model_header(const Config& config, int contents, int64_t step) {
-    Header h{{MODEL_MAGIC, 1, contents}};
+    Header h{{MODEL_MAGIC, 1, contents}}; // 1: the version of the format
     h.set(SLOT_STEP, step);
     h.set(SLOT_SEED, config.seed);
-    h.slot[6] = config.H;
-    h.slot[7] = config.W;
+    h.slot[SLOT_HEIGHT] = config.H;
+    h.slot[SLOT_WIDTH] = config.W;
     for (const Flag& f : FLAGS) { // those on which others depend come first
-        if (!f.slot || (f.slot > SLOT_STEP && !(contents & HAS_TRAINING)) || !slot_is_used(h, f)) continue;
+        const bool is_of_run = f.slot > SLOT_STEP;
+        if (!f.slot || (is_of_run && !(contents & HAS_TRAINING)) || !slot_is_used(h, f)) continue;
+        const std::string value = flag_value(config, f);
         const std::vector<std::string> words = choices(f);
         if (const float* real = f.at<float>(config)) h.set(f.slot, *real);
-        else if (words.empty()) h.slot[f.slot] = std::stoi(flag_value(config, f));
-        else h.slot[f.slot] = (int)(std::ranges::find(words, flag_value(config, f)) - words.begin());
+        else if (words.empty()) h.slot[f.slot] = std::stoi(value);
+        else h.slot[f.slot] = (int)(std::ranges::find(words, value) - words.begin());
     }
-    h.slot[22] = (int)config.mult.size();
-    for (size_t i = 0; i < config.mult.size(); i++) h.set(23 + (int)i, config.mult[i]);
-    h.slot[31] = (int)config.attention_heights.size();
-    std::ranges::copy(config.attention_heights, h.slot + 32);
+    const int levels = (int)config.mult.size();
+    h.slot[SLOT_LEVELS] = levels;
+    for (int i = 0; i < levels; i++) h.set(SLOT_MULT + i, config.mult[i]);
+    h.slot[SLOT_RESOLUTIONS] = (int)config.attention_heights.size();
+    std::ranges::copy(config.attention_heights, h.slot + SLOT_ATTENTION);
     return h;
 }
 
@@ -2945,55 +3071,91 @@ static bool same_value(const std::string& name, const std::string& a, const std:
     return a == b || (!parsed(a).empty() && parsed(a) == parsed(b));
 }
 
-// A model file, checked; its arrays are read once the network is built.
+// A model file, checked; its arrays are read once the network is built. Its arrays are numbered as they lie: 0 the
+// weights, 1 the first average, 2 and 3 AdamW's moments, from 4 on further averages.
 struct ModelFile : InputFile {
-    bool has(int what) const { return header.slot[0] == MODEL_MAGIC && (header.slot[SLOT_CONTENTS] & what) == what; }
-    int emas() const { return has(HAS_EMA) + (has(HAS_EMA | HAS_TRAINING) ? header.slot[SLOT_EMAS] : 0); }
-    float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); } // of the k-th
-    static int ema_array(int k) { return k ? 3 + k : 1; } // which of the arrays it is
-    size_t history() const {                              // floats behind the arrays
-        return has(HAS_TRAINING) && header.slot[SLOT_SAMPLER] ? (size_t)header.slot[41] * (HISTORY + 1) : 0;
+    // Whether it has all that these bits stand for (HAS_EMA, HAS_TRAINING).
+    bool has(int bits) const {
+        const bool ours = header.slot[SLOT_MAGIC] == MODEL_MAGIC;
+        return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
     }
-    StepState state() const { // where the run was
+
+    // How many averages it has, the rate of the k-th, and which array that is.
+    int emas() const {
+        if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
+        return has(HAS_EMA);
+    }
+    float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
+    static int ema_array(int k) { return k ? 3 + k : 1; }
+
+    // How many floats lie behind the arrays: --schedule_sampler's losses.
+    size_t history() const {
+        const bool keeps_losses = has(HAS_TRAINING) && header.slot[SLOT_SAMPLER];
+        return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
+    }
+
+    // Where the run was.
+    StepState state() const {
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP);
         s.updates = header.slot[SLOT_UPDATES];
-        s.bad_total = header.slot[SLOT_BAD];
-        s.bad_in_row = header.slot[SLOT_BAD + 1];
+        s.bad_total = header.slot[SLOT_BAD_TOTAL];
+        s.bad_in_row = header.slot[SLOT_BAD_IN_ROW];
         s.guard = header.get<Guard>(SLOT_GUARD);
         return s;
     }
 };
 
+// Checks that all slots are 0 that have no meaning in this file.
+static void check_unused_slots(const ModelFile& m) {
+    const int* s = m.header.slot;
+    const bool training = s[SLOT_CONTENTS] & HAS_TRAINING;
+    const int levels = std::clamp(s[SLOT_LEVELS], 0, MOST_LEVELS);
+    const int resolutions = std::clamp(s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
+    auto unused = [&](int first, int end) {
+        check_unused(m.header, first, end, m.path, ": use an earlier checkpoint");
+    };
+    unused(SLOT_MULT + levels, SLOT_RESOLUTIONS);
+    unused(SLOT_ATTENTION + resolutions, SLOT_MAX_PERIOD);
+    unused(SLOT_UNUSED, SLOT_STEP);
+    if (training) unused(SLOT_UNUSED_TOO, SLOT_GUARD);
+    else unused(SLOT_BATCH_SIZE, 256);
+    unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
+    unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_PATH);
+}
+
+// Opens a model file and checks all that can be checked without its network.
 static ModelFile open_model(const std::string& path) {
     ModelFile m;
     m.open(path, "checkpoints are called model_STEP.bin");
     const int* s = m.header.slot;
-    if (s[0] == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
+    const int magic = s[SLOT_MAGIC];
+    const int version = s[SLOT_VERSION];
+    if (magic == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
     const char* hint = "python train_unet.py --convert makes one from .pt and .safetensors";
-    must(s[0] == MODEL_MAGIC, path,
-         text("is not a model file (it starts with %d, not %d); %s", s[0], MODEL_MAGIC, hint));
-    must(s[1] == 1, path, text("is a model file of version %d and this program reads version 1", s[1]));
+    must(magic == MODEL_MAGIC, path,
+         text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
+    must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
+
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
-    const bool training = contents & HAS_TRAINING, emas_fit = s[SLOT_EMAS] >= 0 && s[SLOT_EMAS] <= MORE_EMAS;
-    must(contents >= 0 && contents <= 3 && n >= 1 && n <= (int64_t)1 << 40 && (emas_fit || !training), path,
+    const bool training = contents & HAS_TRAINING;
+    const bool contents_fit = contents >= 0 && contents <= (HAS_EMA | HAS_TRAINING);
+    const bool params_fit = n >= 1 && n <= (int64_t)1 << 40;
+    const bool emas_fit = !training || (s[SLOT_EMAS] >= 0 && s[SLOT_EMAS] <= MORE_EMAS);
+    must(contents_fit && params_fit && emas_fit, path,
          text("its header is damaged (contents %d, %ld parameters)", contents, n));
+
     const std::string earlier = ": move it away and use an earlier checkpoint";
-    const size_t size = 1024 + ((1 + m.emas() + 2 * training) * n + m.history()) * sizeof(float);
+    const int arrays = 1 + m.emas() + (training ? 2 : 0);
+    const size_t size = 1024 + (arrays * n + m.history()) * sizeof(float);
     must(m.size == size, path,
          text("is %zu bytes long, but its header speaks of %zu; it was cut short or damaged", m.size, size) + earlier);
     Header zeroed = m.header;
     zeroed.slot[SLOT_CRC] = 0;
-    must(m.crc(crc32(0, zeroed.slot, 1024), 1024) == (uint32_t)s[SLOT_CRC], path,
-         "its checksum is wrong, so it was damaged" + earlier);
-    const int unused[][2] = {{23 + std::clamp(s[22], 0, 8), 31},
-                             {32 + std::clamp(s[31], 0, 8), 40},
-                             {58, 64},
-                             {training ? 87 : 68, training ? 88 : 256},
-                             {SLOT_EMAS + m.emas(), SLOT_SAMPLER},
-                             {is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, 128}};
-    for (const auto [from, to] : unused) check_unused(m.header, from, to, path, ": use an earlier checkpoint");
+    const uint32_t crc = m.crc(crc32(0, zeroed.slot, 1024), 1024);
+    must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
+    check_unused_slots(m);
     return m;
 }
 
@@ -3002,8 +3164,9 @@ static ModelFile open_model(const std::string& path) {
 //   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
 //   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
 //   old order of attention
+// to_file: from ours to theirs; otherwise back.
 static void permute_param(const Config& c, const Param& p, float* to, const float* from, bool to_file) {
-    size_t N = 1, I = 1, J = 1;
+    size_t N = 1, I = 1, J = 1; // both layouts are the same
     if (p.heads && !c.use_new_attention_order) {
         I = 3;
         J = p.heads;
@@ -3016,19 +3179,25 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
     for (size_t n = 0; n < N; n++)
         for (size_t i = 0; i < I; i++)
             for (size_t j = 0; j < J; j++) {
-                const size_t ours = ((n * I + i) * J + j) * block, theirs = ((n * J + j) * I + i) * block;
-                memcpy(to + (to_file ? theirs : ours), from + (to_file ? ours : theirs), block * sizeof(float));
+                const size_t ours = ((n * I + i) * J + j) * block;
+                const size_t theirs = ((n * J + j) * I + i) * block;
+                float* const written = to + (to_file ? theirs : ours);
+                memcpy(written, from + (to_file ? ours : theirs), block * sizeof(float));
             }
 }
 
-// Whether a model file holds this network's weights, before memory is asked for.
+// Checks that a model file holds this network's weights, before memory is asked for.
 static void check_size(const ModelFile& m, const UNet& net) {
-    const size_t n = net.num_params, bytes = 1024 + n * sizeof(float);
+    const size_t n = net.num_params;
     const int* s = m.header.slot;
     bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
-    if (s[0] == UNET_CU_MODEL_MAGIC) {    // its header names no number of parameters
-        const bool longer = s[8] || s[9]; // moments follow its weights
-        holds = (m.size == bytes || (m.size > bytes && longer)) && s[4] == net.config.out_channels();
+    if (s[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC) {
+        // A header of unet.cu's names no number of parameters, so the file's size has to tell. Moments may follow the
+        // weights (slots 8, 9). Slot 4: the channels of the network's output.
+        const size_t bytes = 1024 + n * sizeof(float);
+        const bool has_moments = s[8] || s[9];
+        const bool size_fits = m.size == bytes || (has_moments && m.size > bytes);
+        holds = size_fits && s[4] == net.config.out_channels();
     }
     if (!holds) die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
@@ -3037,36 +3206,43 @@ static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
+// How n floats are shared by ranks (see Slice), and which part is this rank's. A rank alone has all, in one segment.
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
-    const int segments = ranks == 1 ? 1 : world.direct ? 16 : 8; // NCCL takes a call for each
-    const size_t row = PIECE * segments * ranks;                 // a piece for everyone in every segment
-    return Slice{n, segments, (int)((n + row - 1) / row), rank, ranks};
+    int segments = 1;
+    if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which takes a call for each
+    const size_t row = PIECE * segments * ranks;     // floats: a piece for every rank in every segment
+    const size_t pieces = (n + row - 1) / row;       // rounded up
+    return Slice{n, segments, (int)pieces, rank, ranks};
 }
 
-// A rank's slice of a flat array into device memory.
+// Copies a rank's slice of a flat array into device memory.
 static void copy_slice(float* device, const std::vector<float>& flat, const Slice& own) {
-    for (int s = 0; s < own.segments; s++)
-        if (const size_t at = own.at(s, own.rank); at < own.n)
-            copy_to_device(device + s * own.each(), flat.data() + at, std::min(own.each(), own.n - at) * sizeof(float));
+    for (int s = 0; s < own.segments; s++) {
+        const size_t first = own.at(s, own.rank);
+        if (first >= own.n) continue; // the rest is padding
+        const size_t count = std::min(own.each(), own.n - first);
+        copy_to_device(device + s * own.each(), flat.data() + first, count * sizeof(float));
+    }
 }
 
 // The k-th array of a model file, flat.
 static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k) {
-    std::vector<float> flat(net.flat_size), theirs;
-    size_t at = 1024 + k * net.num_params * sizeof(float);
+    std::vector<float> flat(net.flat_size); // an array in our layout
+    std::vector<float> tensor;              // one parameter of it in PyTorch's layout
+    size_t byte = 1024 + k * net.num_params * sizeof(float);
     for (const Param& p : net.params) {
-        theirs.resize(p.size);
-        m.read(theirs.data(), p.size * sizeof(float), at);
-        must(all_finite(theirs.data(), p.size), m.path,
+        tensor.resize(p.size);
+        m.read(tensor.data(), p.size * sizeof(float), byte);
+        must(all_finite(tensor.data(), p.size), m.path,
              "its weights, their average or moments are not finite; move it away and use an earlier checkpoint");
-        permute_param(net.config, p, &flat[p.offset], theirs.data(), false);
-        at += p.size * sizeof(float);
+        permute_param(net.config, p, &flat[p.offset], tensor.data(), false);
+        byte += p.size * sizeof(float);
     }
     return flat;
 }
 
-// Four random values of a parameter, from its element 4 n on. bound: of uniform ones. The order is that of PyTorch's
-// layout, so train_unet.py draws the same weights.
+// Four random values of a parameter: its elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that train_unet.py
+// draws the same weights. bound: uniform values lie between -bound and bound.
 static std::array<float, 4> draw_weights(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
     std::array<float, 4> v = {};
@@ -3074,7 +3250,10 @@ static std::array<float, 4> draw_weights(const UNet& net, size_t param, size_t n
         normals(v.data(), words);
         return v;
     }
-    for (int i = 0; i < 4; i++) v[i] = (2 * ((words.w[i] >> 8) * 0x1p-24f) - 1) * bound;
+    for (int i = 0; i < 4; i++) {
+        const float uniform = (words.w[i] >> 8) * 0x1p-24f; // in [0, 1), exact in fp32
+        v[i] = (2 * uniform - 1) * bound;
+    }
     return v;
 }
 
@@ -3085,12 +3264,14 @@ static std::vector<float> init_params(const UNet& net) {
     float bound = 0; // 1 / sqrt(fan_in): of a weight, and of the bias that follows it
     for (size_t k = 0; k < net.params.size(); k++) {
         const Param& p = net.params[k];
-        if (p.shape.size() > 1) bound = (float)(1 / std::sqrt((double)p.size / p.shape[0]));
+        const double fan_in = (double)p.size / p.shape[0];
+        if (p.shape.size() > 1) bound = (float)(1 / std::sqrt(fan_in));
         value.assign(p.size, p.init == INIT_ONE ? 1.0f : 0.0f);
         const bool random = p.init == INIT_UNIFORM || p.init == INIT_NORMAL;
         for (size_t e = 0; random && e < p.size; e += 4) {
             const std::array<float, 4> four = draw_weights(net, k, e / 4, bound);
-            std::copy_n(four.begin(), std::min<size_t>(4, p.size - e), value.begin() + e);
+            const size_t count = std::min<size_t>(4, p.size - e);
+            std::copy_n(four.begin(), count, value.begin() + e);
         }
         permute_param(net.config, p, &flat[p.offset], value.data(), false);
     }
@@ -3691,7 +3872,8 @@ static int64_t best_step(const Run& run) {
     Header h;
     const bool whole = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
     if (file >= 0) close(file);
-    const bool checkpoint = whole && h.slot[0] == MODEL_MAGIC && h.slot[SLOT_CONTENTS] == (HAS_EMA | HAS_TRAINING);
+    const bool checkpoint =
+        whole && h.slot[SLOT_MAGIC] == MODEL_MAGIC && h.slot[SLOT_CONTENTS] == (HAS_EMA | HAS_TRAINING);
     must(checkpoint, run.folder.name(BEST), "is no checkpoint; move it away, for --keep_best would replace it");
     return h.get<int64_t>(SLOT_STEP);
 }
@@ -3981,8 +4163,8 @@ static void save_checkpoint(Run* run) {
     const Trainer& tr = run->trainer;
     Header h = model_header(c, HAS_EMA | HAS_TRAINING, s.step);
     h.slot[SLOT_UPDATES] = (int)s.updates;
-    h.slot[SLOT_BAD] = (int)s.bad_total;
-    h.slot[SLOT_BAD + 1] = (int)s.bad_in_row;
+    h.slot[SLOT_BAD_TOTAL] = (int)s.bad_total;
+    h.slot[SLOT_BAD_IN_ROW] = (int)s.bad_in_row;
     h.set(SLOT_GUARD, s.guard);
     // Which data the run trains on.
     h.set(SLOT_IMAGES, tr.data.count);
@@ -4121,7 +4303,7 @@ static void restore(Run* run, const ModelFile& m) {
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
     const int B = c.batch_size;
-    const int before = m.header.slot[68];
+    const int before = m.header.slot[SLOT_BATCH_SIZE];
     if (B != before)
         printf("--batch_size %d: was %d before; the order of the data goes by batches, "
                "so that image %ld of it comes next, not %ld\n",
@@ -4510,10 +4692,12 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
     const bool long_enough = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
     close(file);
     if (!long_enough) return false;
-    const int magic = h.slot[0];
+    const int magic = h.slot[SLOT_MAGIC];
     const bool is_model = magic == MODEL_MAGIC || magic == UNET_CU_MODEL_MAGIC;
     const bool is_data = magic == DATA_MAGIC;
-    const bool are_samples = is_data && h.slot[6] == 0 && h.slot[7] == 4; // no labels, and values of 4 bytes
+    const bool has_labels = h.slot[DATA_SLOT_CLASSES] > 0;
+    const bool are_floats = h.slot[DATA_SLOT_BYTES] == 4;
+    const bool are_samples = is_data && !has_labels && are_floats;
     return is_model || (is_data && !are_samples);
 }
 
@@ -4562,8 +4746,16 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
                 data.append((const char*)&images[pixel * C + k], sizeof(float));
             }
     const int data_crc = (int)crc32(0, data.data(), data.size());
-    Header h{{DATA_MAGIC, 1, count, C, c.H, c.W, 0, 4, 0, data_crc}};
-    h.slot[8] = (int)crc32(0, h.slot, 1024); // the header's own checksum, taken while its slot is 0
+    Header h;
+    h.slot[SLOT_MAGIC] = DATA_MAGIC;
+    h.slot[SLOT_VERSION] = 1;
+    h.slot[DATA_SLOT_COUNT] = count;
+    h.slot[DATA_SLOT_CHANNELS] = C;
+    h.slot[DATA_SLOT_HEIGHT] = c.H;
+    h.slot[DATA_SLOT_WIDTH] = c.W;
+    h.slot[DATA_SLOT_BYTES] = sizeof(float);
+    h.slot[DATA_SLOT_BODY_CRC] = data_crc;
+    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // taken while this slot is 0
     return std::string((const char*)h.slot, 1024) + data;
 }
 
@@ -4621,19 +4813,22 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
+    const int num_channels = s[3];
+    const int out_channels = s[4];
     const int height = s[5];
     const int width = s[6];
+    const int max_period = s[7];
     Config c;
     apply_preset(&c, "unet64");
     auto set = [&](const char* name, int value) {
         set_flag(&c, *find_flag(name), std::to_string(value), model.path + ": ");
     };
     set("in_channels", channels);
-    set("num_channels", s[3]);
-    set("max_period", s[7]);
+    set("num_channels", num_channels);
+    set("max_period", max_period);
     c.image_size = text("%dx%d", height, width);
     c.attention_resolutions = text("%d,%d", height / 4, height / 8);
-    c.learn_sigma = s[4] == 2 * (int64_t)channels; // s[4]: the channels of the network's output
+    c.learn_sigma = out_channels == 2 * (int64_t)channels;
     c.vlb_weight = 0;
     c.noise_schedule = "linear";
     return c;
@@ -4697,54 +4892,58 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
     if (!data_path.empty() && !c->given("data_file")) take_from_file(c, model.path, "data_file", data_path);
 }
 
+// Takes the flags that a header has as lists or in two slots (is_parsed).
+static void take_parsed_flags(Config* c, const ModelFile& model) {
+    const Header& h = model.header;
+    const int levels = h.slot[SLOT_LEVELS];
+    const int resolutions = h.slot[SLOT_RESOLUTIONS];
+    if (levels < 1 || levels > MOST_LEVELS || resolutions < 0 || resolutions > MOST_LEVELS)
+        die("%s: its header is damaged (%d levels, %d attention resolutions)", model.path.c_str(), levels, resolutions);
+    std::string mult;
+    for (int i = 0; i < levels; i++) mult += text("%s%.9g", i ? "," : "", h.get<float>(SLOT_MULT + i));
+    std::string heights;
+    for (int i = 0; i < resolutions; i++) heights += text("%s%d", i ? "," : "", h.slot[SLOT_ATTENTION + i]);
+    const int height = h.slot[SLOT_HEIGHT];
+    const int width = h.slot[SLOT_WIDTH];
+    const bool square = height == width;
+    take_from_file(c, model.path, "image_size", square ? std::to_string(height) : text("%dx%d", height, width));
+    take_from_file(c, model.path, "channel_mult", mult);
+    take_from_file(c, model.path, "attention_resolutions", heights);
+}
+
+// The value that a header has for a flag with a slot, as one would type it.
+static std::string header_value(const Config& c, const Header& h, const Flag& f) {
+    if (f.at<float>(c)) return text("%.9g", h.get<float>(f.slot));
+    const std::vector<std::string> words = choices(f);
+    const size_t number = h.slot[f.slot];
+    return number < words.size() ? words[number] : std::to_string(h.slot[f.slot]);
+}
+
 // Takes from a model file what the command line leaves open, and checks the rest against it. resume: the file is a
 // checkpoint whose run goes on, so the settings of the run count, too, not only those of the model.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
-    const int* s = h.slot; // docs/FORMATS.md lists the slots
+    const int objective = h.slot[SLOT_OBJECTIVE];
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    // --objective ect tunes a model that another objective has trained. Objectives in slot 43: ddpm 0, edm 1, flow 2.
+    // --objective ect tunes a model that another objective has trained.
     const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
-    const bool from_unet_cu = s[0] == UNET_CU_MODEL_MAGIC;
-    if (is_tuned && (from_unet_cu || s[43] == 0))
+    const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
+    if (is_tuned && (from_unet_cu || objective == DDPM_NUMBER))
         die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
     if (from_unet_cu) return take_unet_cu_file(c, model);
 
-    const int levels = s[22];
-    const int num_resolutions = s[31];
-    if (levels < 1 || levels > 8 || num_resolutions < 0 || num_resolutions > 8)
-        die("%s: its header is damaged (%d levels, %d attention resolutions)", path.c_str(), levels, num_resolutions);
-    std::string mult;
-    for (int i = 0; i < levels; i++) mult += text("%s%.9g", i ? "," : "", h.get<float>(23 + i));
-    std::string resolutions;
-    for (int i = 0; i < num_resolutions; i++) resolutions += text("%s%d", i ? "," : "", s[32 + i]);
-    const int height = s[6];
-    const int width = s[7];
-    const bool square = height == width;
-    auto take = [&](const char* name, const std::string& value) { take_from_file(c, path, name, value); };
-    take("image_size", square ? std::to_string(height) : text("%dx%d", height, width));
-    take("channel_mult", mult);
-    take("attention_resolutions", resolutions);
-    if (is_tuned) take("ect_frame", s[43] == 1 ? "edm" : "flow");
-
+    take_parsed_flags(c, model);
+    if (is_tuned) take_from_file(c, path, "ect_frame", objective == EDM_NUMBER ? "edm" : "flow");
     for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !resume)) continue;
-        // The objective, P_mean and P_std: tuning has its own.
-        const bool is_training_of_old = f.slot == 43 || f.slot == 52 || f.slot == 53;
-        if (is_tuned && is_training_of_old) continue;
-        if (!slot_is_used(h, f)) {
-            check_unused(h, f.slot, f.slot + 1, path, "");
-            continue;
-        }
-        const std::vector<std::string> words = choices(f);
-        const size_t number = s[f.slot];
-        const bool is_float = f.at<float>(*c);
-        if (is_float) take(f.name, text("%.9g", h.get<float>(f.slot)));
-        else if (number < words.size()) take(f.name, words[number]);
-        else take(f.name, std::to_string(s[f.slot]));
+        // Tuning has an objective and noise levels of its own.
+        const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
+        if (is_tuned && tuning_has_it) continue;
+        if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
+        else check_unused(h, f.slot, f.slot + 1, path, "");
     }
     if (resume) take_run_of_file(c, model);
 }
