@@ -48,35 +48,35 @@
 //   6109         building blocks of Hopper's kernels (sm_90a)
 //   6357    17. Small operations: resampling, embeddings, diffusion
 //   6360         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6496         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6762         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7063    18. Group norm
-//   7066         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   7463         groupnorm_backward_whole: an image's slab in shared memory
-//   7763    19. Attention
-//   7833         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   8195         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   8291         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   8779    20. Convolution
-//   8807         ConvOut: results, 4 channels of a pixel at a time
-//   8994         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   9052         conv_halo: 3x3, stride 1, any GPU
-//   9393         conv_gather: any kernel size and stride, any GPU
-//   9605         conv_few: the first and the last layer
-//   9732         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  10159         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  10234         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  10558         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  10857         conv_weight_tma: weight gradients (sm_90a)
-//  11091    21. The optimiser
-//  11094         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  11270    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  11273         groupnorm_backward
-//  11371         attention: forward and, where a has dout, backward
-//  11411         convolution: forward and input gradient
-//  11715         convolution: weight gradients
-//  11996    23. The GPU: memory, copies, repeated work
-//  12213    24. Between ranks: from device to device
+//   6545         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   6861         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7234    18. Group norm
+//   7237         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   7634         groupnorm_backward_whole: an image's slab in shared memory
+//   7934    19. Attention
+//   8037         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   8553         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   8688         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9176    20. Convolution
+//   9204         ConvOut: results, 4 channels of a pixel at a time
+//   9391         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   9449         conv_halo: 3x3, stride 1, any GPU
+//   9790         conv_gather: any kernel size and stride, any GPU
+//  10002         conv_few: the first and the last layer
+//  10129         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  10556         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  10631         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  10955         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  11254         conv_weight_tma: weight gradients (sm_90a)
+//  11488    21. The optimiser
+//  11491         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  11667    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  11670         groupnorm_backward
+//  11768         attention: forward and, where a has dout, backward
+//  11808         convolution: forward and input gradient
+//  12112         convolution: weight gradients
+//  12393    23. The GPU: memory, copies, repeated work
+//  12610    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -6361,15 +6361,21 @@ template <bool TAKE_TURNS> struct Turn {
 // Used when: the kernel that wrote a tensor did not take its statistics, or its size changes without a convolution.
 // How: a block walks down the pixels of an image with a few pieces of channels, and takes the sums of what it writes.
 // Costs: memory traffic, every element once.
+//
+// Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
+// norm that reads the tensor makes its mean and variance of them, and so needs no pass of its own over x.
 
 // POOL: the average of 2x2 pixels. REPEAT: each pixel 2x2 times. PICK: the pixels of even rows and columns, which are
 // what a convolution with stride 2 computes of one with stride 1.
 enum Resampling { POOL, REPEAT, PICK };
 
-// sum += a square of four pixels: x, its right neighbour, and the two below them. W: pixels to a row
+// Where pixel k = 0 ... 3 of a square of 2x2 begins, counted from the square's first pixel. W: pixels to a row
+INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
+
+// sum += the four pixels of the square that begins at x
 template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
     UNROLL_FOR (int k = 0; k < 4; k++) {
-        add_piece(sum, load16(x + ((size_t)(k / 2) * W + k % 2) * C));
+        add_piece(sum, load16(x + in_square(k, W, C)));
     }
 }
 
@@ -6380,35 +6386,49 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 //   pixel 0       [ thread 0     1     2     3 ]
 //   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
 //
+// A "pixel" p is one of the smaller image: of x for REPEAT, else of out. In the larger image, p is a square of 2x2.
 // With stats, one block sees all pixels of its slab and owns their sums: fp32 over a thread's pixels, double over
-// threads. x (B, H, W, C); a "pixel" below is one of the smaller image: of x for REPEAT, else of out.
+// threads. Shared memory holds the threads' sums, at the end.
 template <class T, Resampling R>
-static __global__ void __launch_bounds__(512)
-    resample_kernel(T* out, double* stats, const T* x, int H, int W, int C, int columns) {
-    constexpr int V = VEC<T>, THREADS = 512;
+static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, ...): what R makes of H and W
+                                                              double* stats, // (B, C, 2), or null
+                                                              const T* x,    // (B, H, W, C)
+                                                              int H, int W, int C, int columns) {
+    constexpr int V = VEC<T>;
+    constexpr int THREADS = 512;
+    constexpr int COPIES = R == REPEAT ? 4 : 1; // of a pixel that is written
     __shared__ float sums[2 * V * (THREADS + 8)];
     const int b = blockIdx.z;
     const int c = (blockIdx.y * columns + threadIdx.x % columns) * V; // this thread's first channel
     const int rows = THREADS / columns;
-    const int Ho = (H + (R == PICK)) / 2, Wo = (W + (R == PICK)) / 2; // PICK rounds up, POOL down
-    const int pixels = R == REPEAT ? H * W : Ho * Wo;
-    float sum[V] = {}, square[V] = {};
+    const int odd = R == PICK; // PICK rounds up, POOL down
+    const int small_H = R == REPEAT ? H : (H + odd) / 2;
+    const int small_W = R == REPEAT ? W : (W + odd) / 2;
+    const int large_W = R == REPEAT ? 2 * W : W;
+    const int pixels = small_H * small_W;
+    float sum[V] = {};
+    float square[V] = {};
     x += (size_t)b * H * W * C + c;
-    out += (size_t)b * (R == REPEAT ? 4 * H * W : Ho * Wo) * C + c;
+    out += (size_t)b * pixels * COPIES * C + c;
     await_previous_kernel();
     UNROLL_4_FOR (int p = blockIdx.x * rows + threadIdx.x / columns; p < pixels; p += gridDim.x * rows) {
-        const T* from = x + (R == REPEAT ? p : (size_t)(p / Wo) * 2 * W + p % Wo * 2) * C;
-        T* to = out + (R != REPEAT ? p : (size_t)(p / W) * 4 * W + p % W * 2) * C;
-        uint4 raw;
+        const size_t in_small = p;
+        const size_t in_large = (size_t)(p / small_W) * 2 * large_W + p % small_W * 2; // the square's first pixel
+        const T* from = x + (R == REPEAT ? in_small : in_large) * C;
+        T* to = out + (R == REPEAT ? in_large : in_small) * C;
+        uint4 piece;
         float v[V] = {};
         if (R == POOL) {
             add_square(v, from, W, C);
-            UNROLL_FOR (int i = 0; i < V; i++) v[i] *= 0.25f;
-            raw = pack(v);
-        } else raw = load16(from);
-        unpack(v, raw);
-        UNROLL_FOR (int k = 0; k < (R == REPEAT ? 4 : 1); k++)
-            *(uint4*)(to + ((size_t)(k / 2) * 2 * W + k % 2) * C) = raw;
+            UNROLL_FOR (float& average : v) {
+                average *= 0.25f;
+            }
+            piece = pack(v);
+        } else piece = load16(from);
+        unpack(v, piece); // sums are of what is written, rounded
+        UNROLL_FOR (int k = 0; k < COPIES; k++) {
+            *(uint4*)(to + in_square(k, 2 * W, C)) = piece;
+        }
         UNROLL_FOR (int i = 0; i < V; i++) {
             sum[i] += v[i];
             square[i] += v[i] * v[i];
@@ -6417,32 +6437,43 @@ static __global__ void __launch_bounds__(512)
     if (!stats) return;
     fold_columns<THREADS>(sums, columns, sum, square, [&](int k, int column, double total) {
         const int channel = (blockIdx.y * columns + column) * V + k / 2;
-        stats[((size_t)b * C + channel) * 2 + k % 2] = (R == REPEAT ? 4 : 1) * total;
+        stats[((size_t)b * C + channel) * 2 + k % 2] = COPIES * total;
     });
 }
 
 template <class T, Resampling R>
 static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     if (stats) stats->parts = 1;
-    const int vectors = C / VEC<T>, pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
+    const int pieces = C / VEC<T>;
+    const int pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
     // Narrow slabs make many blocks, and wide ones read memory in longer rows. With stats, slabs are widened only as
     // long as the GPU stays nearly full.
     int columns = 2;
-    while (columns < 8 && vectors % (2 * columns) == 0 && (!stats || B * vectors / (2 * columns) >= gpu.sms * 3 / 4))
+    while (columns < 8 && pieces % (2 * columns) == 0) {
+        const int blocks = B * pieces / (2 * columns);
+        if (stats && blocks < gpu.sms * 3 / 4) break;
         columns *= 2;
-    const dim3 grid(stats ? 1 : ceil_div(pixels, 512 / columns * 4), vectors / columns, B);
-    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, stats ? stats->sums : nullptr, x, H, W, C, columns);
+    }
+    const int pixels_at_once = 512 / columns;
+    const dim3 grid(stats ? 1 : ceil_div(pixels, pixels_at_once * 4), pieces / columns, B);
+    double* const sums = stats ? stats->sums : nullptr;
+    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, sums, x, H, W, C, columns);
 }
 
 // The reverse of PICK: out (B, H, W, C) has x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, and zeros
 // elsewhere. It turns the gradient behind a convolution of stride 2 into one of stride 1. A thread moves a piece.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
-    each_on(lane, (size_t)B * H * W * pieces, [=, to = (uint4*)out, from = (const uint4*)x] __device__(size_t i) {
+    const uint4* from = (const uint4*)x;
+    uint4* to = (uint4*)out;
+    each_on(lane, (size_t)B * H * W * pieces, [=] __device__(size_t i) {
         const size_t pixel = i / pieces;
-        const int w = pixel % W, h = pixel / W % H;
-        const size_t p = (pixel / W / H * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2;
-        to[i] = (h | w) & 1 ? make_uint4(0, 0, 0, 0) : from[p * pieces + i % pieces];
+        const int w = pixel % W;
+        const int h = pixel / W % H;
+        const size_t b = pixel / W / H;
+        const size_t p = (b * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2; // the pixel of x
+        const bool odd = (h | w) & 1;
+        to[i] = odd ? make_uint4(0, 0, 0, 0) : from[p * pieces + i % pieces];
     });
 }
 
@@ -6453,43 +6484,61 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
     with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
 }
 
-// dx (B, H, W, C), a row of an image to a block. POOL: a quarter of the pooled pixel's gradient, or 0 in an odd last
-// row or column, which was not pooled. REPEAT: the sum of the four copies' gradients.
+// The gradient of POOL or REPEAT. grid (B H): a block has a row of an image, a thread a piece of a pixel at a time.
+// POOL: dx = a quarter of the pooled pixel's gradient, or 0 in an odd last row or column, which was not pooled.
+// REPEAT: dx = the sum of the four copies' gradients.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
-    resample_backward_kernel(GradOf<T> dx, const T* dout, int H, int W, int C) {
+    resample_backward_kernel(GradOf<T> dx,  // (B, H, W, C)
+                             const T* dout, // (B, H / 2, W / 2, C) or (B, 2 H, 2 W, C)
+                             int H, int W, int C) {
     constexpr int V = VEC<T>;
-    const int vectors = C / V; // pieces of a pixel
-    const int b = blockIdx.x / H, h = blockIdx.x % H;
-    const int Ho = H / 2, Wo = W / 2;
+    const int pieces = C / V; // of a pixel
+    const int b = blockIdx.x / H;
+    const int h = blockIdx.x % H;
+    const int Ho = H / 2;
+    const int Wo = W / 2;
     await_previous_kernel();
-    for (int i = threadIdx.x; i < W * vectors; i += 256) {
-        const int w = i / vectors, c = (i - w * vectors) * V;
+    for (int i = threadIdx.x; i < W * pieces; i += 256) {
+        const int w = i / pieces;
+        const int c = (i - w * pieces) * V;
         float v[V] = {};
         if (R == POOL) {
-            if (h / 2 < Ho && w / 2 < Wo) unpack(v, load16(dout + (((size_t)b * Ho + h / 2) * Wo + w / 2) * C + c));
-            UNROLL_FOR (int k = 0; k < V; k++) v[k] *= 0.25f;
+            const size_t pooled = ((size_t)b * Ho + h / 2) * Wo + w / 2;
+            if (h / 2 < Ho && w / 2 < Wo) unpack(v, load16(dout + pooled * C + c));
+            UNROLL_FOR (float& quarter : v) {
+                quarter *= 0.25f;
+            }
         } else {
-            add_square(v, dout + (((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w) * C + c, 2 * W, C);
+            const size_t first_copy = ((size_t)b * 2 * H + 2 * h) * 2 * W + 2 * w;
+            add_square(v, dout + first_copy * C + c, 2 * W, C);
         }
-        store_gradient(dx, ((size_t)blockIdx.x * W + w) * C + c, v);
+        const size_t pixel = (size_t)blockIdx.x * W + w;
+        store_gradient(dx, pixel * C + c, v);
     }
 }
 
+template <Resampling R> static void launch_resample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
+    with_act([&]<class T>(T) {
+        auto kernel = resample_backward_kernel<T, R>;
+        launch(kernel, B * H, 256, 0, typed<T>(dx), dout, H, W, C);
+    });
+}
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    with_act(
-        [&]<class T>(T) { launch(resample_backward_kernel<T, POOL>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
+    launch_resample_backward<POOL>(dx, dout, B, H, W, C);
 }
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C) {
-    with_act(
-        [&]<class T>(T) { launch(resample_backward_kernel<T, REPEAT>, B * H, 256, 0, typed<T>(dx), dout, H, W, C); });
+    launch_resample_backward<REPEAT>(dx, dout, B, H, W, C);
 }
 
+// F.pixel_unshuffle and its reverse. A thread moves an element.
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
-    each((size_t)B * H * W * C, [=] __device__(size_t i) { out[place_in_patches(i, H, W, C, p)] = x[i]; });
+    const size_t n = (size_t)B * H * W * C;
+    each(n, [=] __device__(size_t i) { out[place_in_patches(i, H, W, C, p)] = x[i]; });
 }
 static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
-    each((size_t)B * H * W * C, [=] __device__(size_t i) { out[i] = x[place_in_patches(i, H, W, C, p)]; });
+    const size_t n = (size_t)B * H * W * C;
+    each(n, [=] __device__(size_t i) { out[i] = x[place_in_patches(i, H, W, C, p)]; });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6498,61 +6547,74 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
 // How: a warp has a few outputs (forward) or inputs (backward) of 32 images; partial sums are added in a fixed order.
 // Costs: latencies. Each weight is read once, and there are too few images to keep the GPU busy.
 
+// What is stored as dx: the gradient d of element i, and the addends
 INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     d += g.add1 ? g.add1[i] : 0.0f;
     return d + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-constexpr int LINEAR_ROWS = 32; // images at a time. Cin: a multiple of 4; x, weight, dweight: aligned to 16 bytes
+// Images at a time. Cin is a multiple of 4, and x, weight and dweight begin at multiples of 16 bytes.
+constexpr int LINEAR_ROWS = 32;
 
 // out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block has OUTPUTS outputs of 32 images.
 //   lane    an image
 //   warp    every eighth quad of inputs (4 neighbours), 64 quads at a time, which are first copied to shared memory
-// In the end the 8 warps' partial sums are added, in their order. All lanes read the same weight at once, which shared
-// memory hands to all of them. Weights do not depend on the kernel before: their copies begin before it has ended.
+// Shared memory: 64 quads of the block's weights, and the same quads of its images.
+//   1. copy 64 quads of inputs   2. each warp multiplies its share of them: acc += x w   (again, until no input is left)
+//   3. the 8 warps' partial sums are added, in their order, and stored
+// All lanes read the same weight at once, which shared memory hands to all of them. Weights do not depend on the kernel
+// before: their copies begin before it has ended.
 template <int OUTPUTS>
-static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, const float* x, const float* weight,
-                                                                    const float* bias, int B, int Cin, int Cout) {
-    constexpr int WARPS = 8, PIECES = 64; // of a row at a time
-    __shared__ float4 weights[OUTPUTS][PIECES], rows[LINEAR_ROWS][PIECES];
-    const int row = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int n0 = blockIdx.x * OUTPUTS, b0 = blockIdx.y * LINEAR_ROWS; // the block's first output and image
+static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out,          // (B, Cout)
+                                                                    const float* x,      // (B, Cin)
+                                                                    const float* weight, // (Cout, Cin)
+                                                                    const float* bias,   // (Cout)
+                                                                    int B, int Cin, int Cout) {
+    constexpr int WARPS = 8;
+    constexpr int QUADS = 64; // of a row at a time
+    __shared__ float4 weights[OUTPUTS][QUADS], rows[LINEAR_ROWS][QUADS];
+    const int row = threadIdx.x % 32; // the image, of the block's
+    const int warp = threadIdx.x / 32;
+    const int n0 = blockIdx.x * OUTPUTS; // the block's first output and image
+    const int b0 = blockIdx.y * LINEAR_ROWS;
     const int column = n0 + threadIdx.x % OUTPUTS; // the output that this thread adds up and stores in the end
     const float shift = column < Cout ? bias[column] : 0;
     // Copies 64 quads, from input k0 on, of rows first, first + 1, ... of an array of `end` rows. Quad i of row r lies
     // at place i ^ (r & swap): with swap = 7, the lanes' 32 rows are read from different banks.
     auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
         UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
-            const int r = i / PIECES;          // the row
-            const int k = k0 + i % PIECES * 4; // the first of the quad's four inputs
+            const int r = i / QUADS; // the row
+            const int quad = i % QUADS;
+            const int k = k0 + quad * 4; // the first of the quad's four inputs
             const bool inside = first + r < end && k < Cin;
-            copy_async_16(&to[r][(i % PIECES) ^ (r & swap)], from + (inside ? (size_t)(first + r) * Cin + k : 0),
-                          inside);
+            const size_t place = inside ? (size_t)(first + r) * Cin + k : 0;
+            copy_async_16(&to[r][quad ^ (r & swap)], from + place, inside);
         }
     };
-    float acc[OUTPUTS] = {};
-    for (int k0 = 0; k0 < Cin; k0 += 4 * PIECES) {
+    float acc[OUTPUTS] = {}; // this thread's share of its image's outputs
+    for (int k0 = 0; k0 < Cin; k0 += 4 * QUADS) {
         load(weights, weight, n0, Cout, k0, 0);
         if (k0 == 0) await_previous_kernel();
         load(rows, x, b0, B, k0, 7);
         copies_committed();
         copies_arrived<0>();
-        __syncthreads();
-        UNROLL_FOR (int piece = warp; piece < PIECES; piece += WARPS) {
-            if (k0 + (piece - warp) * 4 >= Cin) break;
-            const float4 v = rows[row][piece ^ (row & 7)];
+        __syncthreads(); // all threads' copies have arrived
+        UNROLL_FOR (int quad = warp; quad < QUADS; quad += WARPS) {
+            if (k0 + (quad - warp) * 4 >= Cin) break;
+            const float4 v = rows[row][quad ^ (row & 7)];
             UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
-                const float4 w = weights[n][piece];
+                const float4 w = weights[n][quad];
                 acc[n] += v.x * w.x;
                 acc[n] += v.y * w.y;
                 acc[n] += v.z * w.z;
                 acc[n] += v.w * w.w;
             }
         }
-        __syncthreads();
+        __syncthreads(); // all have read: the next quads may come
     }
     // The warps' partial sums take the place of rows, which nobody reads any more.
-    float(&sums)[WARPS][OUTPUTS][LINEAR_ROWS + 1] = *(float(*)[WARPS][OUTPUTS][LINEAR_ROWS + 1]) rows;
+    typedef float PartialSums[WARPS][OUTPUTS][LINEAR_ROWS + 1];
+    PartialSums& sums = *(PartialSums*)rows;
     UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
         sums[warp][n][row] = acc[n];
     }
@@ -6566,104 +6628,129 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     }
 }
 
-// Backward: dweight = dout^T x, dbias = the sum of dout over images, dx = dout weight, all in one pass over the
-// weights. A warp has 64 inputs and 32 images; a lane has two of the inputs, and keeps in registers their values (32 x
-// 2) and their gradients (as many). Outputs come by, 8 at a time, through two stages in shared memory. Of each output a
-// lane reads its two weights, once, and 32 images' dout, which all lanes read together. Each dout is multiplied four
-// times: by two values (for dweight) and by two weights (for dx). The 4 warps of a block have the same inputs and other
-// outputs; at the end they add up their dx. Blocks of other `splits` have other outputs, too: parts (splits, B, Cin)
-// are added by a second kernel.
-constexpr int LINEAR_OUTS = 8, LINEAR_WARPS = 4;
+// Backward, in one pass over the weights:
+//   dweight = dout^T x      dbias = the sum of dout over images      dx = dout weight
+//
+//   warp    64 inputs of 32 images, and every so-many-th eight outputs
+//   lane    two of the inputs. It keeps in registers their values (32 x 2) and their gradients (as many).
+//
+// Outputs come by, 8 at a time, through two stages in shared memory. Of each output a lane reads its two weights, once,
+// and 32 images' dout, which all lanes read together. Each dout is multiplied four times: by two values (for dweight)
+// and by two weights (for dx). The 4 warps of a block have the same inputs and other outputs; at the end they add up
+// their dx. Blocks of other `splits` have other outputs, too: their dx, parts (splits, B, Cin), are added by a second
+// kernel.
+constexpr int LINEAR_OUTS = 8;
+constexpr int LINEAR_WARPS = 4;
 // A warp's outputs at a time. before: the dweight of the images before these 32, or zeros
 struct LinearStage {
-    float weight[LINEAR_OUTS][64], before[LINEAR_OUTS][64], dout[LINEAR_OUTS][LINEAR_ROWS + 4];
+    float weight[LINEAR_OUTS][64];
+    float before[LINEAR_OUTS][64];
+    float dout[LINEAR_OUTS][LINEAR_ROWS + 4];
 };
 struct LinearShared {
     LinearStage stages[LINEAR_WARPS][2];
-    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32];
+    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // the warps' dx
 };
 struct LinearBackward {
     float *dweight, *dbias;
     float* parts; // (splits, B, Cin): partial sums of dx; null: dx is not wanted
     const float *dout, *x, *weight;
     int B, Cin, Cout;
-    int tiles, splits; // of 64 inputs each; parts in which the outputs are shared among blocks
+    int tiles;  // of 64 inputs each
+    int splits; // parts in which the outputs are shared among blocks
 };
 
-static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    LinearShared& shared = *(LinearShared*)memory;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int tile = blockIdx.x % p.tiles, split = blockIdx.x / p.tiles;
-    const int i = tile * 64 + lane * 2;                            // this lane's first input
-    const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output, and from there to
-    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // its next eight
-    // A lane loads 16 bytes of every second output's weights, and 4 bytes of every fourth image's dout, which is 0
-    // where there is no such image or output.
+// Starts the copies of outputs o0 ... o0 + 7 into a stage, for the images b0 ... b0 + 31. A lane copies 16 bytes of
+// every second output's weights, and 4 bytes of every fourth image's dout; where there is no such image or output, dout
+// is 0.
+INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, int b0, int tile) {
+    const int lane = threadIdx.x % 32;
     const int w_row = lane / 16;
     const int w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
     const int d_output = lane % LINEAR_OUTS;
     const int d_row = lane / LINEAR_OUTS; // the first image
+    const int rows = min(LINEAR_ROWS, p.B - b0);
+    const int left = p.Cout - o0;
+    if (left <= 0) return;
+    UNROLL_FOR (int k = 0; k < LINEAR_OUTS; k += 2) {
+        const int output = o0 + min(k + w_row, left - 1);
+        const size_t i = (size_t)output * p.Cin + w_column;
+        copy_async_row_if(true, shared_address(&to.weight[k + w_row][lane % 16 * 4]), p.weight + i, true);
+        copy_async_row_if(true, shared_address(&to.before[k + w_row][lane % 16 * 4]), p.dweight + i, b0 > 0);
+    }
+    UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4) {
+        const size_t b = b0 + min(k + d_row, rows - 1);
+        const float* from = p.dout + b * p.Cout + o0 + min(d_output, left - 1);
+        copy_async<4>(&to.dout[d_output][k + d_row], from, k + d_row < rows && d_output < left);
+    }
+    copies_committed();
+}
+
+// grid (tiles * splits): a block has one tile of 64 inputs and one split of the outputs. For 32 images at a time:
+//   1. each lane loads its inputs x   2. outputs pass, 8 at a time: dbias, dweight, and dx grows   3. the warps' dx are
+//   added up
+static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    LinearShared& shared = *(LinearShared*)memory;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int tile = blockIdx.x % p.tiles;
+    const int split = blockIdx.x / p.tiles;
+    const int i = tile * 64 + lane * 2;                            // this lane's first input
+    const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output, and from there to
+    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // its next eight
+    const int bias_output = lane % LINEAR_OUTS; // of eight outputs, the one whose dout this lane adds up, and
+    const int bias_row = lane / LINEAR_OUTS;    // of which images: 8 bias_row ... 8 bias_row + 7
     const bool inside = i < p.Cin;
     await_previous_kernel();
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
         float2 x[LINEAR_ROWS], dx[LINEAR_ROWS]; // of this lane's two inputs, for each image
         const int rows = min(LINEAR_ROWS, p.B - b0);
-        // Starts the copies of outputs o0 ... o0 + 7 into one of the warp's two stages.
-        auto load = [&](int o0, int place) {
-            LinearStage& to = shared.stages[warp][place];
-            const int left = p.Cout - o0;
-            if (left <= 0) return;
-            UNROLL_FOR (int k = 0; k < LINEAR_OUTS; k += 2) {
-                const size_t at = (size_t)(o0 + min(k + w_row, left - 1)) * p.Cin + w_column;
-                copy_async_row_if(true, shared_address(&to.weight[k + w_row][lane % 16 * 4]), p.weight + at, true);
-                copy_async_row_if(true, shared_address(&to.before[k + w_row][lane % 16 * 4]), p.dweight + at, b0 > 0);
-            }
-            UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4) {
-                const size_t b = b0 + min(k + d_row, rows - 1);
-                copy_async<4>(&to.dout[d_output][k + d_row], p.dout + b * p.Cout + o0 + min(d_output, left - 1),
-                              k + d_row < rows && d_output < left);
-            }
-            copies_committed();
-        };
-        load(first, 0);
+        load_linear_stage(shared.stages[warp][0], p, first, b0, tile);
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
-            x[b] = inside && b < rows ? *(const float2*)(p.x + (size_t)(b0 + b) * p.Cin + i) : float2{};
+            const float* from = p.x + (size_t)(b0 + b) * p.Cin + i;
+            x[b] = inside && b < rows ? *(const float2*)from : float2{};
             dx[b] = float2{};
         }
-        int place = 0;
+        // Two stages: while one is read, the next eight outputs come into the other one.
+        int place = 0; // the stage that is read
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
             copies_arrived<0>();
             __syncwarp();
-            load(o0 + stride, place ^ 1);
+            load_linear_stage(shared.stages[warp][place ^ 1], p, o0 + stride, b0, tile);
             const LinearStage& now = shared.stages[warp][place];
             if (tile == 0) { // the bias: a lane adds up 8 images of an output, then 4 lanes together
-                const float4 *const d = (const float4*)&now.dout[d_output][d_row * 8], u = d[0], v = d[1];
-                const float sum = lane_sum<8, 16>(((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w)));
-                float* const bias = p.dbias + o0 + d_output;
-                if (d_row == 0 && o0 + d_output < p.Cout) *bias = b0 ? *bias + sum : sum;
+                const float4* const d = (const float4*)&now.dout[bias_output][bias_row * 8];
+                const float4 u = d[0];
+                const float4 v = d[1];
+                const float eight = ((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w));
+                const float sum = lane_sum<8, 16>(eight);
+                float* const bias = p.dbias + o0 + bias_output;
+                if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
+            // dweight of each output is complete for these images; dx grows with each output.
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
                 const float2 w = *(const float2*)&now.weight[o][lane * 2];
-                float2 sum = *(const float2*)&now.before[o][lane * 2];
-                // sum += dout^T x,   dx += dout weight: four images at a time
+                float2 dw = *(const float2*)&now.before[o][lane * 2];
+                // dw += dout^T x,   dx += dout w: four images at a time
                 UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b += 4) {
                     const float4 four = *(const float4*)&now.dout[o][b];
                     const float d[4] = {four.x, four.y, four.z, four.w};
                     UNROLL_FOR (int k = 0; k < 4; k++) {
-                        sum.x += d[k] * x[b + k].x;
-                        sum.y += d[k] * x[b + k].y;
+                        dw.x += d[k] * x[b + k].x;
+                        dw.y += d[k] * x[b + k].y;
                         dx[b + k].x += d[k] * w.x;
                         dx[b + k].y += d[k] * w.y;
                     }
                 }
-                if (o < outs) *(float2*)to = sum;
+                if (o < outs) *(float2*)to = dw;
             }
         }
+        // The warps' dx of these images are added up through shared memory.
         copies_arrived<0>();
-        __syncthreads(); // the stages have been read, and so have the sums of the rows before
+        __syncthreads(); // the stages have been read, and so have the sums of the images before
         if (!p.parts) continue;
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             shared.sums[warp][b][lane] = dx[b];
@@ -6675,15 +6762,15 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 sum.x += shared.sums[k][b][lane].x;
                 sum.y += shared.sums[k][b][lane].y;
             }
-            *(float2*)(p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i) = sum;
+            float* to = p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i;
+            *(float2*)to = sum;
         }
     }
 }
 
-// The forward kernel, with so many outputs to a block
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane = MAIN_LANE) {
-    const int outputs = Cout <= 1024 ? 8 : 16; // more of them read x less often; fewer make more blocks
+    const int outputs = Cout <= 1024 ? 8 : 16; // of a block: more of them read x less often; fewer make more blocks
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
     launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
@@ -6701,11 +6788,12 @@ static size_t linear_backward_workspace(int B, int Cin, int Cout) {
 
 static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
                             const float* weight, int B, int Cin, int Cout) {
-    const int tiles = ceil_div(Cin, 64), splits = linear_splits(Cin, Cout);
+    const int tiles = ceil_div(Cin, 64);
+    const int splits = linear_splits(Cin, Cout);
     const size_t n = (size_t)B * Cin;
     float* const parts = dx.dx ? (float*)device.workspace : nullptr;
-    launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared),
-           LinearBackward{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits});
+    const LinearBackward call{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits};
+    launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared), call);
     if (!dx.dx) return;
     // dx = the sum over the splits, in their order, and the addends
     each(n, [=] __device__(size_t i) {
@@ -6715,11 +6803,15 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
+// Silu<float> has the formulas of both. A thread for an element
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
     each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
-    each(n, [=] __device__(size_t i) { dx.dx[i] = with_addends(dx, i, dout[i] * Silu<float>::df(x[i])); });
+    each(n, [=] __device__(size_t i) {
+        const float d = dout[i] * Silu<float>::df(x[i]);
+        dx.dx[i] = with_addends(dx, i, d);
+    });
 }
 
 // out (B, dim) = [cos(t f_k), sin(t f_k)], f_k = max_period^(-k / half), a thread for a pair. f_k is rounded to fp32,
@@ -6729,9 +6821,11 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
     const int half = dim / 2;
     const double log_period = std::log((double)max_period);
     each_on(lane, (size_t)B * half, [=] __device__(size_t i) {
-        const int b = (int)i / half, k = (int)i % half;
+        const int b = (int)i / half;
+        const int k = (int)i % half;
+        const float f_k = (float)exp(-log_period * k / half);
         double sine, cosine;
-        sincos((double)t[b] * (float)exp(-log_period * k / half), &sine, &cosine);
+        sincos((double)t[b] * f_k, &sine, &cosine);
         out[(size_t)b * dim + k] = (float)cosine;
         out[(size_t)b * dim + half + k] = (float)sine;
     });
@@ -6740,15 +6834,20 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
 // out (B, C) = x + the row of table (rows, C) that the sample's label says
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
                                     Lane* lane = MAIN_LANE) {
-    each_on(lane, (size_t)B * C,
-            [=] __device__(size_t i) { out[i] = x[i] + table[(size_t)labels[i / C] * C + i % C]; });
+    each_on(lane, (size_t)B * C, [=] __device__(size_t i) {
+        const int label = labels[i / C];
+        out[i] = x[i] + table[(size_t)label * C + i % C];
+    });
 }
-// A thread owns an element of dx and, in the same place, an element of dtable, for which it looks through all labels:
-// no atomics, and so a fixed order.
+// dx = dout, dtable (rows, C) = the sums of dout over the samples with a row's label. A thread has an element of dx
+// and, in the same place, an element of dtable, for which it looks through all labels: no atomics, and so a fixed
+// order.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
-    each((size_t)std::max(B, rows) * C, [=] __device__(size_t i) {
-        const int row = (int)(i / C), c = (int)(i % C);
+    const size_t n = (size_t)std::max(B, rows) * C;
+    each(n, [=] __device__(size_t i) {
+        const int row = (int)(i / C);
+        const int c = (int)(i % C);
         if (row < B) dx.dx[i] = with_addends(dx, i, dout[i]);
         if (row >= rows) return;
         float sum = 0;
@@ -6792,7 +6891,9 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
-        weights[t] = remember_losses(history + t * (HISTORY + 1), (int)t, levels, loss, state->ok ? B : 0);
+        float* const of_t = history + t * (HISTORY + 1);
+        const int samples = state->ok ? B : 0; // a step that is left out is not remembered
+        weights[t] = remember_losses(of_t, (int)t, levels, loss, samples);
     });
 }
 
@@ -6802,13 +6903,18 @@ template <class F> struct Quads {
     F f;
     int n;
     __device__ void operator()(size_t i) const {
-        const size_t quads = (n + 3) / 4;
-        f((int)(i / quads), (int)(i % quads) * 4);
+        const size_t quads = (n + 3) / 4; // of an image
+        const int b = (int)(i / quads);
+        const int e = (int)(i % quads) * 4;
+        f(b, e);
     }
 };
-template <class F> static void each_quad(int B, int n, F f) { each((size_t)B * ((n + 3) / 4), Quads<F>{f, n}); }
+template <class F> static void each_quad(int B, int n, F f) {
+    const size_t quads = (size_t)B * ((n + 3) / 4);
+    each(quads, Quads<F>{f, n});
+}
 
-// out = scale * z [+ out], z standard normal
+// out (B, per_sample) = scale * z [+ out], z standard normal
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
     each_quad(B, per_sample, [=] __device__(int b, int e) {
         float z[4];
@@ -6820,8 +6926,15 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
+// An element of an image from the data, in [-1, 1]: of bytes, or of floats, which are so already.
+INLINE float image_value(const void* images, int bytes, size_t i) {
+    if (bytes == 1) return ((const uint8_t*)images)[i] / 127.5f - 1.0f;
+    return ((const float*)images)[i];
+}
+
 // x_t = signal x_0 + sigma z,   target = target_x0 x_0 + target_noise z [+ target_teacher teacher]
-// A thread has four neighbours of (B, H, W, C); images is (B, C, H, W), so each has its own place there.
+// A thread has four neighbours of (B, H, W, C). In images, (B, C, H, W), each of the four lies elsewhere. bytes: of an
+// element there (1: uint8_t)
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
                              const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
                              int C, int H, int W, int bytes) {
@@ -6829,14 +6942,19 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
     each_quad(B, n, [=] __device__(int b, int e) {
         const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
         const NoiseLevel l = levels[b];
-        float z[4], x[4];
+        float z[4]; // noise, and then the target
+        float x[4];
         normals(z, random_words(noise_key, e / 4, b));
-        int p = e / C, c = e - p * C; // element e stands at pixel p, channel c
-        int h = p / W, w = p - h * W;
+        // Element e is channel c of the pixel in row h and column w.
+        int p = e / C;
+        int c = e - p * C;
+        int h = p / W;
+        int w = p - h * W;
         UNROLL_FOR (int k = 0; k < 4; k++) {
-            const size_t in = (((size_t)b * C + c) * H + h) * W + (flip ? W - 1 - w : w);
+            const int column = flip ? W - 1 - w : w;
+            const size_t place = (((size_t)b * C + c) * H + h) * W + column;
             float x0 = 0;
-            if (e + k < n) x0 = bytes == 1 ? ((const uint8_t*)images)[in] / 127.5f - 1.0f : ((const float*)images)[in];
+            if (e + k < n) x0 = image_value(images, bytes, place);
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
             if (++c == C) { // the next element
@@ -6852,7 +6970,8 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
         for (int k = 0; k < 4 && teacher && e + k < n; k++) {
             z[k] += l.target_teacher * teacher[i + k];
         }
-        if (n % 4 == 0) { // then all images begin at a multiple of 16 bytes
+        // Store both: in one piece, if all images begin at multiples of 16 bytes.
+        if (n % 4 == 0) {
             *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
             *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
         } else
@@ -6871,36 +6990,51 @@ constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
 // The sum over a block of 1024 threads, which thread 0 gets: over each warp, then over the 32 warps' sums.
 INLINE double block_sum(double v) {
-    __shared__ double sums[32];
+    __shared__ double sums[32]; // of each warp
     v = warp_sum(v);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
     __syncthreads();
     return warp_sum(threadIdx.x < 32 ? sums[threadIdx.x] : 0);
 }
 
-// dout, and sums (B, LOSS_PARTS): each block's part of an image's loss. BOUND: with the variational bound's term.
-// grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image
+// The loss of an image, and its gradient. With d = out - target, for each element:
+//   loss = mean over elements of mse d^2 + bound * (the variational bound's term, which BOUND is for)
+//   dout = factor * (its derivative)
+// factor is the sample's share of the batch. Where Cout > C, the second half of out's channels is the variance, for the
+// bound alone.
+// grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
 template <bool BOUND>
 static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
-    loss_kernel(double* sums, float* dout, const float* out, const float* target, const float* x,
+    loss_kernel(double* sums,        // (B, LOSS_PARTS)
+                float* dout,         // (B, HW, Cout)
+                const float* out,    // (B, HW, Cout)
+                const float* target, // (B, HW, C)
+                const float* x,      // (B, HW, C): what the network was shown
                 const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout;     // this image's first element in out and dout
     const size_t first_target = (size_t)blockIdx.y * HW * C; // and in target and x
     const NoiseLevel l = levels[blockIdx.y];
-    const float mse = o.mse * l.weight, bound = o.bound * l.importance;
+    const float mse = o.mse * l.weight;
+    const float bound = o.bound * l.importance;
     const float slope = factor / ((float)HW * C);
     double sum = 0;
     NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
-        const int p = i / C, c = i - p * C;
-        const size_t at = first + (size_t)p * Cout + c;
+        const int p = i / C; // pixel and channel of element i
+        const int c = i - p * C;
+        const size_t mean = first + (size_t)p * Cout + c; // where out has it
+        const size_t variance = mean + C;
         const float wanted = target[first_target + i];
-        const float d = out[at] - wanted;
+        const float d = out[mean] - wanted;
         BoundTerm term{};
-        if (BOUND)
-            term = bound_term(l, d, Cout > C ? out[at + C] : 0.0f, l.x0_x * x[first_target + i] + l.x0_out * wanted);
+        if (BOUND) { // its term needs the variance that was predicted, and the true x0
+            const float v = Cout > C ? out[variance] : 0.0f;
+            const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
+            term = bound_term(l, d, v, x0);
+        }
         sum += (double)mse * d * d + (double)bound * term.value;
-        dout[at] = slope * (2 * mse * d + (o.mse > 0 ? 0.0f : bound * term.d_mean));
-        if (Cout > C) dout[at + C] = slope * bound * term.d_variance;
+        const float d_bound = o.mse > 0 ? 0.0f : bound * term.d_mean; // beside mse, the bound trains the variance alone
+        dout[mean] = slope * (2 * mse * d + d_bound);
+        if (Cout > C) dout[variance] = slope * bound * term.d_variance;
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
@@ -6912,9 +7046,10 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
                                   const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
                                   int Cout) {
     double* sums = (double*)device.workspace;
-    // The kernel and then, in a second launch, the sum over each image's LOSS_PARTS blocks, in their order
-    launch_behind(o.bound > 0 ? loss_kernel<true> : loss_kernel<false>, dim3(LOSS_PARTS, B), 1024, 0, sums, dout, out,
-                  target, x, levels, o, factor, HW, C, Cout);
+    auto kernel = o.bound > 0 ? loss_kernel<true> : loss_kernel<false>;
+    const dim3 grid(LOSS_PARTS, B);
+    launch_behind(kernel, grid, 1024, 0, sums, dout, out, target, x, levels, o, factor, HW, C, Cout);
+    // In a second launch, the sum over each image's LOSS_PARTS blocks, in their order
     each(B, [=] __device__(size_t b) {
         double sum = 0;
         for (int k = 0; k < LOSS_PARTS; k++) sum += sums[b * LOSS_PARTS + k];
@@ -6922,14 +7057,17 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
     });
 }
 
-// sums (B, LOSS_PARTS): each block's part of D, an image's squared distance. grid (LOSS_PARTS, B)
-// The loss and its slope depend on all of D. So three launches follow each other: D, the slope, the gradient.
+// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2, so its
+// gradient is slope (out - target) with one slope for the image, which depends on the whole distance (tuning_loss). So
+// three launches follow each other: the distance (this kernel), the slope, the gradient.
+// grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
     const size_t first = (size_t)blockIdx.y * n;
     const float x0_out = levels[blockIdx.y].x0_out;
     double sum = 0;
     for (int i = blockIdx.x * 1024 + threadIdx.x; i < n; i += LOSS_PARTS * 1024) {
+        // Student and teacher differ by this much in what they say about x0.
         const float d = x0_out * (out[first + i] - target[first + i]);
         sum += (double)d * d;
     }
@@ -6939,7 +7077,8 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
 
 static void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
                                          const NoiseLevel* levels, float c, float factor, int B, int n) {
-    double *const sums = (double*)device.workspace, *const slopes = sums + (size_t)B * LOSS_PARTS;
+    double* const sums = (double*)device.workspace;
+    double* const slopes = sums + (size_t)B * LOSS_PARTS;
     launch_behind(tuning_distance_kernel, dim3(LOSS_PARTS, B), 1024, 0, sums, out, target, levels, n);
     each(B, [=] __device__(size_t b) {
         double distance = 0;
@@ -6948,56 +7087,74 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
         loss[b] = l.value;
         slopes[b] = factor * l.slope;
     });
-    each((size_t)B * n, [=] __device__(size_t i) { dout[i] = (float)slopes[i / n] * (out[i] - target[i]); });
+    each((size_t)B * n, [=] __device__(size_t i) {
+        const float slope = (float)slopes[i / n];
+        dout[i] = slope * (out[i] - target[i]);
+    });
 }
 
 // t (B) = what the network is told in step *k, which lies on the device: a captured graph then works for every step.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
-    each(B, [=] __device__(size_t b) { t[b] = steps[*k].t; });
+    each(B, [=] __device__(size_t b) {
+        const SamplerStep& s = steps[*k];
+        t[b] = s.t;
+    });
 }
 
-// What the network says about x0 at element e of image b, of n elements to an image. *at becomes the element's place in
-// out, whose pixels have Cout channels. With guidance, the second half of out has the answers without a class.
-INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, const float* x, const float* out, int b, int e,
-                          int B, int n, int C, int Cout, size_t* at) {
-    const int p = e / C;
-    *at = ((size_t)b * (n / C) + p) * Cout + e - p * C;
-    float v = out[*at];
-    if (d.guided) {
-        const float unconditional = out[*at + (size_t)B * (n / C) * Cout];
-        v = unconditional + d.guidance * (v - unconditional);
+// What a sampler's step reads, of n elements to an image: x (B, HW, C), and out, the network's answer, whose pixels have
+// Cout channels. With guidance, the second half of out has the answers without a class.
+struct SamplerView {
+    const float *x, *out;
+    int B, n, C, Cout;
+
+    // Where element e of image b lies in out.
+    INLINE size_t place(int b, int e) const {
+        const int p = e / C;
+        return ((size_t)b * (n / C) + p) * Cout + e - p * C;
     }
-    return s.x0_x * x[(size_t)b * n + e] + s.x0_out * v;
-}
+    // What the network says there about x0 = x0_x x + x0_out answer.
+    INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, int b, int e) const {
+        const size_t i = place(b, e);
+        float answer = out[i];
+        if (d.guided) {
+            const float unconditional = out[i + (size_t)B * (n / C) * Cout];
+            answer = unconditional + d.guidance * (answer - unconditional);
+        }
+        return s.x0_x * x[(size_t)b * n + e] + s.x0_out * answer;
+    }
+};
 
 // d.threshold (B) = the rank-th smallest |x0| of each image, a block for an image. Floats that are not negative have
 // the same order as their bits, so it is found 8 bits at a time, from the highest: each of four passes counts how many
 // of the numbers that begin with the known bits go on with each of 256 values, and finds the one that the rank falls
 // into.
 static __global__ void __launch_bounds__(1024)
-    sampler_threshold_kernel(const float* x, const float* out, const SamplerStep* steps, Denoising d, const int64_t* k,
-                             int B, int n, int C, int Cout) {
+    sampler_threshold_kernel(SamplerView view, const SamplerStep* steps, Denoising d, const int64_t* k) {
     __shared__ int count[256];
     __shared__ int left;       // the rank among the numbers that begin with these bits:
     __shared__ uint32_t found; // those that are known
     const SamplerStep s = steps[*k];
+    const int n = view.n;
     if (threadIdx.x == 0) {
         found = 0;
         left = d.rank;
     }
-    for (int shift = 24; shift >= 0; shift -= 8) {
+    for (int shift = 24; shift >= 0; shift -= 8) { // bits shift ... shift + 7 are looked for
         if (threadIdx.x < 256) count[threadIdx.x] = 0;
         __syncthreads();
         const uint32_t known = found;
         for (int e = threadIdx.x; e < n; e += 1024) {
-            size_t at;
-            const uint32_t bits = __float_as_uint(fabsf(predicted_x0(s, d, x, out, blockIdx.x, e, B, n, C, Cout, &at)));
+            const float x0 = view.predicted_x0(s, d, blockIdx.x, e);
+            const uint32_t bits = __float_as_uint(fabsf(x0));
             if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
         }
         __syncthreads();
         if (threadIdx.x == 0) { // the value that the rank falls into: it passes over the counts below it
             int bin = 0;
-            while (left >= count[bin]) left -= count[bin++];
+            while (left >= count[bin]) {
+                left -= count[bin];
+                bin++;
+            }
             found = known << 8 | bin;
         }
         __syncthreads();
@@ -7005,32 +7162,42 @@ static __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) d.threshold[blockIdx.x] = __uint_as_float(found);
 }
 
-// From [-limit, limit] to [-1, 1]. NaN stays NaN.
+// Limits x0 to [-limit, limit], and scales it to [-1, 1]. NaN stays NaN.
 INLINE float limited(float x0, float limit) {
     if (x0 < -limit) x0 = -limit;
     else if (x0 > limit) x0 = limit;
     return x0 / limit;
 }
 
-// A sampler's step in place, after the thresholds if they are wanted. A thread has four elements.
+// A sampler's step in place, after the thresholds if they are wanted. A thread has four elements. With the step's
+// coefficients (SamplerStep), the sampler's memory m, and z standard normal:
+//
+//   x0 = limited(x0_x x + x0_out answer)
+//   x' = next_x x + next_x0 x0 + next_m m + sigma z
+//   m' = m_x x + m_x0 x0
+//
+// With guidance the batch has a second half, which stays a copy of the first.
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
                          RandomKey key, int B, int HW, int C, int Cout) {
     const int n = HW * C;
-    if (denoising.rank >= 0)
-        launch_behind(sampler_threshold_kernel, B, 1024, 0, x, out, steps, denoising, key.step, B, n, C, Cout);
+    const SamplerView view{x, out, B, n, C, Cout};
+    if (denoising.rank >= 0) launch_behind(sampler_threshold_kernel, B, 1024, 0, view, steps, denoising, key.step);
     each_quad(B, n, [=, d = denoising] __device__(int b, int e) {
         const SamplerStep s = steps[*key.step];
+        // Dynamic thresholding (Imagen, Saharia et al. 2022) limits x0 less where the image has larger values.
         const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[b], 1.0f);
         float z[4] = {};
         if (s.sigma > 0) normals(z, random_words(key, e / 4, b));
         for (int k = 0; k < 4 && e + k < n; k++) {
             const size_t i = (size_t)b * n + e + k;
-            size_t at_out;
             const float v = x[i];
-            float x0 = predicted_x0(s, d, x, out, b, e + k, B, n, C, Cout, &at_out);
+            float x0 = view.predicted_x0(s, d, b, e + k);
             if (d.limit) x0 = limited(x0, limit);
-            const bool learned = s.range > 0 && s.sigma > 0;
-            const float sigma = learned ? expf(s.log_sigma + s.range * 0.5f * (out[at_out + C] + 1)) : s.sigma;
+            float sigma = s.sigma;
+            if (s.range > 0 && s.sigma > 0) { // it is learned: the second half of the answer's channels says it
+                const float variance = out[view.place(b, e + k) + C];
+                sigma = expf(s.log_sigma + s.range * 0.5f * (variance + 1));
+            }
             float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
             if (s.next_m != 0) next += s.next_m * d.m[i];
             if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
@@ -7040,7 +7207,10 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
-// Inpainting: what is known is put back, with the noise of this step; then x' = back_x x + back_sigma z (RePaint).
+// Inpainting: where the mask is 0, the image is known, and is put back with the noise of this step:
+//   x = known_x image + known_sigma z
+// Then noise is added to all of x, so that the next step can harmonise both parts (RePaint, Lugmayr et al. 2022):
+//   x' = back_x x + back_sigma z'
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
     each_quad(B, n, [=] __device__(int b, int e) {
@@ -7052,7 +7222,8 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
         normals(back, random_words(back_key, e / 4, b));
         for (int k = 0; k < 4 && e + k < n; k++) {
             const size_t i = (size_t)b * n + e + k;
-            const float now = mask[i] > 0 ? x[i] : s.known_x * image[i] + s.known_sigma * known[k];
+            const float noised = s.known_x * image[i] + s.known_sigma * known[k];
+            const float now = mask[i] > 0 ? x[i] : noised;
             x[i] = s.back_x * now + s.back_sigma * back[k];
             if (guided) x[i + (size_t)B * n] = x[i];
         }
@@ -7778,6 +7949,9 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 //   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
 //   queries q    dout   k    v         dq = dS B1
 //   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
+//
+// Exponentials are powers of 2, which the hardware computes: e^x = 2^(x log2(e)). So kernels keep q k^T undivided as
+// scores, and 1 / sqrt(d) and log2(e) are one factor of the exponent.
 
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
@@ -7788,44 +7962,74 @@ struct AttentionCall {
     int all_heads = B * heads; // of all images together
 };
 
-// One head's rows of a matrix.
+// One head's rows of a matrix. pitch: elements from a row to the next one
 template <class T> struct HeadRows {
     T* p;
     int pitch;
     INLINE T* row(size_t t) const { return p + t * pitch; }
 };
 
-// A block's tile of `rows` rows of one head, from row0 on. index: of the head, b * heads + h. Blocks of a head are
-// neighbours, so that they find its rows in the L2 cache.
+enum { Q_PART, K_PART, V_PART }; // of a pixel's 3C channels in qkv and dqkv
+
+// A block's tile of `rows` rows of one head. Blocks of a head are neighbours, so that they find its rows in the L2
+// cache.
 struct HeadTile {
     const AttentionCall& a;
-    int rows, tiles = ceil_div(a.T, rows), index = blockIdx.x / tiles, row0 = blockIdx.x % tiles * rows;
-    int b = index / a.heads, h = index % a.heads;
+    int rows;
+    int tiles = ceil_div(a.T, rows);      // of a head
+    int index = blockIdx.x / tiles;       // of the head: b * heads + h
+    int row0 = blockIdx.x % tiles * rows; // the first row
+    int b = index / a.heads;
+    int h = index % a.heads;
 
-    // The head's rows of q, k or v (which: 0, 1, 2), and of out.
-    template <class T> INLINE HeadRows<T> of_qkv(const act* qkv, int which) const {
-        return {(T*)qkv + (size_t)b * a.T * 3 * a.C + which * a.C + h * a.d, 3 * a.C};
+    // Where row t of the head has its SoftmaxRow and its D, of (B, heads, T).
+    INLINE size_t row_index(int t) const { return (size_t)index * a.T + t; }
+    // The head's rows of one part of qkv or dqkv, and of out or dout.
+    template <class T> INLINE HeadRows<T> of_qkv(const act* qkv, int part) const {
+        return {(T*)qkv + (size_t)b * a.T * 3 * a.C + part * a.C + h * a.d, 3 * a.C};
     }
     template <class T> INLINE HeadRows<T> of_out(const act* out) const {
         return {(T*)out + (size_t)b * a.T * a.C + h * a.d, a.C};
     }
 };
 
-// Shared memory (ROWS, PITCH) = the rows from row0 on of one head, by cp.async, with zeros beyond T and d.
+// The operands of the portable backward kernels, as the table above has them. keys: the block owns keys.
+template <class T> struct BackwardOperands {
+    HeadRows<const T> A1, A2, B1, B2;
+    INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool keys) {
+        const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
+        const auto dout = tile.of_out<const T>(a.dout);
+        A1 = tile.of_qkv<const T>(a.qkv, keys ? K_PART : Q_PART);
+        B1 = tile.of_qkv<const T>(a.qkv, keys ? Q_PART : K_PART);
+        A2 = keys ? v : dout;
+        B2 = keys ? dout : v;
+    }
+};
+
+// Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH), by cp.async. Zeros stand for
+// what lies beyond T rows and d columns. A thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row.
 template <class Tile, int ROWS, class T>
 INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionCall& a) {
-    constexpr int PIECES = Tile::DP / VEC<T>, ROWS_AT_ONCE = Tile::THREADS / PIECES;
-    const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES * VEC<T>;
+    constexpr int PIECES = Tile::DIM / VEC<T>; // of a row
+    constexpr int ROWS_AT_ONCE = Tile::THREADS / PIECES;
+    const int r = threadIdx.x / PIECES;          // this thread's first row
+    const int c = threadIdx.x % PIECES * VEC<T>; // its first column
     const T* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
-    to += r * Tile::PITCH + c;
+    to += r * Tile::PITCH + c; // where it goes
     if (a.d % VEC<T> == 0) {
-        const int left = c < a.d ? a.T - row0 - r : 0;
-        UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
-            copy_async_16(to + i * Tile::PITCH, piece, i < left);
-    } else { // such heads begin at any address
-        NO_UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE, piece += ROWS_AT_ONCE * from.pitch)
-            NO_UNROLL_FOR (int k = 0; k < VEC<T>; k++)
-                to[i * Tile::PITCH + k] = row0 + r + i < a.T && c + k < a.d ? piece[k] : (T)0.0f;
+        const int rows_left = c < a.d ? a.T - row0 - r : 0;
+        UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
+            copy_async_16(to + i * Tile::PITCH, piece, i < rows_left);
+            piece += ROWS_AT_ONCE * from.pitch;
+        }
+    } else { // Such heads do not begin at multiples of 16 bytes, so elements are copied one by one.
+        NO_UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
+            NO_UNROLL_FOR (int k = 0; k < VEC<T>; k++) {
+                const bool inside = row0 + r + i < a.T && c + k < a.d;
+                to[i * Tile::PITCH + k] = inside ? piece[k] : (T)0.0f;
+            }
+            piece += ROWS_AT_ONCE * from.pitch;
+        }
     }
 }
 
@@ -7844,162 +8048,300 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 //   that ldmatrix reads at once lie in different banks.
 // Costs: 2 products of T x T x d forward; 7 backward, since owners of queries and of keys each compute S and dP.
 
-// DIM = d, padded with zeros. A warp owns 16 MT rows: with MT = 2 what it reads of the streamed rows serves twice. They
-// come N at a time and are multiplied SUB at a time. KEEP: own fragments stay in registers. BLOCKS: on a
-// multiprocessor.
-template <class T_, int DIM, int MT_, bool KEEP_> struct AttentionTile {
+// Rows that stream past at a time. The longer the rows are, the fewer fit into shared memory.
+constexpr int attention_streamed_rows(int row_bytes, int MT) {
+    if (row_bytes > 256) return 16;
+    if (row_bytes > 128) return 32;
+    if (row_bytes > 64 || MT == 1) return 64;
+    return 128;
+}
+// Blocks of a multiprocessor, by the registers that a thread needs: for its warp's 16 MT rows of row_bytes each.
+constexpr int attention_forward_blocks(int row_bytes, int MT) {
+    if (row_bytes > 128) return 1;
+    if (row_bytes * MT <= 64) return 6;
+    return MT == 1 ? 4 : 3;
+}
+constexpr int attention_backward_blocks(int row_bytes, int MT) {
+    if (row_bytes > 128) return 1;
+    if (row_bytes * MT <= 64) return 4;
+    return row_bytes * MT <= 128 ? 3 : 2;
+}
+
+template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
-    static constexpr int DP = DIM, MT = MT_, KEEP = KEEP_, V = VEC<T>, P = PARTS<T>, BYTES = DP * sizeof(T);
-    static constexpr int WARPS = BYTES > 256 ? 2 : 4, THREADS = 32 * WARPS, WARP_ROWS = 16 * MT, M = WARPS * WARP_ROWS;
-    static constexpr int N = BYTES > 256 ? 16 : BYTES > 128 ? 32 : BYTES > 64 || MT == 1 ? 64 : 128;
-    static constexpr int SUB = N > 32 ? 32 : N, NT = SUB / 8;
-    static constexpr int PITCH = DP + V, OWN = M * PITCH, STREAMED = N * PITCH;
-    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T),
-                         BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + 6 * N * 4;
-    static constexpr int FORWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 6 : MT == 1 ? 4 : 3;
-    static constexpr int BACKWARD_BLOCKS = BYTES > 128 ? 1 : BYTES* MT <= 64 ? 4 : BYTES* MT <= 128 ? 3 : 2;
+    static constexpr int DIM = DIM_; // d, padded with zeros
+    static constexpr int ROW_BYTES = DIM * sizeof(T);
+    static constexpr int V = VEC<T>;
+    static constexpr int PARTS = ::PARTS<T>; // 2: floats are multiplied as two fp16 numbers
+    static constexpr bool KEEP = KEEP_;      // fragments of own rows stay in registers; else they are read each time
+    // Own rows. A warp owns 16 MT of them. With MT = 2, what it reads of the streamed rows serves twice.
+    static constexpr int MT = MT_;
+    static constexpr int WARP_ROWS = 16 * MT;
+    static constexpr int WARPS = ROW_BYTES > 256 ? 2 : 4;
+    static constexpr int THREADS = 32 * WARPS;
+    static constexpr int M = WARPS * WARP_ROWS;
+    // Streamed rows come N at a time. They are multiplied SUB at a time, which gives NT tiles of 8 columns.
+    static constexpr int N = attention_streamed_rows(ROW_BYTES, MT);
+    static constexpr int SUB = std::min(N, 32);
+    static constexpr int NT = SUB / 8;
+    // Shared memory, in elements and in bytes. Forward: own rows; k and v in two stages. Backward: twice the own rows;
+    // B1 and B2 in two stages, and, if queries stream, their SoftmaxRow and D.
+    static constexpr int PITCH = DIM + V; // of a row
+    static constexpr int OWN = M * PITCH;
+    static constexpr int STREAMED = N * PITCH;
+    static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T);
+    static constexpr int QUERY_VALUES = 3 * N; // floats of a stage: the rows' two and D
+    static constexpr int QUERY_BYTES = 2 * QUERY_VALUES * sizeof(float);
+    static constexpr int BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + QUERY_BYTES;
+    static constexpr int FORWARD_BLOCKS = attention_forward_blocks(ROW_BYTES, MT);
+    static constexpr int BACKWARD_BLOCKS = attention_backward_blocks(ROW_BYTES, MT);
 };
 
-// A warp's own rows of one operand, as A fragments.
-template <class Tile> struct OwnRows {
-    const typename Tile::T* rows; // this lane's row of the first fragment
-    uint32_t kept[Tile::KEEP ? Tile::DP / 16 : 1][Tile::MT][4 * Tile::P];
-    float scale[Tile::KEEP ? Tile::DP / 16 : 1];
+// The first of a warp's own rows, of the block's
+template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WARP_ROWS; }
 
+// What a block's shared memory and a warp's registers hold, for MT = 1 and four warps (forward):
+//
+//     own rows (M, PITCH)        stage 0         stage 1              registers of warp 1
+//   [ q of warp 0: 16 rows ]   [ k: N rows ]   [ k: N rows ]        q      16 x d     OwnRows (KEEP)
+//   [ q of warp 1          ]   [ v: N rows ]   [ v: N rows ]        S, P   16 x SUB   Scores
+//   [ q of warp 2          ]    multiplied      being loaded        out    16 x d     Sums
+//   [ q of warp 3          ]                                        top, sum of 16 rows
+
+// A warp's own rows of one operand, as A fragments: kept[k][m] has columns 16 k ... 16 k + 15 of the rows 16 m ...
+// 16 m + 15. Without KEEP there is one slot for all k, which is read again for each product.
+template <class Tile> struct OwnRows {
+    static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
+    const typename Tile::T* rows; // where this lane's addresses for ldmatrix begin
+    uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
+    float scale[SLOTS]; // what undoes the scale of floats' parts
+
+    // own: the block's rows in shared memory
     __device__ void load(const typename Tile::T* own) {
         const int lane = threadIdx.x % 32;
-        rows = own + (threadIdx.x / 32 * Tile::WARP_ROWS + lane % 16) * Tile::PITCH + lane / 16 * Tile::V;
-        if (Tile::KEEP)
-            UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) read(k);
+        const int row = warp_row<Tile>() + lane % 16;
+        rows = own + row * Tile::PITCH + lane / 16 * Tile::V;
+        if (!Tile::KEEP) return;
+        UNROLL_FOR (int k = 0; k < SLOTS; k++) {
+            read(k);
+        }
     }
+    // Reads the columns 16 k ... 16 k + 15.
     __device__ void read(int k) {
         const int slot = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::P; h++) { // 16 bytes of rows 0-7, of 8-15, then the next 16
+            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // 16 bytes of rows 0-7, of 8-15, then the next 16
                 uint32_t* const a = kept[slot][m] + 4 * h;
-                ldmatrix(a, a + 2, shared_address(rows + 16 * m * Tile::PITCH + 16 * k + 8 * h));
+                const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
+                ldmatrix(a, a + 2, shared_address(from));
                 // A float's fragment comes in two halves, each with the order of k that take_apart expects.
-                if (Tile::P == 2) std::swap(a[1], a[2]);
+                if (Tile::PARTS == 2) std::swap(a[1], a[2]);
             }
         scale[slot] = take_apart<typename Tile::T>(kept[slot]);
     }
 };
 
-// c (16 MT x 8 NT) += own rows times streamed rows [n0, n0 + 8 NT) transposed
+// A warp's results, as mma.sync leaves them: tiles of 16 rows x 8 columns. Of a tile [m][n] a thread has the columns 2q
+// and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]), with g = lane / 4 and q = lane % 4.
+// Scores: S, P, dP or dS of SUB streamed rows. Sums: what becomes of a warp's own rows in 8 CT columns of d.
+template <class Tile> using Scores = float[Tile::MT][Tile::NT][4];
+template <class Tile, int CT> using Sums = float[Tile::MT][CT][4];
+
+// scores += own rows times the streamed rows n0 ... n0 + SUB - 1 transposed, as S = q k^T
 template <class Tile, class T>
-INLINE void multiply_transposed(float (&c)[Tile::MT][Tile::NT][4], OwnRows<Tile>& own, const T* streamed, int n0) {
+INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const T* streamed, int n0) {
     const int lane = threadIdx.x % 32;
-    streamed += (n0 + lane / 16 * 8 + lane % 8) * Tile::PITCH + lane / 8 % 2 * Tile::V;
-    UNROLL_FOR (int k = 0; k < Tile::DP / 16; k++) {
+    const int row = n0 + lane / 16 * 8 + lane % 8; // whose address this lane gives to ldmatrix
+    streamed += row * Tile::PITCH + lane / 8 % 2 * Tile::V;
+    UNROLL_FOR (int k = 0; k < Tile::DIM / 16; k++) {
         const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
-        uint32_t b[Tile::NT][2 * Tile::P];
+        uint32_t b[Tile::NT][2 * Tile::PARTS];
         // Each ldmatrix takes four matrices of 8 rows x 16 bytes: two beside each other, and the same of the next 8
         // rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
-            UNROLL_FOR (int h = 0; h < Tile::P; h++)
-                ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h,
-                         shared_address(streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h));
+            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) {
+                const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
+                ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h, shared_address(from));
+            }
         const float scale = own.scale[slot] * take_apart<T>(b);
-        multiply<T, Tile::MT, Tile::NT>(c[0], Tile::NT, 1, own.kept[slot], b, scale);
+        multiply<T, Tile::MT, Tile::NT>(scores[0], Tile::NT, 1, own.kept[slot], b, scale);
     }
 }
 
-// acc (16 MT x 8 CT) += p (16 MT x 8 NT), rounded to T, times streamed rows from n0 on, columns [c0, c0 + 8 CT)
-template <class Tile, int CT, class T>
-INLINE void multiply_add(float (&acc)[Tile::MT][CT][4], const float (&p)[Tile::MT][Tile::NT][4], const T* streamed,
-                         int n0, int c0) {
-    constexpr int P = Tile::P, AT_ONCE = 4;
-    const int lane = threadIdx.x % 32;
-    const uint32_t lane_address = P == 1
-                                      ? shared_address(streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8)
-                                      : shared_address(streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4);
-    UNROLL_FOR (int k = 0; k < Tile::NT / 2; k++) {
-        uint32_t a[Tile::MT][4 * P];
-        UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int i = 0; i < 4; i++) {
-                const float v = p[m][2 * k + i / 2][i % 2 * 2], w = p[m][2 * k + i / 2][i % 2 * 2 + 1];
-                if constexpr (P == 1) a[m][i] = pack_bf16(v, w);
-                else {
-                    a[m][P * i] = __float_as_uint(v);
-                    a[m][P * i + 1] = __float_as_uint(w);
-                }
+// a = the columns 16 k ... 16 k + 15 of p, as A fragments. They need no exchange between lanes. bf16 are rounded;
+// floats stay, in the order that take_apart expects.
+template <class Tile, int REGISTERS>
+INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
+    UNROLL_FOR (int m = 0; m < Tile::MT; m++)
+        UNROLL_FOR (int i = 0; i < 4; i++) { // rows g, g + 8 of the first 8 columns, then of the next 8
+            const float* const two = p[m][2 * k + i / 2] + i % 2 * 2;
+            if constexpr (Tile::PARTS == 1) {
+                a[m][i] = pack_bf16(two[0], two[1]);
+            } else {
+                a[m][2 * i] = __float_as_uint(two[0]);
+                a[m][2 * i + 1] = __float_as_uint(two[1]);
             }
+        }
+}
+
+// sums += p, rounded to T, times the streamed rows from n0 on, columns c0 ... c0 + 8 CT - 1, as out += P v
+template <class Tile, int CT, class T>
+INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
+    constexpr int PARTS = Tile::PARTS;
+    constexpr int AT_ONCE = 4; // tiles of 8 columns
+    const int lane = threadIdx.x % 32;
+    const T* lane_rows; // what this lane reads first: for bf16 the address that it gives to ldmatrix
+    if (PARTS == 1) lane_rows = streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
+    else lane_rows = streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4;
+    const uint32_t lane_address = shared_address(lane_rows);
+    UNROLL_FOR (int k = 0; k < Tile::NT / 2; k++) {
+        uint32_t a[Tile::MT][4 * PARTS];
+        load_fragments<Tile>(a, p, k);
         const float a_scale = take_apart<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
-            uint32_t b[AT_ONCE][2 * P];
+            // The streamed rows 16 k ... 16 k + 15, as B fragments. For bf16 one ldmatrix brings two of them.
+            uint32_t b[AT_ONCE][2 * PARTS];
             UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
-                const uint32_t from = lane_address + (16 * k * Tile::PITCH + 8 * (n + i)) * sizeof(T);
-                if constexpr (P == 1) {
+                const int offset = 16 * k * Tile::PITCH + 8 * (n + i);
+                const uint32_t from = lane_address + offset * sizeof(T);
+                if constexpr (PARTS == 1) {
                     if (i % 2 == 0) ldmatrix_trans(b[i], b[i + 1], from);
-                } else
-                    UNROLL_FOR (int r = 0; r < 4; r++)
-                        b[i][r] = __float_as_uint(load_float(from + (r / 2 * 8 + r % 2) * Tile::PITCH * 4));
+                } else {
+                    UNROLL_FOR (int r = 0; r < 4; r++) { // rows 2q, 2q + 1, 2q + 8, 2q + 9
+                        const int row = r / 2 * 8 + r % 2;
+                        const float v = load_float(from + row * Tile::PITCH * 4);
+                        b[i][r] = __float_as_uint(v);
+                    }
+                }
             }
             const float scale = a_scale * take_apart<T>(b);
-            multiply<T, Tile::MT, AT_ONCE>(acc[0] + n, CT, 1, a, b, scale);
+            multiply<T, Tile::MT, AT_ONCE>(sums[0] + n, CT, 1, a, b, scale);
         }
     }
 }
 
-// Writes a warp's rows factor * acc to columns [c0, c0 + 8 CT) of a head: wide, through its own rows of shared memory.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
+
+// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's own rows. They go through the shared memory of these
+// rows, which nobody else reads, so that 16 bytes at a time are written to memory.
 template <class Tile, int CT, class T>
-INLINE void store_rows(const HeadRows<T>& to, T* own, const float (&acc)[Tile::MT][CT][4], const HeadTile& tile, int c0,
+INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums, const HeadTile& tile, int c0,
                        float factor = 1) {
-    constexpr int V = Tile::V, PIECES = 8 * CT / V;
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * Tile::WARP_ROWS;
-    T* mine = own + first * Tile::PITCH;
+    constexpr int V = Tile::V;
+    constexpr int PIECES = 8 * CT / V; // of a row
+    const int lane = threadIdx.x % 32;
+    const int first = warp_row<Tile>();
+    T* warp_rows = own + first * Tile::PITCH;
+    // 1. Each lane rounds its results and puts them, in pairs, into the warp's rows.
     __syncwarp();
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
-            UNROLL_FOR (int r = 0; r < 2; r++)
-                store_two(mine + (16 * m + 8 * r + lane / 4) * Tile::PITCH + 8 * n + lane % 4 * 2,
-                          factor * acc[m][n][2 * r], factor * acc[m][n][2 * r + 1]);
+            UNROLL_FOR (int r = 0; r < 2; r++) {
+                const int row = 16 * m + 8 * r + lane / 4;
+                const int column = 8 * n + lane % 4 * 2;
+                const float* const two = sums[m][n] + 2 * r;
+                store_two(warp_rows + row * Tile::PITCH + column, factor * two[0], factor * two[1]);
+            }
+    // 2. Each lane stores whole pieces. Heads with an odd d do not begin at multiples of 16 bytes.
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
-        const int r = i / PIECES, c = i % PIECES * V, t = tile.row0 + first + r;
+        const int r = i / PIECES;
+        const int c = i % PIECES * V;
+        const int t = tile.row0 + first + r;
         if (t >= tile.a.T || c0 + c >= tile.a.d) continue;
-        T* o = to.row(t) + c0 + c;
-        if (tile.a.d % V == 0) *(uint4*)o = *(const uint4*)(mine + r * Tile::PITCH + c);
+        const T* piece = warp_rows + r * Tile::PITCH + c;
+        T* place = to.row(t) + c0 + c;
+        if (tile.a.d % V == 0) *(uint4*)place = *(const uint4*)piece;
         else
-            for (int k = 0; k < V && c0 + c + k < tile.a.d; k++) o[k] = mine[r * Tile::PITCH + c + k];
+            for (int k = 0; k < V && c0 + c + k < tile.a.d; k++) {
+                place[k] = piece[k];
+            }
     }
 }
 
-// Scores in columns from `valid` on become -infinity.
-template <class Tile> INLINE void mask_columns(float (&p)[Tile::MT][Tile::NT][4], int valid) {
+// Scores in columns from `valid` on, of rows beyond T, become -infinity, so that their P is 0.
+template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) {
     if (valid >= Tile::SUB) return;
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < Tile::NT; n++)
-            UNROLL_FOR (int i = 0; i < 4; i++)
-                if (8 * n + (int)threadIdx.x % 4 * 2 + i % 2 >= valid) p[m][n][i] = -INFINITY;
+            UNROLL_FOR (int i = 0; i < 4; i++) {
+                const int column = 8 * n + (int)threadIdx.x % 4 * 2 + i % 2;
+                if (column >= valid) scores[m][n][i] = -INFINITY;
+            }
 }
 
-// grid (B * heads * tiles of T). Per stage: 1. S of own queries and streamed keys; 2. the softmax of its rows so far;
-// 3. out += P v.
+// The softmax over the scores that a thread's rows have met so far (FlashAttention, algorithm 1). New scores S come:
+//   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
+//   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
+// scale: log2(e) / sqrt(d). [m][0], [m][1]: of rows g and g + 8 of tile m
+template <class Tile> struct RunningSoftmax {
+    float top[Tile::MT][2];
+    float sum[Tile::MT][2] = {}; // over this thread's columns alone
+
+    INLINE RunningSoftmax() {
+        for (auto& rows : top) {
+            rows[0] = -INFINITY;
+            rows[1] = -INFINITY;
+        }
+    }
+    template <int CT> INLINE void add(Scores<Tile>& p, Sums<Tile, CT>& out, float scale) {
+        constexpr int NT = Tile::NT;
+        UNROLL_FOR (int m = 0; m < Tile::MT; m++)
+            UNROLL_FOR (int r = 0; r < 2; r++) {
+                float lane_top = top[m][r];
+                UNROLL_FOR (int n = 0; n < NT; n++) {
+                    const float higher = fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]);
+                    lane_top = fmaxf(lane_top, higher);
+                }
+                const float highest = lane_max<1, 2>(lane_top); // over the four lanes that share the row
+                const float shrink = exp2_fast((top[m][r] - highest) * scale);
+                top[m][r] = highest;
+                sum[m][r] *= shrink;
+                UNROLL_FOR (int n = 0; n < CT; n++) {
+                    out[m][n][2 * r] *= shrink;
+                    out[m][n][2 * r + 1] *= shrink;
+                }
+                // First the difference, then the scale: a large score times scale would be rounded more.
+                UNROLL_FOR (int n = 0; n < NT; n++)
+                    UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
+                        p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
+                        sum[m][r] += p[m][n][i];
+                    }
+            }
+    }
+};
+
+// grid (B * heads * tiles of T): a block has M queries of one head, a warp 16 MT of them.
+// Shared memory: the block's queries; two stages, each with N keys and N values. For each stage:
+//   1. the next stage's copies begin
+//   2. S = q k^T of SUB keys      3. their softmax: P      4. out += P v
+// In the end each row of out is divided by its sum of P.
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     attention_forward_kernel(AttentionCall a) {
-    constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, CT = Tile::DP / 8;
+    constexpr int N = Tile::N, MT = Tile::MT;
+    constexpr int CT = Tile::DIM / 8; // tiles of 8 columns of out
     extern __shared__ __align__(128) uint4 shared_memory[];
-    T *own = (T*)shared_memory, *streamed = own + Tile::OWN; // stage i: k at 2 i, v at 2 i + 1
+    T* own = (T*)shared_memory;
+    T* streamed = own + Tile::OWN; // stage i: keys at 2 i, values at 2 i + 1
     const HeadTile tile{a, Tile::M};
     const int lane = threadIdx.x % 32;
-    const auto k = tile.of_qkv<const T>(a.qkv, 1), v = tile.of_qkv<const T>(a.qkv, 2);
-    const float scale = LOG2E * rsqrtf((float)a.d); // exponentials are powers of 2
+    const auto k = tile.of_qkv<const T>(a.qkv, K_PART);
+    const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
+    const float scale = LOG2E * rsqrtf((float)a.d);
+    // Starts the copies of the keys and values from row `first` on.
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, a);
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own, tile.of_qkv<const T>(a.qkv, 0), tile.row0, a);
+    load_rows<Tile, Tile::M>(own, tile.of_qkv<const T>(a.qkv, Q_PART), tile.row0, a);
     load_stage(0, 0);
     OwnRows<Tile> q;
-    float o[MT][CT][4] = {};
-    float top[MT][2], sum[MT][2] = {}; // of a thread's two rows of each fragment, g and g + 8: highest score, sum of P
-    for (auto& t : top) t[0] = t[1] = -INFINITY;
+    Sums<Tile, CT> out = {};
+    RunningSoftmax<Tile> softmax;
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
@@ -8007,85 +8349,90 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         if (first == 0) q.load(own);
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
+        const T* values = keys + Tile::STREAMED;
         NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
-            float p[MT][NT][4] = {};
+            Scores<Tile> p = {}; // S, and then P
             multiply_transposed<Tile>(p, q, keys, sub);
             mask_columns<Tile>(p, a.T - first - sub);
-            UNROLL_FOR (int m = 0; m < MT; m++)
-                UNROLL_FOR (int r = 0; r < 2; r++) {
-                    float highest = top[m][r];
-                    UNROLL_FOR (int n = 0; n < NT; n++)
-                        highest = fmaxf(highest, fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
-                    highest = lane_max<1, 2>(highest);
-                    const float shrink = exp2_fast((top[m][r] - highest) * scale);
-                    top[m][r] = highest;
-                    sum[m][r] *= shrink;
-                    UNROLL_FOR (int n = 0; n < CT; n++) {
-                        o[m][n][2 * r] *= shrink;
-                        o[m][n][2 * r + 1] *= shrink;
-                    }
-                    // First the difference, then the scale: a large score times scale would be rounded more.
-                    UNROLL_FOR (int n = 0; n < NT; n++)
-                        UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
-                            p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
-                            sum[m][r] += p[m][n][i];
-                        }
-                }
-            multiply_add<Tile, CT>(o, p, keys + Tile::STREAMED, sub, 0);
+            softmax.add(p, out, scale);
+            multiply_add<Tile, CT>(out, p, values, sub, 0);
         }
     }
+    // out / sum, and what the backward pass needs of each row. Four lanes have a row's columns, and its sum in parts.
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
-            const float total = lane_sum<1, 2>(sum[m][r]), factor = 1 / total;
-            const int t = tile.row0 + threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4;
-            if (lane % 4 == 0 && t < a.T) a.rows[(size_t)tile.index * a.T + t] = SoftmaxRow{top[m][r], log2f(total)};
+            const float total = lane_sum<1, 2>(softmax.sum[m][r]);
+            const float factor = 1 / total;
+            const int t = tile.row0 + warp_row<Tile>() + 16 * m + 8 * r + lane / 4;
+            if (lane % 4 == 0 && t < a.T) a.rows[tile.row_index(t)] = SoftmaxRow{softmax.top[m][r], log2f(total)};
             UNROLL_FOR (int n = 0; n < CT; n++) {
-                o[m][n][2 * r] *= factor;
-                o[m][n][2 * r + 1] *= factor;
+                out[m][n][2 * r] *= factor;
+                out[m][n][2 * r + 1] *= factor;
             }
         }
-    store_rows<Tile, CT>(tile.of_out<T>(a.to), own, o, tile, 0);
+    store_rows<Tile, CT>(tile.of_out<T>(a.to), own, out, tile, 0);
 }
 
-// D of a row: dout * out, summed by four lanes, which all get it.
+// D of a row, rowsum(dout * out): summed by four lanes, which all get it.
 template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
     const int lane = threadIdx.x % 4;
-    if (d % VEC<T> == 0) {
+    if (d % VEC<T> == 0) { // in pieces of 16 bytes
         NO_UNROLL_FOR (int c = lane * VEC<T>; c < d; c += 4 * VEC<T>) {
-            float a[VEC<T>], o[VEC<T>];
-            unpack(a, load16(dout + c));
-            unpack(o, load16(out + c));
-            UNROLL_FOR (int i = 0; i < VEC<T>; i++) sum += a[i] * o[i];
+            float x[VEC<T>], y[VEC<T>];
+            unpack(x, load16(dout + c));
+            unpack(y, load16(out + c));
+            UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
+                sum += x[i] * y[i];
+            }
         }
     } else
-        NO_UNROLL_FOR (int c = lane; c < d; c += 4) sum += (float)dout[c] * (float)out[c];
+        NO_UNROLL_FOR (int c = lane; c < d; c += 4) {
+            sum += (float)dout[c] * (float)out[c];
+        }
     return lane_sum<1, 2>(sum);
 }
 
-// D (B, heads, T); grid (B * heads * T / 64)
+// D (B, heads, T); grid (B * heads * T / 64): a block has 64 rows of a head, four threads each of them.
 template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, AttentionCall a) {
     const HeadTile tile{a, 64};
-    const int t = tile.row0 + threadIdx.x / 4, row = min(t, a.T - 1);
+    const int t = tile.row0 + threadIdx.x / 4;
+    const int row = min(t, a.T - 1); // threads beyond T must take part in row_dot's sum
     await_previous_kernel();
-    const float dot = row_dot(tile.of_out<const T>(a.dout).row(row), tile.of_out<const T>(a.out).row(row), a.d);
-    if (threadIdx.x % 4 == 0 && t < a.T) D[(size_t)tile.index * a.T + t] = dot;
+    const auto dout = tile.of_out<const T>(a.dout);
+    const auto out = tile.of_out<const T>(a.out);
+    const float dot = row_dot(dout.row(row), out.row(row), a.d);
+    if (threadIdx.x % 4 == 0 && t < a.T) D[tile.row_index(t)] = dot;
 }
 
-constexpr int SHORT_T = 64; // up to this T blocks compute D themselves; else a kernel does it before them
+// Up to this T blocks compute D of all queries themselves, in shared memory; else attention_dots_kernel does it before
+// them. D of rows beyond T is the last row's.
+constexpr int SHORT_T = 64;
+template <class T, int THREADS> INLINE void compute_dots(float* D, const HeadTile& tile, const AttentionCall& a) {
+    const auto dout = tile.of_out<const T>(a.dout);
+    const auto out = tile.of_out<const T>(a.out);
+    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += THREADS / 4) { // four threads to a row
+        const int row = min(i, a.T - 1);
+        const float dot = row_dot(dout.row(row), out.row(row), a.d);
+        if (threadIdx.x % 4 == 0) D[i] = dot;
+    }
+    __syncthreads();
+}
 
-// What a query's row of P and dS is made of.
+// What a query's row of P and dS is made of: its SoftmaxRow and D.
 struct Query {
     float top, log_sum, D;
 };
 
-// Scores p become P = exp2((p - top) scale2 - log_sum), and dP in ds becomes dS = P (dP - D). own: a warp's queries;
-// where keys own (KEYS), rows and dots are those of the streamed queries, which are columns here.
+// Scores p become P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum), and dP in ds becomes
+//   dS = P (dP - D)
+// Who owns queries has them as rows (own: of this thread's rows g and g + 8 of each tile). Who owns keys (KEYS) has the
+// streamed queries as columns, whose values lie in shared memory: rows (SUB, 2) and dots (SUB).
 template <class Tile, bool KEYS>
-INLINE void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile::MT][Tile::NT][4],
-                             const Query (&own)[Tile::MT][2], const float* rows, const float* dots, float scale2) {
+INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own)[Tile::MT][2], const float* rows,
+                             const float* dots, float scale2) {
     UNROLL_FOR (int n = 0; n < Tile::NT; n++) {
-        Query columns[2];
+        Query columns[2]; // of this thread's two columns
         const int c = 8 * n + threadIdx.x % 4 * 2;
         if (KEYS) {
             const float4 two = *(const float4*)(rows + 2 * c);
@@ -8096,97 +8443,108 @@ INLINE void softmax_gradient(float (&p)[Tile::MT][Tile::NT][4], float (&ds)[Tile
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int i = 0; i < 4; i++) {
                 const Query& query = KEYS ? columns[i % 2] : own[m][i / 2];
-                p[m][n][i] = exp2_fast((p[m][n][i] - query.top) * scale2 - query.log_sum);
-                ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - query.D);
+                const float P = exp2_fast((p[m][n][i] - query.top) * scale2 - query.log_sum);
+                p[m][n][i] = P;
+                ds[m][n][i] = P * (ds[m][n][i] - query.D);
             }
     }
 }
 
 // A block of the backward pass, which owns keys (KEYS) or queries. chunk: which DC columns of their gradients it
-// computes, since heads of more than 128 channels have too many for its registers. Per stage: 1. S and dP of own and
-// streamed rows; 2. P and dS; 3. the gradients of own rows grow.
+// computes, since heads of more than 128 channels have too many for its registers.
+// Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2, and where they are
+// queries, their SoftmaxRow and D. For each stage:
+//   1. the next stage's copies begin
+//   2. S = A1 B1^T and dP = A2 B2^T of SUB streamed rows     3. P and dS
+//   4. the gradients of own rows grow: sum1 += dS B1 (of q or k); for keys also sum2 += P B2 (of v)
 template <class Tile, bool KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
-    constexpr int N = Tile::N, NT = Tile::NT, MT = Tile::MT, DC = Tile::DP > 128 ? 128 : Tile::DP, CT = DC / 8;
+    constexpr int N = Tile::N, MT = Tile::MT;
+    constexpr int DC = std::min(Tile::DIM, 128);
+    constexpr int CT = DC / 8; // tiles of 8 columns
     extern __shared__ __align__(128) uint4 shared_memory[];
-    T *own1 = (T*)shared_memory, *own2 = own1 + Tile::OWN, *streamed = own2 + Tile::OWN;
-    float* row_values = (float*)(streamed + 4 * Tile::STREAMED); // of queries: stage i: rows at 3 i N, D at (3 i + 2) N
+    T* own1 = (T*)shared_memory;
+    T* own2 = own1 + Tile::OWN;
+    T* streamed = own2 + Tile::OWN;                                // stage i: B1 at 2 i, B2 at 2 i + 1
+    float* query_values = (float*)(streamed + 4 * Tile::STREAMED); // of a stage: SoftmaxRow[N], D[N]
     const HeadTile tile{a, Tile::M};
     const int lane = threadIdx.x % 32;
     const bool short_rows = a.T <= SHORT_T;
-    const auto v = tile.of_qkv<const T>(a.qkv, 2), go = tile.of_out<const T>(a.dout),
-               A1 = tile.of_qkv<const T>(a.qkv, KEYS);
-    const auto A2 = KEYS ? v : go, B1 = tile.of_qkv<const T>(a.qkv, !KEYS), B2 = KEYS ? go : v;
-    const SoftmaxRow* const rows = a.rows + (size_t)tile.index * a.T;
-    D += (size_t)tile.index * a.T;
+    const BackwardOperands<T> operands(tile, a, KEYS);
+    const SoftmaxRow* const rows = a.rows + tile.row_index(0);
+    D += tile.row_index(0);
     auto load_stage = [&](int stage, int first) {
-        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, B1, first, a);
-        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, B2, first, a);
-        if (KEYS)
-            for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
-                const int t = min(first + i, a.T - 1);
-                copy_async<8>(row_values + stage * 3 * N + 2 * i, rows + t);
-                if (!short_rows) copy_async<4>(row_values + (stage * 3 + 2) * N + i, D + t);
-            }
+        load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, operands.B1, first, a);
+        load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, operands.B2, first, a);
+        if (!KEYS) return;
+        // The streamed rows are queries: their top, log_sum and D. Beyond T it is the last one's.
+        float* values = query_values + stage * Tile::QUERY_VALUES;
+        for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
+            const int t = min(first + i, a.T - 1);
+            copy_async<8>(values + 2 * i, rows + t);
+            if (!short_rows) copy_async<4>(values + 2 * N + i, D + t);
+        }
     };
     await_previous_kernel();
-    load_rows<Tile, Tile::M>(own1, A1, tile.row0, a);
-    load_rows<Tile, Tile::M>(own2, A2, tile.row0, a);
+    load_rows<Tile, Tile::M>(own1, operands.A1, tile.row0, a);
+    load_rows<Tile, Tile::M>(own2, operands.A2, tile.row0, a);
     load_stage(0, 0);
-    if (short_rows) { // D; of rows beyond T the last one's
-        NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += Tile::THREADS / 4) {
-            const int row = min(i, a.T - 1);
-            const float dot = row_dot(go.row(row), tile.of_out<const T>(a.out).row(row), a.d);
-            if (threadIdx.x % 4 == 0) short_D[i] = dot;
-        }
-        __syncthreads();
-    }
-    Query own[MT][2];
+    if (short_rows) compute_dots<T, Tile::THREADS>(short_D, tile, a);
+    Query own[MT][2]; // this thread's rows g and g + 8 of each tile, if the block owns queries
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
-            const int i = threadIdx.x / 32 * Tile::WARP_ROWS + 16 * m + 8 * r + lane / 4,
-                      t = min(tile.row0 + i, a.T - 1);
+            const int row = tile.row0 + (warp_row<Tile>() + 16 * m + 8 * r + lane / 4);
+            const int t = min(row, a.T - 1);
             own[m][r] = {rows[t].top, rows[t].log_sum, short_rows ? short_D[t] : D[t]};
         }
 
-    const float scale = rsqrtf((float)a.d), scale2 = scale * LOG2E;
+    const float scale = rsqrtf((float)a.d);
+    const float scale2 = scale * LOG2E;
     OwnRows<Tile> a1, a2;
-    float acc1[MT][CT][4] = {}, acc2[KEYS ? MT : 1][CT][4] = {};
+    Sums<Tile, CT> sum1 = {};              // dq or dk, before the division by sqrt(d)
+    float sum2[KEYS ? MT : 1][CT][4] = {}; // dv
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
-        __syncthreads();
+        __syncthreads(); // all threads' copies have arrived, and nobody reads the other stage any more
         if (first == 0) {
             a1.load(own1);
             a2.load(own2);
         }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
-        const T *b1 = streamed + stage * 2 * Tile::STREAMED, *b2 = b1 + Tile::STREAMED;
-        const float *stage_rows = row_values + stage * 3 * N, *dots = short_rows ? short_D + first : stage_rows + 2 * N;
+        const T* b1 = streamed + stage * 2 * Tile::STREAMED;
+        const T* b2 = b1 + Tile::STREAMED;
+        const float* stage_rows = query_values + stage * Tile::QUERY_VALUES;
+        const float* dots = short_rows ? short_D + first : stage_rows + 2 * N;
         NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
-            float p[MT][NT][4] = {}, ds[MT][NT][4] = {};
+            Scores<Tile> p = {};  // S, and then P
+            Scores<Tile> ds = {}; // dP, and then dS
             multiply_transposed<Tile>(p, a1, b1, sub);
             mask_columns<Tile>(p, a.T - first - sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
             softmax_gradient<Tile, KEYS>(p, ds, own, stage_rows + 2 * sub, dots + sub, scale2);
-            if constexpr (KEYS) multiply_add<Tile, CT>(acc2, p, b2, sub, chunk * DC);
-            multiply_add<Tile, CT>(acc1, ds, b1, sub, chunk * DC);
+            if constexpr (KEYS) multiply_add<Tile, CT>(sum2, p, b2, sub, chunk * DC);
+            multiply_add<Tile, CT>(sum1, ds, b1, sub, chunk * DC);
         }
     }
-    store_rows<Tile, CT>(tile.of_qkv<T>(a.to, KEYS), own1, acc1, tile, chunk * DC, scale);
-    if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, 2), own2, acc2, tile, chunk * DC);
+    const auto d_own = tile.of_qkv<T>(a.to, KEYS ? K_PART : Q_PART); // dk or dq
+    store_rows<Tile, CT>(d_own, own1, sum1, tile, chunk * DC, scale);
+    if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
-// grid (B * heads * tiles of T, 1, 2 * chunks of d): keys first, which have more to do
+// grid (B * heads * tiles of T, 1, 2 * chunks of d): blocks that own keys come first, since they have more to do.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
     __shared__ float short_D[SHORT_T];
-    if (blockIdx.z % 2 == 0) attention_backward_rows<Tile, true>(a, D, blockIdx.z / 2, short_D);
-    else attention_backward_rows<Tile, false>(a, D, blockIdx.z / 2, short_D);
+    const bool keys = blockIdx.z % 2 == 0;
+    const int chunk = blockIdx.z / 2;
+    if (keys) attention_backward_rows<Tile, true>(a, D, chunk, short_D);
+    else attention_backward_rows<Tile, false>(a, D, chunk, short_D);
 }
 
-template <class T> static float* launch_attention_dots(const AttentionCall& a) { // D
+// Computes D in the workspace.
+template <class T> static float* launch_attention_dots(const AttentionCall& a) {
     launch(attention_dots_kernel<T>, a.all_heads * ceil_div(a.T, 64), 256, 0, device.workspace, a);
     return (float*)device.workspace;
 }
@@ -8194,91 +8552,130 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_general and attention_backward_general: heads of any size, any GPU
 // Used when: nothing else fits: d > 256 in bf16, d > 128 in fp32.
-// How: a warp owns a row, and a lane 8 columns of what becomes of it; of larger heads, others compute P again.
+// How: a warp owns a row, and each of its lanes 8 columns of what becomes of it. Rows of more than 256 columns are
+//   computed by several warps, each of which computes P anew.
 // Costs: fp32 units; every row reads all the others, from the caches.
 
-constexpr int GENERAL_WARPS = 8, GENERAL_COLUMNS = 8;
+constexpr int GENERAL_WARPS = 8;   // of a block
+constexpr int GENERAL_COLUMNS = 8; // of a lane: 256 of a warp, 32 apart
 
-// The same in all lanes of a warp.
+// a . b, of d elements each. All lanes of a warp take part, and all of them get it.
 template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     float sum = 0;
-    for (int c = threadIdx.x % 32; c < d; c += 32) sum += (float)a[c] * (float)b[c];
+    for (int c = threadIdx.x % 32; c < d; c += 32) {
+        sum += (float)a[c] * (float)b[c];
+    }
     return warp_sum(sum);
 }
 
-// f(i, column) for a lane's columns of d.
+// Calls f(i, c) for this lane's columns c of d; i = 0, 1, ... counts them. blockIdx.y says which 256 columns they are of.
 template <class F> INLINE void each_column(int d, F f) {
-    UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++)
-        if (const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32; c < d) f(i, c);
+    UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++) {
+        const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32;
+        if (c < d) f(i, c);
+    }
 }
 
-// grid (B * heads * tiles of T, chunks of d)
+// grid (B * heads * tiles of T, chunks of d). A warp has one query, and takes the keys one after the other, with the
+// softmax of RunningSoftmax.
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
     const HeadTile tile{a, GENERAL_WARPS};
-    const int row = tile.row0 + threadIdx.x / 32;
+    const int row = tile.row0 + threadIdx.x / 32; // this warp's query
     if (row >= a.T) return;
-    const auto q = tile.of_qkv<const T>(a.qkv, 0), k = tile.of_qkv<const T>(a.qkv, 1),
-               v = tile.of_qkv<const T>(a.qkv, 2);
+    const auto q = tile.of_qkv<const T>(a.qkv, Q_PART);
+    const auto k = tile.of_qkv<const T>(a.qkv, K_PART);
+    const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
     const float scale = LOG2E * rsqrtf((float)a.d);
-    float o[GENERAL_COLUMNS] = {}, top = -INFINITY, sum = 0;
+    float out[GENERAL_COLUMNS] = {}; // P v
+    float top = -INFINITY;           // the highest score so far
+    float sum = 0;                   // of P
     for (int j = 0; j < a.T; j++) {
-        const float S = warp_dot(q.row(row), k.row(j), a.d), highest = fmaxf(top, S);
-        const float shrink = exp2f((top - highest) * scale), P = exp2f((S - highest) * scale);
+        const float S = warp_dot(q.row(row), k.row(j), a.d);
+        const float highest = fmaxf(top, S);
+        // A higher score shrinks what was summed before it.
+        const float shrink = exp2f((top - highest) * scale);
+        const float P = exp2f((S - highest) * scale);
         top = highest;
         sum = sum * shrink + P;
-        each_column(a.d, [&](int i, int c) { o[i] = o[i] * shrink + P * (float)v.row(j)[c]; });
+        each_column(a.d, [&](int i, int c) { // out = shrink out + P v
+            const float value = (float)v.row(j)[c];
+            out[i] = out[i] * shrink + P * value;
+        });
     }
-    each_column(a.d, [&](int i, int c) { tile.of_out<T>(a.to).row(row)[c] = (T)(o[i] / sum); });
-    a.rows[(size_t)tile.index * a.T + row] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
+    // P was not divided by its row's sum yet.
+    T* to = tile.of_out<T>(a.to).row(row);
+    each_column(a.d, [&](int i, int c) { to[c] = (T)(out[i] / sum); });
+    a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
 }
 
-// grid (B * heads * tiles of T, chunks of d, 2): keys, then queries
+// grid (B * heads * tiles of T, chunks of d, 2): keys, then queries. A warp owns one row, and takes the streamed rows
+// one after the other:   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   sum2 += P B2
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     attention_backward_general_kernel(AttentionCall a, const float* D) {
     await_previous_kernel();
     const HeadTile tile{a, GENERAL_WARPS};
-    const int row = tile.row0 + threadIdx.x / 32;
+    const int row = tile.row0 + threadIdx.x / 32; // this warp's key or query
     const bool keys = blockIdx.z == 0;
     if (row >= a.T) return;
-    const auto v = tile.of_qkv<const T>(a.qkv, 2), go = tile.of_out<const T>(a.dout),
-               A1 = tile.of_qkv<const T>(a.qkv, keys);
-    const auto A2 = keys ? v : go, B1 = tile.of_qkv<const T>(a.qkv, !keys), B2 = keys ? go : v;
-    const float scale = rsqrtf((float)a.d), scale2 = LOG2E * scale;
-    float sum1[GENERAL_COLUMNS] = {}, sum2[GENERAL_COLUMNS] = {};
+    const BackwardOperands<T> operands(tile, a, keys);
+    const T* const a1 = operands.A1.row(row);
+    const T* const a2 = operands.A2.row(row);
+    const float scale = rsqrtf((float)a.d);
+    const float scale2 = LOG2E * scale;
+    float sum1[GENERAL_COLUMNS] = {}; // of dq or dk
+    float sum2[GENERAL_COLUMNS] = {}; // of dv
     for (int j = 0; j < a.T; j++) {
-        const size_t query = (size_t)tile.index * a.T + (keys ? j : row);
-        const float S = warp_dot(A1.row(row), B1.row(j), a.d), dP = warp_dot(A2.row(row), B2.row(j), a.d);
-        const float P = exp2f((S - a.rows[query].top) * scale2 - a.rows[query].log_sum), dS = P * (dP - D[query]);
+        const T* const b1 = operands.B1.row(j);
+        const T* const b2 = operands.B2.row(j);
+        const size_t query = tile.row_index(keys ? j : row);
+        const SoftmaxRow& r = a.rows[query]; // of which P is made again
+        const float S = warp_dot(a1, b1, a.d);
+        const float dP = warp_dot(a2, b2, a.d);
+        const float P = exp2f((S - r.top) * scale2 - r.log_sum);
+        const float dS = P * (dP - D[query]);
         each_column(a.d, [&](int i, int c) {
-            sum1[i] += dS * (float)B1.row(j)[c];
-            if (keys) sum2[i] += P * (float)B2.row(j)[c];
+            sum1[i] += dS * (float)b1[c];
+            if (keys) sum2[i] += P * (float)b2[c];
         });
     }
+    // dk or dq, which get the factor 1 / sqrt(d) once, here.
+    T* d_own = tile.of_qkv<T>(a.to, keys ? K_PART : Q_PART).row(row);
+    T* dv = tile.of_qkv<T>(a.to, V_PART).row(row);
     each_column(a.d, [&](int i, int c) {
-        tile.of_qkv<T>(a.to, keys).row(row)[c] = (T)(sum1[i] * scale);
-        if (keys) tile.of_qkv<T>(a.to, 2).row(row)[c] = (T)sum2[i];
+        d_own[c] = (T)(sum1[i] * scale);
+        if (keys) dv[c] = (T)sum2[i];
     });
 }
 
-// Forward or, where a has dout, backward, as all launches of attention.
+// Launches forward or, where a has dout, backward, as all launch functions of attention do.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
-    const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS), chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS);
+    const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
+    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS);
     const dim3 grid(tiles, chunks, a.dout ? 2 : 1);
-    if (!a.dout) return launch(attention_forward_general_kernel<T>, grid, 32 * GENERAL_WARPS, 0, a);
-    launch(attention_backward_general_kernel<T>, grid, 32 * GENERAL_WARPS, 0, a, launch_attention_dots<T>(a));
+    constexpr int threads = 32 * GENERAL_WARPS;
+    if (!a.dout) return launch(attention_forward_general_kernel<T>, grid, threads, 0, a);
+    launch(attention_backward_general_kernel<T>, grid, threads, 0, a, launch_attention_dots<T>(a));
 }
 
-// Where there are enough rows, and they are short, a warp has 32 of them, else 16.
+// Forward or backward, for heads of up to DIM channels. Where there are enough rows, and they are short, a warp has 32
+// of them (MT = 2), else 16.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
-    if (MT == 2 && a.T <= (a.dout ? 64 : 256)) return launch_attention<T, DIM, 1>(a);
-    using Forward = AttentionTile<T, DIM, MT, (DIM * sizeof(T) <= 128)>;
-    using Backward = AttentionTile<T, DIM, MT, (DIM * MT * sizeof(T) <= 128)>;
-    const dim3 grid(a.all_heads * ceil_div(a.T, Forward::M), 1, a.dout ? 2 * ceil_div(a.d, 128) : 1);
-    if (!a.dout) return launch(attention_forward_kernel<Forward>, grid, Forward::THREADS, Forward::FORWARD_BYTES, a);
+    // Small images have too few rows for that: there would not be enough blocks.
+    const int few_rows = a.dout ? 64 : 256;
+    if (MT == 2 && a.T <= few_rows) {
+        launch_attention<T, DIM, 1>(a);
+        return;
+    }
+    constexpr int ROW_BYTES = DIM * sizeof(T);
+    using Forward = AttentionTile<T, DIM, MT, (ROW_BYTES <= 128)>;
+    using Backward = AttentionTile<T, DIM, MT, (ROW_BYTES * MT <= 128)>;
+    const int tiles = a.all_heads * ceil_div(a.T, Forward::M);
+    if (!a.dout) return launch(attention_forward_kernel<Forward>, tiles, Forward::THREADS, Forward::FORWARD_BYTES, a);
+    const dim3 grid(tiles, 1, 2 * ceil_div(a.d, 128));
     const float* D = a.T > SHORT_T ? launch_attention_dots<T>(a) : nullptr;
     launch(attention_backward_kernel<Backward>, grid, Backward::THREADS, Backward::BACKWARD_BYTES, a, D);
 }
