@@ -67,6 +67,7 @@ import statistics
 import subprocess
 import tempfile
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -215,34 +216,30 @@ def training_seconds(log: pathlib.Path) -> dict[int, float]:
     return seconds
 
 
-def run_ours(program: str, recipe: str, seed: int, moments: int, contest: Contest, folder: pathlib.Path) -> list[Moment]:
+def run_ours(program: str, recipe: str, seed: int, moments: int, contest: Contest, folder: pathlib.Path) -> Iterator[Moment]:
     config = parse_recipe(recipe, contest)
     every = max(1, config.max_steps // moments)
     target = folder / "run"
     command = [program, *shlex.split(recipe), "--data_file", contest.train_file, "--output_dir", str(target), "--seed", str(seed)]
     checked([*command, "--sample_interval", "0", "--save_interval", str(every), "--keep_checkpoints", "0"])
     seconds = training_seconds(target / "log.csv")
-    found = []
     for step, checkpoint in checkpoints(str(target)).items():
         images = draw(program, checkpoint, contest.samples, sampling_flags(config), folder)
-        found.append(contest.judge(images, step, seconds[step]))
+        yield contest.judge(images, step, seconds[step])
         pathlib.Path(checkpoint).unlink()
     for file in target.iterdir():
         file.unlink()
     target.rmdir()
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # theirs
 
 
-def run_rival(name: str, seed: int, seconds: float, moments: int, contest: Contest) -> list[Moment]:
-    found = []
+def run_rival(name: str, seed: int, seconds: float, moments: int, contest: Contest) -> Iterator[Moment]:
     for step, took, rival in speedrun_rivals.race(name, contest.train_file, seed, seconds, moments, contest.device):
         sets = [contest.judge(images, step, took) for images in rival.draw(contest.samples)]
-        found.append(min(sets, key=lambda moment: moment.distance))
-    return found
+        yield min(sets, key=lambda moment: moment.distance)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -367,12 +364,14 @@ def run(argv: list[str]) -> None:
         print(f"data: {len(contest.train_images)} images to train on; the held-out ones' distance from them is {contest.floor():.2f}", flush=True)
         runs = read_runs(args.earlier, contest)
 
-        def keep(name: str, seed: int, found: list[Moment]) -> None:
-            runs.setdefault(name, []).append(found)
-            for moment in found:
+        def keep(name: str, seed: int, moments: Iterator[Moment]) -> None:
+            """Each moment is written as it comes: a call that is cut off keeps what it has."""
+            runs.setdefault(name, []).append([])
+            for moment in moments:
+                runs[name][-1].append(moment)
                 print(f"{shown(name)}, seed {seed}: {moment}", flush=True)
-            if args.output:
-                write_runs(args.output, args.data_file, contest, runs)
+                if args.output:
+                    write_runs(args.output, args.data_file, contest, runs)
 
         seeds = [int(seed) for seed in args.seeds.split(",")]
         for seed in seeds:
@@ -382,8 +381,6 @@ def run(argv: list[str]) -> None:
         for seed in seeds:
             for rival in args.rivals:
                 keep(speedrun_rivals.RIVALS[rival].name, seed, run_rival(rival, seed, seconds, args.rival_moments, contest))
-        if args.output:
-            write_runs(args.output, args.data_file, contest, runs)
     print_table(runs)
     if args.plot:
         plot(runs, pathlib.Path(args.data_file).stem, args.plot)
