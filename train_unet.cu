@@ -7,76 +7,76 @@
 //    158  Part I. The program
 //    161     1. Types at the interface: what operations are called with
 //    376     2. The interface: all that the program asks of a device
-//    572     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    632     4. Configuration: flags, presets, help, what can work and what cannot
-//   1012     5. The network: a list of layers, made of guided-diffusion's flags
-//   1618     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   1798     7. Forward and backward: two walks over the list
-//   1908     8. Diffusion: noise schedules, objectives, samplers
-//   2103         the level of a training sample, drawn, and its share of the loss
-//   2254         samplers
-//   2669     9. Data: .bin files that may be larger than memory, the order of their images
-//   2958    10. Model files: weights and checkpoints, initial weights
-//   3282    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3293         the learning rate, the verdict on a step, averages of the weights
-//   3370         what a trainer holds
-//   3461         a step
-//   3671    12. A run: log, guard, checkpoints, resume, samples
-//   3691         the log in memory, as the page shows it
-//   3794         what a run holds
-//   3861         the log and the status line
-//   4037         checkpoints, snapshots and grids
-//   4240         the start of a run: new, from a file's weights, or resumed
-//   4405         the loop over the steps
-//   4517         a run from its first to its last line
-//   4644         samples, without a run
-//   4802    13. main: the command line, then a run or samples
-//   5030         what ranks must have in common
-//   5093         main
-//   5206  Part II. The device
-//   5209    14. What all devices share: nonlinearities, patches of pixels
-//   5253    15. The CPU: the device is the host; operations are in dev/reference.h
-//   5321    16. The GPU: what all kernels share
-//   5387         Launches, which may overlap
-//   5429         Decisions: what kernels are chosen with
-//   5467         Single instructions: shared memory, mbarriers, clusters
-//   5551         Activations: pieces of 16 bytes
-//   5763         each_kernel: a thread for an element
-//   5777         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   5916         Swizzle: how rows lie in shared memory
-//   5934         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   6109         building blocks of Hopper's kernels (sm_90a)
-//   6357    17. Small operations: resampling, embeddings, diffusion
-//   6360         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   6545         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   6861         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7234    18. Group norm
-//   7237         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   7634         groupnorm_backward_whole: an image's slab in shared memory
-//   7934    19. Attention
-//   8037         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   8553         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   8688         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9176    20. Convolution
-//   9204         ConvOut: results, 4 channels of a pixel at a time
-//   9391         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   9449         conv_halo: 3x3, stride 1, any GPU
-//   9790         conv_gather: any kernel size and stride, any GPU
-//  10002         conv_few: the first and the last layer
-//  10129         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  10556         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  10631         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  10955         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  11254         conv_weight_tma: weight gradients (sm_90a)
-//  11488    21. The optimiser
-//  11491         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  11667    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  11670         groupnorm_backward
-//  11768         attention: forward and, where a has dout, backward
-//  11808         convolution: forward and input gradient
-//  12112         convolution: weight gradients
-//  12393    23. The GPU: memory, copies, repeated work
-//  12610    24. Between ranks: from device to device
+//    631     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    721     4. Configuration: flags, presets, help, what can work and what cannot
+//   1262     5. The network: a list of layers, made of guided-diffusion's flags
+//   1968     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2197     7. Forward and backward: two walks over the list
+//   2307     8. Diffusion: noise schedules, objectives, samplers
+//   2502         the level of a training sample, drawn, and its share of the loss
+//   2653         samplers
+//   3131     9. Data: .bin files that may be larger than memory, the order of their images
+//   3420    10. Model files: weights and checkpoints, initial weights
+//   3744    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3755         the learning rate, the verdict on a step, averages of the weights
+//   3832         what a trainer holds
+//   3923         a step
+//   4133    12. A run: log, guard, checkpoints, resume, samples
+//   4153         the log in memory, as the page shows it
+//   4256         what a run holds
+//   4323         the log and the status line
+//   4499         checkpoints, snapshots and grids
+//   4702         the start of a run: new, from a file's weights, or resumed
+//   4867         the loop over the steps
+//   4979         a run from its first to its last line
+//   5106         samples, without a run
+//   5264    13. main: the command line, then a run or samples
+//   5492         what ranks must have in common
+//   5555         main
+//   5668  Part II. The device
+//   5671    14. What all devices share: nonlinearities, patches of pixels
+//   5715    15. The CPU: the device is the host; operations are in dev/reference.h
+//   5783    16. The GPU: what all kernels share
+//   5849         Launches, which may overlap
+//   5891         Decisions: what kernels are chosen with
+//   5929         Single instructions: shared memory, mbarriers, clusters
+//   6013         Activations: pieces of 16 bytes
+//   6225         each_kernel: a thread for an element
+//   6239         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6378         Swizzle: how rows lie in shared memory
+//   6396         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   6571         building blocks of Hopper's kernels (sm_90a)
+//   6819    17. Small operations: resampling, embeddings, diffusion
+//   6822         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7007         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7323         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7696    18. Group norm
+//   7699         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8096         groupnorm_backward_whole: an image's slab in shared memory
+//   8396    19. Attention
+//   8499         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9015         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9150         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9638    20. Convolution
+//   9666         ConvOut: results, 4 channels of a pixel at a time
+//   9853         operands of the portable kernels: bf16, or floats as two fp16 parts
+//   9911         conv_halo: 3x3, stride 1, any GPU
+//  10252         conv_gather: any kernel size and stride, any GPU
+//  10464         conv_few: the first and the last layer
+//  10591         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  11018         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  11093         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  11417         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  11716         conv_weight_tma: weight gradients (sm_90a)
+//  11950    21. The optimiser
+//  11953         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  12129    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  12132         groupnorm_backward
+//  12230         attention: forward and, where a has dout, backward
+//  12270         convolution: forward and input gradient
+//  12574         convolution: weight gradients
+//  12855    23. The GPU: memory, copies, repeated work
+//  13072    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -376,6 +376,7 @@ struct ConvSkip {
 // 2. The interface: all that the program asks of a device
 // dev/reference.h fulfils it in plain loops (the CPU build), Part II in kernels; whoever brings another kind of device
 // brings these. Outputs come first, then inputs, then sizes, and outputs are overwritten, by backward functions, too.
+// A comment behind an argument is its shape, or says what it is; [in brackets] is what may be null.
 
 struct Lane;                  // of a GPU, on which operations run one after the other; other lanes' run beside them
 extern Lane* const MAIN_LANE; // where operations run that are not told another one
@@ -383,32 +384,53 @@ constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-mome
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// out (B, Ho, Wo, Cout) = conv([x1 | x2], weight) + bias [+ emb (B, emb_stride)] [+ residual, like out]; stats: of out.
-// conv_takes_skip: can it compute the skip connection that it adds, too? Then there is no emb and no residual.
+// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]; stats: of out. With a skip the convolution
+// computes a skip connection, too, which it adds; conv_takes_skip says whether it can. There is no emb and no residual
+// then.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
-static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, const float* bias,
-                         const float* emb, int emb_stride, const act* residual, ConvShape s, const ConvSkip& skip = {});
-static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s);
-// Of up to WEIGHT_BATCH layers at once. conv_weight_load: the share of a large enough launch that one of them makes up.
+static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
+                         Stats* stats,                        // [of out]
+                         const act* x1, const act* x2,        // (B, H, W, C1), [(B, H, W, C2)]
+                         const act* weight,                   // (Cout, kernel, kernel, C1 + C2)
+                         const float* bias,                   // (Cout)
+                         const float* emb,                    // [(B, emb_stride)], of which Cout columns are read
+                         int emb_stride, const act* residual, // [as out]
+                         ConvShape s, const ConvSkip& skip = {});
+static void conv_backward_input(Grad dx1, Grad dx2, // as x1 and x2
+                                const act* dout,    // as out
+                                const act* weight, ConvShape s);
+// The weight gradients of up to WEIGHT_BATCH layers at once. conv_weight_load: the share that one of them makes up of a
+// launch that fills the device.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
 static double conv_weight_load(const ConvShape& s);
 
-// Group norm [and nonlinearity f] [and dropout] of [x1 | x2], whose sums are in stats1, stats2: out (B, HW, C1 + C2) =
-// f(xhat weight + bias), or with scale_shift (B, ss_stride; scale in [0, C), shift in [C, 2C))
-// f((xhat weight + bias) (1 + scale) + shift). mean, rstd (B, groups) are kept for the backward pass.
-static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
-                              Stats stats2, const float* weight, const float* bias, const float* scale_shift,
+// Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
+// with xhat = (x - mean) rstd. With scale_shift (scale in columns [0, C), shift in [C, 2C)) it is
+// f((xhat weight + bias) (1 + scale) + shift).
+static void groupnorm_forward(act* out,                    // (B, HW, C)
+                              float* mean, float* rstd,    // (B, groups): kept for the backward pass
+                              const act* x1, Stats stats1, // (B, HW, C1), and its sums
+                              const act* x2, Stats stats2, // [(B, HW, C2)], and its sums
+                              const float* weight,         // (C)
+                              const float* bias,           // (C)
+                              const float* scale_shift,    // [(B, ss_stride)]
                               int ss_stride, Dropout dropout, NormShape s);
-// dweight, dbias (C) are written by finish_gradients at the latest.
-static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
+static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
+                               float* dweight, float* dbias, // (C): written by finish_gradients at the latest
+                               float* dscale_shift,          // [as scale_shift]
+                               const act* dout,              // as out
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
                                const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
                                NormShape s);
 
-// qkv (B, T, 3C) holds q, k, v of T pixels, C = heads * d channels each; out (B, T, C) = softmax(q k^T / sqrt(d)) v.
-static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads);
-static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, const SoftmaxRow* rows,
-                               int B, int T, int C, int heads);
+// Attention of T pixels to each other: out = softmax(q k^T / sqrt(d)) v, with C = heads * d channels.
+static void attention_forward(act* out,         // (B, T, C)
+                              SoftmaxRow* rows, // (B, heads, T): kept for the backward pass
+                              const act* qkv,   // (B, T, 3C): q, k, v
+                              int B, int T, int C, int heads);
+static void attention_backward(act* dqkv,       // as qkv
+                               const act* dout, // as out
+                               const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
 
 // Average of 2 x 2 pixels (an odd last row or column is not read), and every pixel 2 x 2 times. H, W: of the input x.
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
@@ -421,66 +443,98 @@ static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 
-// The embeddings' path is fp32 everywhere. out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias
-static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
-                           Lane* lane);
-static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
-                            const float* weight, int B, int Cin, int Cout);
+// The embeddings' path is fp32 everywhere. out = x weight^T + bias
+static void linear_forward(float* out,          // (B, Cout)
+                           const float* x,      // (B, Cin)
+                           const float* weight, // (Cout, Cin)
+                           const float* bias,   // (Cout)
+                           int B, int Cin, int Cout, Lane* lane);
+static void linear_backward(GradOf<float> dx,             // as x
+                            float* dweight, float* dbias, // as weight and bias
+                            const float* dout,            // as out
+                            const float* x, const float* weight, int B, int Cin, int Cout);
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane);
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n);
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane);
-// out (B, C) = x + table (rows, C)[label]; a row of dtable = the sum of dout where the label is its own
-static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
-                                    Lane* lane);
-static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
-                                     int rows, int C);
+// out = x + table[label]; a row of dtable is the sum of dout over the samples with this label
+static void label_embedding_forward(float* out,         // (B, C)
+                                    const float* x,     // (B, C)
+                                    const float* table, // (rows, C)
+                                    const int* labels,  // (B)
+                                    int B, int C, Lane* lane);
+static void label_embedding_backward(GradOf<float> dx,  // as x
+                                     float* dtable,     // as table
+                                     const float* dout, // as out
+                                     const int* labels, int B, int rows, int C);
 static void finish_gradients(); // what backward functions left to be done for all layers together
 
-// Diffusion. levels, t, quarters (B): each sample's noise level, what the network is told of it, and its quarter
+// Diffusion. Each sample's noise level, what the network is told of it, and in which quarter of the levels it lies.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
 // With o.tuning: the levels of these samples' teachers, and what the network is told there.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
-// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4) and target [+ target_teacher teacher], (B, H, W, C), of images
-// (B, C, H, W) [mirrored] of bytes = 1 (uint8) or 4 (float32 in [-1, 1]); teacher, like target: its answer, or null
-static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
-                             const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
-                             int C, int H, int W, int bytes);
-// loss (B): mean over a sample of what o says of out (B, HW, Cout) and target (B, HW, C); dout = gradient of factor *
-// sum(loss). x: the network's input. Without a bound, outputs beyond the first C channels get no gradient.
-static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
-                                  const NoiseLevel* levels, const Objective& o, float factor, int B, int HW, int C,
-                                  int Cout);
-// With o.tuning, in its place: loss (B) = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the teacher's image,
-// D = the sum of (x0_out (out - target))^2 over a sample's n values; dout = gradient of factor * sum(loss).
-static void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
-                                         const NoiseLevel* levels, float c, float factor, int B, int n);
-// weights (T) of each t, from history (T, HISTORY + 1) and what the step's samples lost; see remember_losses
-static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
+// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4), and target [+ target_teacher teacher].
+static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
+                             const NoiseLevel* levels,  // (B)
+                             const float* teacher,      // [as target]: its answer
+                             const void* images, // x_0 (B, C, H, W): uint8 if bytes is 1, float32 in [-1, 1] if it is 4
+                             bool random_flip,   // whether to mirror half of the images
+                             RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
+// The loss that o says, a mean over a sample; dout = the gradient of factor * sum(loss). Without a bound, outputs
+// beyond the first C channels get no gradient.
+static void loss_forward_backward(double* loss,             // (B)
+                                  float* dout,              // as out
+                                  const float* out,         // (B, HW, Cout)
+                                  const float* target,      // (B, HW, C)
+                                  const float* x,           // (B, HW, C): the network's input
+                                  const NoiseLevel* levels, // (B)
+                                  const Objective& o, float factor, int B, int HW, int C, int Cout);
+// With o.tuning, in its place: loss = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the teacher's image,
+// with D = the sum of (x0_out (out - target))^2 over a sample's n values.
+static void tuning_loss_forward_backward(double* loss,             // (B)
+                                         float* dout,              // as out
+                                         const float* out,         // (B, n)
+                                         const float* target,      // (B, n)
+                                         const NoiseLevel* levels, // (B)
+                                         float c, float factor, int B, int n);
+// What the step's samples lost goes into history, and makes the weight of each t (remember_losses).
+static void update_weights(double* weights,          // (T)
+                           float* history,           // (T, HISTORY + 1)
+                           const NoiseLevel* levels, // (B)
+                           const double* loss,       // (B)
                            const StepState* state, int T, int B);
 
 // Sampling. out (B, per_sample) = scale * standard normals [+ out]
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
-// t (B) = what the network is told in step *k; then a step in place: x ((guided ? 2 : 1) B, HW, C); out: its answer
+// t (B) = what the network is told in step *k
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
-static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key, int B,
-                         int HW, int C, int Cout);
-// Inpainting, after a step whose known_x is not 0. x ((guided ? 2 : 1) B, n): where mask (B, n) is not above 0, known_x
-// image + known_sigma z; then x' = back_x x + back_sigma z, with other normals.
-static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
-                       bool guided, int B, int n);
+// Then this step, in place. With guidance x and out have 2 B samples: with their classes, and without.
+static void sampler_step(float* x,         // (B or 2 B, HW, C)
+                         const float* out, // (B or 2 B, HW, Cout): the network's answer
+                         const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
+// Inpainting, after a step whose known_x is not 0. Where mask is not above 0, x = known_x image + known_sigma z; then
+// everywhere x' = back_x x + back_sigma z, with other normals.
+static void keep_known(float* x,           // (B or 2 B, n)
+                       const float* image, // (B, n)
+                       const float* mask,  // (B, n)
+                       const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. sum (flat) = [what is there +] the ranks' gradients, in the ranks' order;
-// squares (one a piece, to everyone): of sum. Why in this order and by pieces: see step_gradients. Then the verdict,
-// see judge_batch, and AdamW (Loshchilov & Hutter 2019) with clipping and EMA; a step that is not ok changes nothing.
+// squares (one a piece, to everyone): of sum. Why in this order and by pieces: see step_gradients.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
-static void judge_step(StepState* state, const double* squares, size_t pieces, //
-                       const double* loss, const int* quarters, AdamW h, int B);
+// The verdict on a step (judge_batch).
+static void judge_step(StepState* state, const double* squares, // (pieces)
+                       size_t pieces, const double* loss,       // (B)
+                       const int* quarters,                     // (B)
+                       AdamW h, int B);
+// AdamW (Loshchilov & Hutter 2019) with clipping, and the first average; a step that is not ok changes nothing.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
-static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own); // see ema_step
+// A further average (ema_step).
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
-static void next_step(int64_t* step); // counts, when nothing draws from it any more
+static void next_step(int64_t* step);                                           // ++*step, after all that draws with it
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
+
 // Bytes that operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // weight gradient
 static size_t conv_detour_bytes(const ConvShape& s); // forward pass and input gradient
@@ -495,12 +549,14 @@ struct Workspace { // of the workspace, of the side lane's, and until finish_gra
 static void reserve(const Workspace& most, bool training);
 
 // Between the devices of ranks (host/ranks.h), on a lane, in what may be recorded as a Graph, in multiples of 4 bytes,
-// not for one rank: all_to_all, piece r of every rank's send becomes rank r's recv, in the order of the ranks, but for
-// the own piece; all_gather, everyone's own piece becomes all. They stand between begin_exchange and end_exchange,
-// which make them one launch.
-static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // of a piece
-static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);   // own may lie in its place in all
-static void begin_exchange(), end_exchange();
+// not for one rank. They stand between begin_exchange and end_exchange, which make them one launch.
+//   all_to_all   piece r of every rank's send becomes rank r's recv, in the order of the ranks, but for the own piece
+//   all_gather   everyone's own piece becomes all; own may lie in its place in all
+static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: of a piece
+static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
+static void begin_exchange();
+static void end_exchange();
+
 // Device memory that others may write to, if world.direct; then all_to_all and all_gather write into it, without a
 // GPU's own work in their way. at_rank: where it lies at rank r. meet: devices wait until all have come here.
 static void* open_alloc(size_t bytes);
@@ -508,8 +564,11 @@ static void* open_alloc(size_t bytes);
 static void meet();
 template <class T> static Everywhere<T> everywhere(T* p) {
     Everywhere<T> all{{p}};
-    for (int r = 0; r < world.size && world.direct; r++)
-        if (r != world.rank) all.at[all.ranks++] = (T*)at_rank(p, r);
+    for (int r = 0; r < world.size && world.direct; r++) {
+        if (r == world.rank) continue; // it is the first already
+        all.at[all.ranks] = (T*)at_rank(p, r);
+        all.ranks++;
+    }
     return all;
 }
 static void join_devices(bool direct); // directly, if they can
@@ -573,35 +632,60 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
 // counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
 
-// What is drawn for. RANDOM_DROPOUT: | residual block << 8.
-constexpr uint32_t RANDOM_INIT = 0, RANDOM_TIMESTEP = 1, RANDOM_NOISE = 2, RANDOM_FLIP = 3, RANDOM_ORDER = 4;
-constexpr uint32_t RANDOM_DROPOUT = 5, RANDOM_SAMPLE_START = 6, RANDOM_SAMPLE_NOISE = 7, RANDOM_VAL_TIMESTEP = 8;
-constexpr uint32_t RANDOM_VAL_NOISE = 9, RANDOM_CLASS_DROPOUT = 10, RANDOM_KNOWN_NOISE = 11, RANDOM_BACK_NOISE = 12;
+// What is drawn for: the counter's last word. Two purposes never share a number. Dropout draws for each residual block
+// by itself, so its word also has the block's index, in the bits from 8 on.
+constexpr uint32_t RANDOM_INIT = 0;
+constexpr uint32_t RANDOM_TIMESTEP = 1;
+constexpr uint32_t RANDOM_NOISE = 2;
+constexpr uint32_t RANDOM_FLIP = 3;
+constexpr uint32_t RANDOM_ORDER = 4; // of the images
+constexpr uint32_t RANDOM_DROPOUT = 5;
+constexpr uint32_t RANDOM_SAMPLE_START = 6; // the noise that a sampler begins with
+constexpr uint32_t RANDOM_SAMPLE_NOISE = 7; // the noise that it adds in its steps
+constexpr uint32_t RANDOM_VAL_TIMESTEP = 8;
+constexpr uint32_t RANDOM_VAL_NOISE = 9;
+constexpr uint32_t RANDOM_CLASS_DROPOUT = 10;
+constexpr uint32_t RANDOM_KNOWN_NOISE = 11; // --inpaint: on the part of the image that is known
+constexpr uint32_t RANDOM_BACK_NOISE = 12;  // --inpaint: to go back to an earlier step
 
 struct Words {
     uint32_t w[4];
 };
 
+// Four random words of 32 bits. A round multiplies two of them by constants; the upper halves of the products go to the
+// other two, mixed with what was there and with the key, which changes by a constant from round to round.
 HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, uint32_t step, uint32_t purpose) {
     Words c{{block, sample, step, purpose}};
-    for (uint32_t round = 0, k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32); round < 10; round++) {
-        const uint64_t p0 = 0xD2511F53ull * c.w[0], p1 = 0xCD9E8D57ull * c.w[2];
-        c = {{(uint32_t)(p1 >> 32) ^ c.w[1] ^ k0, (uint32_t)p1, (uint32_t)(p0 >> 32) ^ c.w[3] ^ k1, (uint32_t)p0}};
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    uint32_t key0 = (uint32_t)seed;
+    uint32_t key1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        const uint64_t product0 = 0xD2511F53ull * c.w[0];
+        const uint64_t product1 = 0xCD9E8D57ull * c.w[2];
+        const uint32_t high0 = (uint32_t)(product0 >> 32);
+        const uint32_t high1 = (uint32_t)(product1 >> 32);
+        c = {{high1 ^ c.w[1] ^ key0, (uint32_t)product1, high0 ^ c.w[3] ^ key1, (uint32_t)product0}};
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
     }
     return c;
 }
 
-// Box & Muller 1958. u and v are exact in fp32 and never 0 or 1, so that fp32 on a GPU and double agree to 1e-6.
+// Four standard normals of four random words (Box & Muller 1958): each pair u, v in (0, 1) gives
+// sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v). u and v are exact in fp32 and never 0 or 1, so that fp32 on
+// a GPU and double on a CPU agree to 1e-6.
 HD static inline void normals(float z[4], const Words& r) {
     for (int k = 0; k < 4; k += 2) {
-        const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f, v = ((r.w[k + 1] >> 9) + 0.5f) * 0x1p-23f;
+        const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f;
+        const float v = ((r.w[k + 1] >> 9) + 0.5f) * 0x1p-23f;
 #ifdef __CUDA_ARCH__
-        float sine, cosine, radius = sqrtf(-2 * logf(u));
+        float sine, cosine;
+        const float radius = sqrtf(-2 * logf(u));
         sincospif(2 * v, &sine, &cosine);
 #else
-        const double radius = std::sqrt(-2 * std::log((double)u)), angle = 2 * M_PI * v;
-        const double sine = std::sin(angle), cosine = std::cos(angle);
+        const double radius = std::sqrt(-2 * std::log((double)u));
+        const double angle = 2 * M_PI * v;
+        const double sine = std::sin(angle);
+        const double cosine = std::cos(angle);
 #endif
         z[k] = (float)(radius * cosine);
         z[k + 1] = (float)(radius * sine);
@@ -611,27 +695,35 @@ HD static inline void normals(float z[4], const Words& r) {
 // A dropout word below this is dropped.
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
-// The image at position pos of epoch's permutation of [0, n): a Feistel network, walked until it lands inside.
+// The image at position pos of epoch's permutation of [0, n). A Feistel network of four rounds permutes the numbers of
+// 2 half bits: it splits a number into a left and a right half, and mixes the left one with a random function of the
+// right one. n is no power of 4 as a rule, so the walk goes on from numbers beyond n until it lands below n.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
-    int half = 1;
+    int half = 1; // bits of a half, so many that n numbers fit into two halves
     while ((int64_t)1 << 2 * half < n) half++;
     const uint32_t mask = (1u << half) - 1;
-    uint64_t x = (uint64_t)pos;
+    int64_t x = pos;
     do {
-        uint32_t left = (uint32_t)(x >> half), right = (uint32_t)x & mask;
+        uint32_t left = (uint32_t)(x >> half);
+        uint32_t right = (uint32_t)x & mask;
         for (uint32_t round = 0; round < 4; round++) {
-            const uint32_t f = philox(seed, right, round, (uint32_t)epoch, RANDOM_ORDER).w[0] & mask;
-            left = std::exchange(right, left ^ f);
+            const Words random = philox(seed, right, round, (uint32_t)epoch, RANDOM_ORDER);
+            const uint32_t mixed = left ^ (random.w[0] & mask);
+            left = right;
+            right = mixed;
         }
-        x = (uint64_t)left << half | right;
-    } while ((int64_t)x >= n);
-    return (int64_t)x;
+        x = (int64_t)left << half | right;
+    } while (x >= n);
+    return x;
 }
 
 // =====================================================================================================================
 // 4. Configuration: flags, presets, help, what can work and what cannot
 // Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins. The flags and
 // presets themselves are in common/flags.h, from which the Python programs have them, too.
+//
+// In the order in which they run: parse_command_line, take_aliases, apply_preset; then take_model_file and
+// take_data_shape (section 13) fill in what is still open; check_model and check_run say what cannot work.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -648,13 +740,15 @@ struct Flag {
     double low = 0, high = 0;
     const char* choices = "";
 
-    template <class T, class C> auto* at(C& config) const { // its value; null: it is of another type
+    // A pointer to its value in this configuration; null: the flag is of another type than T.
+    template <class T, class C> auto* at(C& config) const {
         const auto* m = std::get_if<T Config::*>(&member);
         return m ? &(config.**m) : nullptr;
     }
 };
 
-inline std::vector<Flag> FLAGS;                    // the rows of Config
+// common/flags.h fills these before main runs: each of its rows is the initialiser of a static member of Config.
+inline std::vector<Flag> FLAGS;
 inline std::map<std::string, std::string> PRESETS; // what each of them sets
 inline const char* heading = "";                   // of the rows to come
 inline const char* objectives = "";                // and for which they are
@@ -675,6 +769,7 @@ inline const char* objectives = "";                // and for which they are
 #define PRESET(name, ...) \
     static inline const bool name##_preset = PRESETS.emplace(#name, PRESET_TEXT(__VA_ARGS__)).second
 
+// The value of every flag, as members with the flags' names; and what follows from them.
 struct Config {
     using string = std::string;
     using pixels = string; // 64, or 48x64
@@ -682,18 +777,26 @@ struct Config {
     using floats = string;
 #include "common/flags.h"
 
-    int H = 64, W = 64;                                     // image_size, parsed
-    std::vector<float> mult;                                // channel_mult, parsed
-    std::vector<float> attention_heights, emas, class_list; // attention_resolutions, ema_rate and classes, parsed
-    std::set<string> on_command_line, by_preset;            // flags that were set there
+    // Flags that are text, parsed (parse_model, check_model, check_run).
+    int H = 64, W = 64;                   // image_size
+    std::vector<float> mult;              // channel_mult
+    std::vector<float> attention_heights; // attention_resolutions
+    std::vector<float> emas;              // ema_rate
+    std::vector<float> class_list;        // classes
 
+    // Where a flag was set: on the command line, or by the preset.
+    std::set<string> on_command_line, by_preset;
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
-    // The nearest whole number: 1.6666666 * 96 is 160. The product in double is exact.
+    // A level's channels: the nearest whole number, since 1.6666666 * 96 is 160. The product in double is exact.
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
-    int patch() const { return std::max(patch_size, 1); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
+    int patch() const { return std::max(patch_size, 1); }
+    int height(size_t level) const { return H / patch() >> level; } // each level halves it
+    bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
+
+    // How many images a process takes at a time.
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
     bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
@@ -701,8 +804,6 @@ struct Config {
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
     int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // steps of one a
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
-    int height(size_t level) const { return H / patch() >> level; }
-    bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 };
 
 constexpr int MORE_EMAS = 7;                // beside the first one
@@ -717,46 +818,69 @@ static const Flag* find_flag(const std::string& name) { // null: there is none
 
 // The words that a flag may be; none: it is no word.
 static std::vector<std::string> choices(const Flag& f) {
+    const bool is_bool = std::holds_alternative<bool Config::*>(f.member);
+    std::istringstream list(is_bool ? "False|True" : f.choices);
     std::vector<std::string> words;
-    std::istringstream list(std::holds_alternative<bool Config::*>(f.member) ? "False|True" : f.choices);
     for (std::string word; std::getline(list, word, '|');) words.push_back(word);
     return words;
 }
 
-// Sets a flag from its text. where: the file it came from ("FILE: "), or nothing for the command line.
-static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
-    std::string must; // what it must be, and is not
+// set_value sets a flag of each type from its text. Result: "", or what the text must be and is not.
+static std::string set_value(bool* flag, const Flag&, const std::string& value) {
+    const bool yes = value == "True" || value == "true" || value == "1";
+    const bool no = value == "False" || value == "false" || value == "0";
+    *flag = yes;
+    return yes || no ? "" : "True or False";
+}
+
+static std::string set_value(std::string* flag, const Flag& f, const std::string& value) {
+    *flag = value;
+    const bool any_text = !*f.choices;
+    return any_text || std::ranges::count(choices(f), value) ? "" : text("one of %s", f.choices);
+}
+
+static std::string set_value(float* flag, const Flag& f, const std::string& value) {
     char* end = nullptr;
     errno = 0;
-    if (bool* yes = f.at<bool>(*c)) {
-        *yes = value == "True" || value == "true" || value == "1";
-        if (!*yes && value != "False" && value != "false" && value != "0") must = "True or False";
-    } else if (std::string* word = f.at<std::string>(*c)) {
-        if (*f.choices && !std::ranges::count(choices(f), value)) must = text("one of %s", f.choices);
-        *word = value;
-    } else if (float* real = f.at<float>(*c)) { // in range as files hold it
-        *real = (float)strtod(value.c_str(), &end);
-        if (value.empty() || *end || errno == ERANGE || !(*real >= (float)f.low && *real <= (float)f.high))
-            must = text("a number from %g to %g", f.low, f.high);
-    } else {
-        const long long v = strtoll(value.c_str(), &end, 10);
-        if (value.empty() || *end || errno || v < f.low || v > f.high)
-            must = text("a whole number from %.0f to %.0f", f.low, f.high);
-        if (int* n = f.at<int>(*c)) *n = (int)v;
-        else *f.at<int64_t>(*c) = v;
-    }
+    *flag = (float)strtod(value.c_str(), &end);
+    const bool is_number = !value.empty() && !*end && errno != ERANGE;
+    // The limits are rounded to fp32 as the value is, because that is what files hold. NaN is not in range.
+    const bool in_range = *flag >= (float)f.low && *flag <= (float)f.high;
+    return is_number && in_range ? "" : text("a number from %g to %g", f.low, f.high);
+}
+
+template <class Int> static std::string set_value(Int* flag, const Flag& f, const std::string& value) {
+    char* end = nullptr;
+    errno = 0;
+    const long long number = strtoll(value.c_str(), &end, 10);
+    *flag = (Int)number;
+    const bool is_number = !value.empty() && !*end && !errno;
+    const bool in_range = number >= f.low && number <= f.high;
+    return is_number && in_range ? "" : text("a whole number from %.0f to %.0f", f.low, f.high);
+}
+
+// Sets a flag from its text, or ends the program. where: the file that it came from ("FILE: "); "": the command line.
+static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
+    auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
+    const std::string must = std::visit(set, f.member);
     if (!must.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), must.c_str());
 }
 
+// A number in as few digits as bring it back when they are read.
+static std::string shortest(float number) {
+    std::string value;
+    for (int digits = 6; digits <= 9; digits++) {
+        value = text("%.*g", digits, number);
+        if (strtof(value.c_str(), nullptr) == number) break;
+    }
+    return value;
+}
+
+// The value of a flag, as one would type it.
 static std::string flag_value(const Config& c, const Flag& f) {
     if (const int* n = f.at<int>(c)) return std::to_string(*n);
     if (const int64_t* n = f.at<int64_t>(c)) return std::to_string(*n);
-    if (const float* real = f.at<float>(c)) { // in as many digits as bring it back
-        std::string value;
-        for (int digits = 6; digits <= 9 && (value.empty() || strtof(value.c_str(), nullptr) != *real); digits++)
-            value = text("%.*g", digits, *real);
-        return value;
-    }
+    if (const float* real = f.at<float>(c)) return shortest(*real);
     if (const bool* yes = f.at<bool>(c)) return *yes ? "True" : "False";
     return *f.at<std::string>(c);
 }
@@ -787,8 +911,17 @@ static void apply_preset(Config* c, const std::string& preset) {
     }
 }
 
+// A flag's line of --help: its name, what it means, and in brackets its default and what the default preset has.
+static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
+    const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
+    std::string value = flag_value(defaults, f);
+    if (value.empty()) value = "\"\"";
+    if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
+    return text("  --%-25s %s%s [%s]\n", f.name, f.help, choices.c_str(), value.c_str());
+}
+
 static void print_help() {
-    Config config, preset;
+    Config defaults, preset;
     apply_preset(&preset, DEFAULT_PRESET);
     printf("train_unet: trains a diffusion UNet, and samples from it.\n\n"
            "  ./train_unet                              train the default preset into out/\n"
@@ -799,11 +932,9 @@ static void print_help() {
            DEFAULT_PRESET);
     const char* part = "";
     for (const Flag& f : FLAGS) {
-        if (f.heading != part) printf("\n%s\n", part = f.heading);
-        const std::string value = flag_value(config, f), set = flag_value(preset, f);
-        printf("  --%-25s %s%s [%s%s]\n", f.name, f.help, *f.choices ? text(" (%s)", f.choices).c_str() : "",
-               value.empty() ? "\"\"" : value.c_str(),
-               preset.chosen(f.name) ? text("; %s: %s", DEFAULT_PRESET, set.c_str()).c_str() : "");
+        if (f.heading != part) printf("\n%s\n", f.heading); // here a new part begins
+        part = f.heading;
+        printf("%s", help_line(f, defaults, preset).c_str());
     }
     printf("\nPresets: without --preset %s; for a --data_file of images of 32x32 %s, of 64x64 %s, of other sizes %s; "
            "for a --data_dir %s\n",
@@ -811,29 +942,44 @@ static void print_help() {
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
-// Letters to insert, leave out or replace on the way from a to b (Levenshtein 1966).
+// How many letters are to be inserted, left out or replaced on the way from a to b (Levenshtein 1966). row[j] is this
+// number for the letters of a that were read until now, and the first j letters of b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> row(b.size() + 1); // from what was read of a to every beginning of b
+    std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
-    for (char letter : a)
-        for (size_t j = 0, before = row[0]++; j < b.size(); j++)
-            before = std::exchange(row[j + 1], std::min({row[j] + 1, row[j + 1] + 1, before + (letter != b[j])}));
+    for (char letter : a) {
+        size_t diagonal = row[0]; // row[j] as it was before this letter
+        row[0]++;
+        for (size_t j = 0; j < b.size(); j++) {
+            const size_t replace = diagonal + (letter != b[j]);
+            const size_t leave_out = row[j + 1] + 1;
+            const size_t insert = row[j] + 1;
+            diagonal = row[j + 1];
+            row[j + 1] = std::min({replace, leave_out, insert});
+        }
+    }
     return row.back();
 }
 
 // What to do instead of a flag that is none of ours.
 static std::string instead_of(const std::string& name) {
-    auto is = [&](const char* names) { return strstr(names, (" " + name + " ").c_str()) != nullptr; };
-    if (is(" model_path use_ddim ")) return "python generate.py takes it; here it is --sample N --init FILE --sampler";
-    if (is(" large_size small_size base_samples ")) return "there are no upsamplers here, but --image_size";
-    if (is(" bench profile ")) return "make -C dev bench makes dev/bench, which takes it and times this program";
-    if (is(" iterations anneal_lr ") || !name.rfind("classifier_", 0))
+    auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
+    // guided-diffusion's flags for what is done in another way here.
+    if (is({"model_path", "use_ddim"}))
+        return "python generate.py takes it; here it is --sample N --init FILE --sampler";
+    if (is({"large_size", "small_size", "base_samples"})) return "there are no upsamplers here, but --image_size";
+    if (is({"iterations", "anneal_lr"}) || name.starts_with("classifier_"))
         return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
+    if (is({"bench", "profile"})) return "make -C dev bench makes dev/bench, which takes it and times this program";
+
     std::string nearest;
-    size_t distance = 2 + name.size() / 3; // farther away than this, it was hardly meant
-    for (const Flag& f : FLAGS)
-        if (const size_t d = edit_distance(name, f.name); d < distance)
-            distance = d, nearest = text("; did you mean --%s?", f.name);
+    size_t distance = 2 + name.size() / 3; // a flag that differs by more letters was hardly meant
+    for (const Flag& f : FLAGS) {
+        const size_t d = edit_distance(name, f.name);
+        if (d >= distance) continue;
+        distance = d;
+        nearest = text("; did you mean --%s?", f.name);
+    }
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
@@ -841,27 +987,36 @@ static std::string instead_of(const std::string& name) {
 static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
-        if (arg == "--help" || arg == "-h") print_help(), exit(0);
+        if (arg == "--help" || arg == "-h") {
+            print_help();
+            exit(0);
+        }
         if (!arg.starts_with("--")) die("%s: is no flag; they look like --batch_size 16; --help lists them", argv[i]);
-        const size_t equals = std::min(arg.find('='), arg.size());
+        const size_t equals = std::min(arg.find('='), arg.size()); // where the name ends
         const std::string name = arg.substr(2, equals - 2);
         const Flag* f = find_flag(name);
         if (!f) die("--%s: %s", name.c_str(), instead_of(name).c_str());
         if (c->given(name)) die("--%s: is given twice; once is enough", name.c_str());
-        if (equals == arg.size() && ++i == argc) die("--%s: its value is missing", name.c_str());
-        const std::string value = equals == arg.size() ? argv[i] : arg.substr(equals + 1);
-        set_flag(c, *f, name == "microbatch" && value == "-1" ? "0" : value); // guided-diffusion's "all at once"
+
+        const bool value_follows = equals == arg.size(); // as the next argument
+        if (value_follows) i++;
+        if (i == argc) die("--%s: its value is missing", name.c_str());
+        std::string value = value_follows ? argv[i] : arg.substr(equals + 1);
+        if (name == "microbatch" && value == "-1") value = "0"; // guided-diffusion's word for "all at once"
+        set_flag(c, *f, value);
         c->on_command_line.insert(name);
     }
 }
 
-// guided-diffusion's names for values of other flags.
+// guided-diffusion's names for values of other flags. Where one is given, it sets the other flag, which must not be
+// given with another value.
 static void take_aliases(Config* c) {
     auto take = [&](const char* alias, const char* name, const std::string& value) {
         const std::string before = flag_value(*c, *find_flag(name));
+        const std::string alias_value = flag_value(*c, *find_flag(alias));
         if (c->given(name) && before != value)
-            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias,
-                flag_value(*c, *find_flag(alias)).c_str(), name, value.c_str(), name, before.c_str());
+            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias, alias_value.c_str(), name,
+                value.c_str(), name, before.c_str());
         set_flag(c, *find_flag(name), value);
         c->on_command_line.insert(name);
     };
@@ -874,56 +1029,103 @@ static void take_aliases(Config* c) {
     if (c->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has no loss scale that could grow\n");
 }
 
-// guided-diffusion's name for two values of --vlb_weight, once flags are known. from_file: presets don't ask for it.
+// guided-diffusion's name for two values of --vlb_weight. This is called when the other flags are known, because one of
+// these values depends on --diffusion_steps. from_file: a model file has told --vlb_weight, so a preset must not.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
-    const bool given = c->given("rescale_learned_sigmas"), weight = c->given("vlb_weight");
-    if (given && weight) die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
-    if (given || (!weight && !from_file && c->chosen("rescale_learned_sigmas")))
-        c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
+    const bool given = c->given("rescale_learned_sigmas");
+    const bool weight_given = c->given("vlb_weight");
+    if (given && weight_given)
+        die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
+    const bool preset_asks = !weight_given && !from_file && c->chosen("rescale_learned_sigmas");
+    if (given || preset_asks) c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
 
-// "1,2,3,4" -> numbers. Returns false if there is anything else in it.
-static bool parse_list(const std::string& s, std::vector<float>* out) {
-    out->clear();
-    char* end = nullptr;
-    for (const char* p = s.c_str(); *p; p = end + (*end == ',')) {
-        out->push_back(strtof(p, &end));
-        if (end == p || !std::isfinite(out->back()) || (*end && (*end != ',' || !end[1]))) return false;
+// "1,2,3,4" -> numbers. Result: whether there is nothing else in it.
+static bool parse_list(const std::string& list, std::vector<float>* numbers) {
+    numbers->clear();
+    const char* p = list.c_str();
+    while (*p) {
+        char* end = nullptr;
+        const float number = strtof(p, &end);
+        numbers->push_back(number);
+        if (end == p || !std::isfinite(number)) return false;
+        const bool more_follows = *end == ',' && end[1];
+        if (*end && !more_follows) return false;
+        p = end + more_follows;
     }
     return true;
 }
 
-// image_size, channel_mult and attention_resolutions, parsed. Returns why not, in one sentence, or "".
-static std::string parse_model(Config* c) {
-    int n = 0; // characters of a size; 5 digits overflow nothing
+// The four functions that follow parse a part of a model's flags each. Result: why it can't be, in one sentence, or "".
+static std::string parse_image_size(Config* c) {
+    int n = 0; // how many characters were read; 5 digits are no overflow
     const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
     if (sides == 1) c->W = c->H;
-    if (sides < 1 || c->image_size[n] || c->H < 4 || c->W < 4 || c->H > 4096 || c->W > 4096)
-        return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
-    static const std::map<int, const char*> guided_diffusions = {
+    const bool is_size = sides >= 1 && !c->image_size[n];
+    const bool in_range = c->H >= 4 && c->W >= 4 && c->H <= 4096 && c->W <= 4096;
+    if (is_size && in_range) return "";
+    return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
+}
+
+static std::string parse_channel_mult(Config* c) {
+    // guided-diffusion's own, by height of the image
+    static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
-    if (c->channel_mult.empty() && guided_diffusions.count(c->H)) c->channel_mult = guided_diffusions.at(c->H);
-    const int levels = parse_list(c->channel_mult, &c->mult) ? (int)c->mult.size() : 0, F = c->num_channels;
-    if (levels < 1 || levels > 8) return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,2");
+    if (c->channel_mult.empty() && DEFAULTS.contains(c->H)) c->channel_mult = DEFAULTS.at(c->H);
+    const bool is_list = parse_list(c->channel_mult, &c->mult);
+    const size_t levels = c->mult.size();
+    if (!is_list || levels < 1 || levels > 8)
+        return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,2");
+    const int F = c->num_channels;
     if (F % 32) return wrong(c, "num_channels", text("must be a multiple of 32 (group norm); %d is", round_up(F, 32)));
-    for (int l = 0; l < levels; l++)
-        if (const float m = c->mult[l]; !(m > 0) || m > 64 || c->channels(l) % 32 || c->channels(l) < 32)
+    for (size_t level = 0; level < levels; level++) {
+        const float m = c->mult[level];
+        const bool in_range = m > 0 && m <= 64; // false for NaN
+        const bool works = in_range && c->channels(level) >= 32 && c->channels(level) % 32 == 0;
+        if (!works)
             return wrong(c, "channel_mult", text("%g * num_channels %d is not a positive multiple of 32", m, F));
-    const int p = c->patch(), depth = p << (levels - 1);
-    const int rows = std::max(c->H / depth, 1), columns = std::max(c->W / depth, 1);
-    if (c->in_channels * p * p > 64)
-        return wrong(c, "patch_size", text("makes %d channels of a patch, of at most 64", c->in_channels * p * p));
-    if (c->H % depth || c->W % depth)
-        return wrong(c, "image_size",
-                     text("must be a multiple of %d, as %d levels halve it%s; use %dx%d or fewer channel_mult", depth,
-                          levels, p > 1 ? " in patches" : "", rows * depth, columns * depth));
-    if (!parse_list(c->attention_resolutions, &c->attention_heights) || c->attention_heights.size() > 8)
+    }
+    return "";
+}
+
+// Whether patches and levels divide the image.
+static std::string check_divisions(Config* c) {
+    const int p = c->patch();
+    const int patch_channels = c->in_channels * p * p;
+    if (patch_channels > 64)
+        return wrong(c, "patch_size", text("makes %d channels of a patch, of at most 64", patch_channels));
+    const int levels = (int)c->mult.size();
+    const int depth = p << (levels - 1); // the side of a square that becomes one pixel of the lowest level
+    if (c->H % depth == 0 && c->W % depth == 0) return "";
+    const int H = std::max(c->H / depth, 1) * depth;
+    const int W = std::max(c->W / depth, 1) * depth;
+    return wrong(c, "image_size",
+                 text("must be a multiple of %d, as %d levels halve it%s; use %dx%d or fewer channel_mult", depth,
+                      levels, p > 1 ? " in patches" : "", H, W));
+}
+
+static std::string parse_attention_resolutions(Config* c) {
+    const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
+    if (!is_list || c->attention_heights.size() > 8)
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
-    for (float height : c->attention_heights) {
-        std::string why = text("%g never occurs; the heights of this model are", height);
-        int l = 0;
-        for (; l < levels && c->height(l) != height; l++) why += text("%s %d", l ? "," : "", c->height(l));
-        if (l == levels) return wrong(c, "attention_resolutions", why);
+    std::string heights; // of all levels
+    std::set<float> occur;
+    for (size_t level = 0; level < c->mult.size(); level++) {
+        heights += text("%s %d", level ? "," : "", c->height(level));
+        occur.insert((float)c->height(level));
+    }
+    for (float height : c->attention_heights)
+        if (!occur.contains(height))
+            return wrong(c, "attention_resolutions",
+                         text("%g never occurs; the heights of this model are", height) + heights);
+    return "";
+}
+
+// image_size, channel_mult and attention_resolutions, parsed. Result: why not, in one sentence, or "".
+static std::string parse_model(Config* c) {
+    for (auto part : {parse_image_size, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
+        const std::string error = part(c);
+        if (!error.empty()) return error;
     }
     return "";
 }
@@ -932,75 +1134,123 @@ static std::string parse_model(Config* c) {
 static std::string check_model(Config* c) {
     std::string error = parse_model(c);
     if (!error.empty()) return error;
+    // Remembers the first thing that is wrong.
     auto must = [&](bool ok, const char* name, const std::string& why) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
-    const int per_head = c->num_head_channels, up = c->num_heads_upsample;
-    for (size_t l = 0; l < c->mult.size(); l++) {
-        if (!c->has_attention(l) && l + 1 < c->mult.size()) continue; // the middle, of as many channels, always has it
-        const int ch = c->channels(l);
+
+    // Attention's heads must divide the channels. Their number follows from --num_head_channels, if that is not -1.
+    const int per_head = c->num_head_channels;
+    const int up = c->num_heads_upsample;
+    const size_t lowest = c->mult.size() - 1; // the middle, of as many channels, always has attention
+    for (size_t level = 0; level <= lowest; level++) {
+        if (!c->has_attention(level) && level < lowest) continue;
+        const int ch = c->channels(level);
         const std::string divide = text("divide the %d channels where there is attention", ch);
-        must(per_head < 0 || (per_head && ch % per_head == 0), "num_head_channels", "must " + divide + "; 32 does");
-        must(per_head >= 0 || ch % c->num_heads == 0, "num_heads", "must " + divide);
-        must(per_head >= 0 || up == -1 || (up > 0 && ch % up == 0), "num_heads_upsample", "must be -1 or " + divide);
+        const bool counts_heads = per_head < 0;
+        const bool head_fits = per_head && ch % per_head == 0;
+        const bool up_fits = up == -1 || (up > 0 && ch % up == 0);
+        must(counts_heads || head_fits, "num_head_channels", "must " + divide + "; 32 does");
+        must(!counts_heads || ch % c->num_heads == 0, "num_heads", "must " + divide);
+        must(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
     }
+
+    // Diffusion and classes.
     must(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
          "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
     must(!c->class_cond || c->num_classes > 0, "num_classes", "must be given for --class_cond True: the data has none");
     must(c->class_cond || !c->class_dropout, "class_dropout", "has no class to leave out without --class_cond True");
-    Config plain;
-    for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"})
-        must(c->objective == "ddpm" || wrong(c, name, "") == wrong(&plain, name, ""), name,
+    Config plain; // all flags have their defaults
+    for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
+        const Flag& f = *find_flag(name);
+        const bool is_default = flag_value(*c, f) == flag_value(plain, f);
+        must(c->objective == "ddpm" || is_default, name,
              "is for --objective ddpm; " + c->objective + " has a prediction, a weighting and noise levels of its own");
+    }
     must(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
+    // Samples.
     must(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
     must(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
-    for (float k : c->class_list)
-        must(k == std::floor(k) && k >= 0 && k < c->num_classes, "classes",
-             text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
+    for (float k : c->class_list) {
+        const bool is_class = k == std::floor(k) && k >= 0 && k < c->num_classes;
+        must(is_class, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
+    }
     must(!c->guided() || c->null_class(), "guidance_scale", "needs a model of --class_cond True --class_dropout 0.1");
     must(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     must(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
          text("must be below --sigma_max %g", c->sigma_max));
-    must(c->start_from.empty() || c->inpaint.empty(), "start_from", "can't be done beside --inpaint");
-    must(c->inpaint.empty() == c->mask.empty(), "mask", "needs --inpaint, and that needs it: where to paint anew");
-    must(!c->changes_images() || c->sample, c->inpaint.empty() ? "start_from" : "inpaint", "is for --sample");
-    must(!c->changes_images() || !c->S_churn, "S_churn", "is for images that are made of noise alone");
-    must(!c->S_churn || c->sampler == "euler" || c->sampler == "heun", "S_churn", "is for --sampler euler and heun");
+    const bool changes_images = c->changes_images();
+    const bool inpaints = !c->inpaint.empty();
+    must(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
+    must(inpaints == !c->mask.empty(), "mask", "needs --inpaint, and that needs it: where to paint anew");
+    must(!changes_images || c->sample, inpaints ? "inpaint" : "start_from", "is for --sample");
+    must(!changes_images || !c->S_churn, "S_churn", "is for images that are made of noise alone");
+    const bool can_churn = c->sampler == "euler" || c->sampler == "heun";
+    must(!c->S_churn || can_churn, "S_churn", "is for --sampler euler and heun");
     return error;
 }
 
-// Settings of the run that cannot work together. where: "FILE: " if some of them come from one.
-static void check_run(Config* c, const std::string& where) {
-    bool rates = parse_list(c->ema_rate, &c->emas) && !c->emas.empty() && c->emas[0] <= 1;
-    for (float rate : c->emas) rates = rates && rate >= 0 && (rate <= 1 || std::ranges::count(POWER_EMAS, rate));
-    for (float power : POWER_EMAS)
-        if (c->ema_snapshots && !std::ranges::count(c->emas, power)) c->emas.push_back(power);
-    if (!rates || c->emas.size() > 1 + MORE_EMAS)
+// Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: "FILE: " if the rates come from one.
+static void parse_ema_rate(Config* c, const std::string& where) {
+    bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
+    for (size_t k = 0; k < c->emas.size(); k++) {
+        const float rate = c->emas[k];
+        const bool is_power = k > 0 && std::ranges::count(POWER_EMAS, rate); // a checkpoint's, of its --ema_snapshots
+        works = works && rate >= 0 && (rate <= 1 || is_power);
+    }
+    for (float power : POWER_EMAS) {
+        const bool is_there = std::ranges::count(c->emas, power);
+        if (c->ema_snapshots && !is_there) c->emas.push_back(power);
+    }
+    if (!works || c->emas.size() > 1 + MORE_EMAS)
         refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
+}
+
+// --objective ect: whether q^a stays in range until the run ends. a grows by 1 with each stage of --ect_d steps.
+static void check_ect_stages(Config* c, const std::string& where) {
+    if (c->objective != "ect") return;
     const int64_t most = (int64_t)(std::log(LARGEST_GAP_DIVISOR) / std::log((double)c->ect_q));
     const int64_t stages = (c->max_steps + c->ect_stage() - 1) / c->ect_stage();
-    if (c->objective == "ect" && stages > most) {
-        const int64_t enough = (c->max_steps + most - 1) / std::max<int64_t>(most, 1);
-        refuse(where + wrong(c, "ect_d",
-                             text("makes a grow to %ld, and --ect_q %g^a must stay below %g; %ld is enough", stages,
-                                  c->ect_q, LARGEST_GAP_DIVISOR, enough)));
-    }
-    // Microbatches are dealt out to the ranks. If those of a file or preset can't be, each takes its share at once.
-    const int B = c->batch_size, N = world.size, share = B / N, before = c->microbatch;
-    if (B % N)
+    if (stages <= most) return;
+    const int64_t enough = (c->max_steps + most - 1) / std::max<int64_t>(most, 1);
+    refuse(where + wrong(c, "ect_d",
+                         text("makes a grow to %ld, and --ect_q %g^a must stay below %g; %ld is enough", stages,
+                              c->ect_q, LARGEST_GAP_DIVISOR, enough)));
+}
+
+// A batch is shared by the ranks, and a rank's share is dealt out in microbatches. If the microbatches of a file or
+// preset don't divide it, each rank takes its share at once.
+static void check_microbatch(Config* c, const std::string& where) {
+    const int B = c->batch_size;
+    const int N = world.size;
+    if (B % N) {
+        const int nearest = std::max(1, (B + (N - 1) / 2) / N) * N;
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
-            B, N, std::max(1, (B + (N - 1) / 2) / N) * N);
+            B, N, nearest);
+    }
+    const int share = B / N;
+    const int before = c->microbatch;
     const bool works = before <= share && share % c->micro() == 0;
-    if (!works && (c->given("microbatch") || N == 1)) {
+    if (works) {
+        if (N > 1) c->microbatch = c->micro();
+        return;
+    }
+    if (c->given("microbatch") || N == 1) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
         die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
             before, share, B, nearest);
     }
-    if (!works) printf("--microbatch %d: was %d before; %d processes sum up in another order\n", share, before, N);
-    if (!works || N > 1) c->microbatch = works ? c->micro() : share;
+    printf("--microbatch %d: was %d before; %d processes sum up in another order\n", share, before, N);
+    c->microbatch = share;
+}
+
+// Ends the program if settings of the run cannot work together. where: "FILE: " if some of them come from one.
+static void check_run(Config* c, const std::string& where) {
+    parse_ema_rate(c, where);
+    check_ect_stages(c, where);
+    check_microbatch(c, where);
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->keep_best && c->val_data_file.empty())
         refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
@@ -1247,66 +1497,102 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     return a;
 }
 
-// What each kind of layer computes, forward and backward. CONV's weight gradients are not here: several layers' are
-// computed together (see unet_backward).
+// What each kind of layer computes, forward and backward: a call of its operation, with what LayerArgs has for it.
+// CONV's weight gradients are not here: several layers' are computed together (see unet_backward).
 static void forward_timestep(LayerArgs& a) {
-    timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, a.net->config.max_period, a.lane);
+    const int max_period = a.net->config.max_period;
+    timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.lane);
 }
+
 static void forward_linear(LayerArgs& a) {
-    linear_forward(a.out_fp32(), a.x_fp32(), a.weight, a.bias, a.B, a.Cin, a.Cout, a.lane);
+    linear_forward(a.out_fp32(), a.x_fp32(), a.weight, a.bias, // out, x, weight, bias
+                   a.B, a.Cin, a.Cout, a.lane);
 }
 static void backward_linear(LayerArgs& a) {
-    linear_backward(a.d1_fp32(), a.dweight, a.dbias, a.dout_fp32(), a.x_fp32(), a.weight, a.B, a.Cin, a.Cout);
+    linear_backward(a.d1_fp32(), a.dweight, a.dbias,     // gradients of x, weight, bias
+                    a.dout_fp32(), a.x_fp32(), a.weight, // dout, x, weight
+                    a.B, a.Cin, a.Cout);
 }
-static void forward_silu(LayerArgs& a) { silu_forward(a.out_fp32(), a.x_fp32(), (size_t)a.B * a.Cin, a.lane); }
-static void backward_silu(LayerArgs& a) { silu_backward(a.d1_fp32(), a.dout_fp32(), a.x_fp32(), (size_t)a.B * a.Cin); }
+
+static void forward_silu(LayerArgs& a) {
+    const size_t n = (size_t)a.B * a.Cin;
+    silu_forward(a.out_fp32(), a.x_fp32(), n, a.lane);
+}
+static void backward_silu(LayerArgs& a) {
+    const size_t n = (size_t)a.B * a.Cin;
+    silu_backward(a.d1_fp32(), a.dout_fp32(), a.x_fp32(), n);
+}
+
 static void forward_label(LayerArgs& a) {
-    label_embedding_forward(a.out_fp32(), a.x_fp32(), a.weight, a.net->labels, a.B, a.Cin, a.lane);
+    const float* const table = a.weight;
+    label_embedding_forward(a.out_fp32(), a.x_fp32(), table, a.net->labels, a.B, a.Cin, a.lane);
 }
 static void backward_label(LayerArgs& a) {
     const int rows = a.net->params[a.layer->weight].shape[0];
-    label_embedding_backward(a.d1_fp32(), a.dweight, a.dout_fp32(), a.net->labels, a.B, rows, a.Cin);
+    float* const dtable = a.dweight;
+    label_embedding_backward(a.d1_fp32(), dtable, a.dout_fp32(), a.net->labels, a.B, rows, a.Cin);
 }
+
 static void forward_conv(LayerArgs& a) {
-    conv_forward(a.out, a.stats(), a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip);
+    conv_forward(a.out, a.stats(), // what it writes
+                 a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip);
 }
 static void backward_conv(LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); }
+
 static void forward_norm(LayerArgs& a) {
-    groupnorm_forward(a.out, a.saved, a.rstd(), a.x1, a.stats1, a.x2, a.stats2, a.weight, a.bias, a.emb, a.emb_stride,
-                      a.dropout, a.norm());
+    float* const mean = a.saved;
+    groupnorm_forward(a.out, mean, a.rstd(),          // what it writes
+                      a.x1, a.stats1, a.x2, a.stats2, // its input and the sums of it
+                      a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm());
 }
 static void backward_norm(LayerArgs& a) {
-    groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, a.dout, a.x1, a.x2, a.saved, a.rstd(), a.weight, a.bias,
-                       a.emb, a.emb_stride, a.dropout, a.norm());
+    const float* const mean = a.saved;
+    groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, // what it writes
+                       a.dout, a.x1, a.x2, mean, a.rstd(),     // what the loss and the forward pass left
+                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm());
 }
+
 static void forward_attention(LayerArgs& a) {
-    attention_forward(a.out, (SoftmaxRow*)a.saved, a.x1, a.B, a.tokens(), a.Cout, a.layer->heads);
+    SoftmaxRow* const rows = (SoftmaxRow*)a.saved;
+    attention_forward(a.out, rows, a.x1, a.B, a.tokens(), a.Cout, a.layer->heads);
 }
 static void backward_attention(LayerArgs& a) {
     const SoftmaxRow* const rows = (SoftmaxRow*)a.saved;
-    attention_backward(a.d1.dx, a.dout, a.x1, a.out, rows, a.B, a.tokens(), a.Cout, a.layer->heads);
+    act* const dqkv = a.d1.dx;
+    attention_backward(dqkv, a.dout, a.x1, a.out, rows, // what it writes, then what it reads
+                       a.B, a.tokens(), a.Cout, a.layer->heads);
 }
+
 static void forward_downsample(LayerArgs& a) { downsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_downsample(LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 static void forward_upsample(LayerArgs& a) { upsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_upsample(LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
+
 static void forward_patches(LayerArgs& a) {
-    to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, a.net->config.patch());
+    const int p = a.net->config.patch();
+    to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, p);
 }
+// Pixels of patches, and their gradient, which goes the other way. H, W are those of the pixels.
 static void forward_pixels(LayerArgs& a) {
-    from_patches(a.out_fp32(), a.x_fp32(), a.B, a.Hout, a.Wout, a.Cout, a.net->config.patch());
+    const int p = a.net->config.patch();
+    from_patches(a.out_fp32(), a.x_fp32(), a.B, a.Hout, a.Wout, a.Cout, p);
 }
 static void backward_pixels(LayerArgs& a) {
-    to_patches(a.d1_fp32().dx, a.dout_fp32(), a.B, a.Hout, a.Wout, a.Cout, a.net->config.patch());
+    const int p = a.net->config.patch();
+    to_patches(a.d1_fp32().dx, a.dout_fp32(), a.B, a.Hout, a.Wout, a.Cout, p);
 }
 
 // Floating point operations of a forward pass, 2 for a multiply-add.
 static double no_flops(const LayerArgs&) { return 0; }
 static double linear_flops(const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; }
 static double conv_flops(const LayerArgs& a) {
-    return 2.0 * a.B * a.Hout * a.Wout * (double)a.net->params[a.layer->weight].size;
+    const double weights = (double)a.net->params[a.layer->weight].size;
+    return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
 }
-static double attention_flops(const LayerArgs& a) { return 4.0 * a.B * a.tokens() * a.tokens() * a.Cout; }
+static double attention_flops(const LayerArgs& a) {
+    const double products = 2; // q k^T and P v
+    return products * 2 * a.B * a.tokens() * a.tokens() * a.Cout;
+}
 
 // Bytes of memory that the functions of a layer need beside their arrays.
 static Workspace no_workspace(const LayerArgs&) { return {}; }
@@ -1389,6 +1675,9 @@ static constexpr bool ops_are_in_order() {
 }
 static_assert(ops_are_in_order(), "OPS[kind] must be the row of that kind");
 
+// The functions that follow make the list. Each of them appends something to the network and returns its index.
+
+// bytes: for one sample.
 static int add_buffer(UNet* net, size_t bytes) {
     const int buffer = (int)net->buffers.size();
     net->buffers.push_back(Buffer{.bytes = bytes, .again = buffer});
@@ -1396,14 +1685,19 @@ static int add_buffer(UNet* net, size_t bytes) {
 }
 
 static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
-    net->tensors.push_back(Tensor{H, W, C, add_buffer(net, (size_t)H * W * C * (fp32 ? sizeof(float) : act_bytes()))});
-    net->tensors.back().fp32 = fp32;
+    const size_t values = (size_t)H * W * C;
+    Tensor tensor{.H = H, .W = W, .C = C};
+    tensor.buffer = add_buffer(net, values * (fp32 ? sizeof(float) : act_bytes()));
+    tensor.fp32 = fp32;
+    net->tensors.push_back(tensor);
     return (int)net->tensors.size() - 1;
 }
 
+// The parameter's place in the flat arrays follows later (place_params).
 typedef std::vector<int> Shape;
 static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
-    const size_t size = std::accumulate(shape.begin(), shape.end(), (size_t)1, std::multiplies{});
+    size_t size = 1;
+    for (int n : shape) size *= n;
     net->params.push_back(Param{name, shape, size, 0, init, heads});
     net->num_params += size;
     return (int)net->params.size() - 1;
@@ -1411,36 +1705,44 @@ static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit 
 
 // NAME.weight and NAME.bias; returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
 static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
+    const ParamInit bias_init = init == INIT_ONE ? INIT_ZERO : init;
     const int weight = add_param(net, name + ".weight", shape, init, heads);
-    add_param(net, name + ".bias", {shape[0]}, init == INIT_ONE ? INIT_ZERO : init, heads);
+    add_param(net, name + ".bias", {shape[0]}, bias_init, heads);
     return weight;
 }
 
 // Appends a layer that writes a new tensor (H, W, C), which is returned.
 static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, bool fp32 = false) {
-    l.out = add_tensor(net, H, W, C, fp32 || OPS[l.kind].fp32);
-    net->tensors[l.out].needs_grad = OPS[l.kind].backward;
+    const Op& op = OPS[l.kind];
+    l.out = add_tensor(net, H, W, C, fp32 || op.fp32);
+    net->tensors[l.out].needs_grad = op.backward;
     net->layers.push_back(l);
     return l.out;
 }
 
-// With weight: parameters that are there already.
+// l: a layer with its name, its input, and what differs from a plain 1x1 convolution. If it has a weight, that is of
+// parameters which are there already.
 static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, bool fp32 = false) {
     const ConvShape s = layer_args(Walk{.net = net, .B = 1}, l).conv();
-    if (l.weight < 0) l.weight = add_params(net, l.name, {Cout, s.C1 + s.C2, l.kernel, l.kernel}, init, l.heads);
+    const Shape shape{Cout, s.C1 + s.C2, l.kernel, l.kernel};
+    if (l.weight < 0) l.weight = add_params(net, l.name, shape, init, l.heads);
     return add_layer(net, l, Cout, s.out_H(), s.out_W(), fp32);
 }
 
-// Group norm over [x1 | x2]; its inputs get statistics from whoever writes them.
+// Group norm over [x1 | x2]. It needs sums of its inputs' channels (Stats). The layers that write these inputs make
+// them on the way, so each input gets a buffer for its sums.
 static int add_norm(UNet* net, Layer l) {
-    for (int i : {l.x1, l.x2})
-        if (const Tensor x = net->tensor(i); i >= 0 && x.stats < 0)
-            net->tensors[i].stats = add_buffer(net, (size_t)x.C * 2 * sizeof(double) * max_stat_parts(x.H, x.W));
+    for (int input : {l.x1, l.x2}) {
+        if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has one already
+        const Tensor x = net->tensors[input];
+        const size_t sums = (size_t)x.C * 2 * max_stat_parts(x.H, x.W);
+        net->tensors[input].stats = add_buffer(net, sums * sizeof(double));
+    }
     const Tensor x = net->tensors[l.x1];
     const int C = x.C + net->tensor(l.x2).C;
     l.kind = GROUPNORM;
     l.weight = add_params(net, l.name, {C}, INIT_ONE);
-    l.saved = add_buffer(net, 2 * 32 * sizeof(float));
+    l.saved = add_buffer(net, 2 * 32 * sizeof(float)); // mean and rstd of 32 groups
     return add_layer(net, l, C, x.H, x.W);
 }
 
@@ -1457,9 +1759,11 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 // last and the skip connection, which no other of them reads.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
-    for (Layer& l : std::span(net->layers).subspan(first))
-        if (net->config.use_checkpoint && l.out != last.out && l.out != last.residual)
-            l.block_end = (int)net->layers.size() - 1;
+    const int end = (int)net->layers.size() - 1;
+    for (Layer& l : std::span(net->layers).subspan(first)) {
+        const bool is_read = l.out != last.out && l.out != last.residual; // by another layer of the block
+        if (net->config.use_checkpoint && is_read) l.block_end = end;
+    }
     return last.out;
 }
 
@@ -1468,44 +1772,63 @@ static int end_block(UNet* net, size_t first) {
 // or scales and shifts the second norm. With a resample both ways change their resolution at the first SiLU.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
-    const int Cin = net->tensor(x1).C + net->tensor(x2).C, Ce = c.use_scale_shift_norm ? 2 * Cout : Cout;
+    const int Cin = net->tensor(x1).C + net->tensor(x2).C;
     const size_t first = net->layers.size();
-    int h = add_norm(net, {.name = name + ".in_layers.0", .x1 = x1, .x2 = x2, .nonlinearity = Nonlinearity::SILU});
-    if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h); // UP: where the convolution reads it
+
+    // The first norm and the resample. UP is done where the convolution reads its input.
+    Layer norm1{.name = name + ".in_layers.0", .x1 = x1, .x2 = x2};
+    norm1.nonlinearity = Nonlinearity::SILU;
+    int h = add_norm(net, norm1);
+    if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h);
     if (resample != SAME) x1 = add_resample(net, resample, name + ".x_upd", x1);
-    Layer conv{.name = name + ".in_layers.2", .x1 = h, .kernel = 3, .upsample = resample == UP};
-    Layer norm{
-        .name = name + ".out_layers.0", .nonlinearity = Nonlinearity::SILU, .dropout_block = net->residual_blocks++};
-    Layer& reader = c.use_scale_shift_norm ? norm : conv;
+
+    // The first convolution and the second norm, one of which reads the embedding: the columns behind those of the
+    // blocks before. One linear layer makes all blocks' columns, so here are only its parameters.
+    Layer conv1{.name = name + ".in_layers.2", .x1 = h, .kernel = 3};
+    conv1.upsample = resample == UP;
+    Layer norm2{.name = name + ".out_layers.0"};
+    norm2.nonlinearity = Nonlinearity::SILU;
+    norm2.dropout_block = net->residual_blocks;
+    net->residual_blocks++;
+    const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // scale and shift, or what is added
+    Layer& reader = c.use_scale_shift_norm ? norm2 : conv1;
     reader.emb = net->emb;
     reader.emb_offset = net->tensor(net->emb).C;
-    net->tensors[net->emb].C += Ce;
-    norm.x1 = add_conv(net, conv, Cout);
-    add_params(net, name + ".emb_layers.1", {Ce, 4 * c.num_channels}); // one layer does all blocks' projections
-    h = add_norm(net, norm);
-    const int conv2 = add_params(net, name + ".out_layers.3", {Cout, Cout, 3, 3}, INIT_ZERO);
-    if (Cin != Cout) x1 = add_conv(net, {.name = name + ".skip_connection", .x1 = x1, .x2 = x2}, Cout);
-    add_conv(net, {.name = name + ".out_layers.3", .x1 = h, .weight = conv2, .residual = x1, .kernel = 3}, Cout);
+    net->tensors[net->emb].C += columns;
+    norm2.x1 = add_conv(net, conv1, Cout);
+    add_params(net, name + ".emb_layers.1", {columns, 4 * c.num_channels});
+    h = add_norm(net, norm2);
+
+    // The second convolution adds the input. Its parameters come before those of the shortcut in the state_dict.
+    Layer conv2{.name = name + ".out_layers.3", .x1 = h, .kernel = 3};
+    conv2.weight = add_params(net, conv2.name, {Cout, Cout, 3, 3}, INIT_ZERO);
+    const Layer shortcut{.name = name + ".skip_connection", .x1 = x1, .x2 = x2};
+    conv2.residual = Cin == Cout ? x1 : add_conv(net, shortcut, Cout);
+    add_conv(net, conv2, Cout);
     return end_block(net, first);
 }
 
+// Group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution, plus the input.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
+    const Config& c = net->config;
     const Tensor t = net->tensors[x];
-    const int heads = net->config.num_head_channels > 0 ? t.C / net->config.num_head_channels : num_heads;
+    const int heads = c.num_head_channels > 0 ? t.C / c.num_head_channels : num_heads;
     const size_t first = net->layers.size();
-    int h = add_norm(net, {.name = name + ".norm", .x1 = x});
-    h = add_conv(net, {.name = name + ".qkv", .x1 = h, .heads = heads}, 3 * t.C);
-    const int rows = add_buffer(net, (size_t)heads * t.H * t.W * sizeof(SoftmaxRow));
-    const Layer l{.kind = ATTENTION, .name = name + ".attention", .x1 = h, .heads = heads, .saved = rows};
-    h = add_layer(net, l, t.C, t.H, t.W);
-    add_conv(net, {.name = name + ".proj_out", .x1 = h, .residual = x}, t.C, INIT_ZERO);
+    const int normed = add_norm(net, {.name = name + ".norm", .x1 = x});
+    const Layer qkv{.name = name + ".qkv", .x1 = normed, .heads = heads};
+    Layer attention{.kind = ATTENTION, .name = name + ".attention", .heads = heads};
+    attention.x1 = add_conv(net, qkv, 3 * t.C);
+    attention.saved = add_buffer(net, (size_t)heads * t.H * t.W * sizeof(SoftmaxRow));
+    const int out = add_layer(net, attention, t.C, t.H, t.W);
+    add_conv(net, {.name = name + ".proj_out", .x1 = out, .residual = x}, t.C, INIT_ZERO);
     return end_block(net, first);
 }
 
 // The embedding. Its last layer projects it for all residual blocks at once: each of them adds its columns.
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
-    const int F = c.num_channels, E = 4 * F, classes = c.num_classes + c.null_class();
+    const int F = c.num_channels;
+    const int E = 4 * F;
     int h = add_layer(net, {.kind = TIMESTEP, .name = "timestep_embedding"}, F);
     auto add = [&](LayerKind kind, const char* name, int weight = -1) {
         h = add_layer(net, {.kind = kind, .name = name, .x1 = h, .weight = weight}, E);
@@ -1513,30 +1836,48 @@ static void add_embedding(UNet* net) {
     add(LINEAR, "time_embed.0", add_params(net, "time_embed.0", {E, F}));
     add(SILU, "time_embed.1");
     add(LINEAR, "time_embed.2", add_params(net, "time_embed.2", {E, E}));
-    if (c.class_cond) add(LABEL, "label_emb", add_param(net, "label_emb.weight", {classes, E}, INIT_NORMAL));
+    if (c.class_cond) {
+        const int classes = c.num_classes + c.null_class();
+        add(LABEL, "label_emb", add_param(net, "label_emb.weight", {classes, E}, INIT_NORMAL));
+    }
     add(SILU, "emb_layers.0");
-    net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0);
+    net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0); // it has no columns yet
+}
+
+// Half the resolution, in one of three ways.
+static int add_downsample(UNet* net, const std::string& name, int x, int ch) {
+    const Config& c = net->config;
+    if (c.resblock_updown) return add_resblock(net, name + ".0", x, -1, ch, DOWN);
+    const std::string op = name + ".0.op";
+    if (c.conv_resample) return add_conv(net, {.name = op, .x1 = x, .kernel = 3, .stride = 2}, ch);
+    return add_resample(net, DOWN, op, x);
+}
+
+// Double the resolution, in one of three ways.
+static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
+    const Config& c = net->config;
+    if (c.resblock_updown) return add_resblock(net, name, x, -1, ch, UP);
+    if (c.conv_resample) return add_conv(net, {.name = name + ".conv", .x1 = x, .kernel = 3, .upsample = 1}, ch);
+    return add_resample(net, UP, name, x);
 }
 
 // The encoder: at each level residual blocks (and attention), then half the resolution; returns what the decoder reads.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
-    int block = 0, ch = c.channels(0);
-    std::vector<int> skips{add_conv(net, {.name = "input_blocks.0.0", .x1 = x, .kernel = 3}, ch)};
-    for (size_t level = 0; level < c.mult.size(); level++) {
-        ch = c.channels(level);
+    int block = 0;
+    auto next_name = [&] { return "input_blocks." + std::to_string(++block); };
+    const int first = add_conv(net, {.name = "input_blocks.0.0", .x1 = x, .kernel = 3}, c.channels(0));
+    std::vector<int> skips{first};
+    const size_t lowest = c.mult.size() - 1;
+    for (size_t level = 0; level <= lowest; level++) {
+        const int ch = c.channels(level);
         for (int i = 0; i < c.num_res_blocks; i++) {
-            const std::string name = "input_blocks." + std::to_string(++block);
-            const int h = add_resblock(net, name + ".0", skips.back(), -1, ch);
-            skips.push_back(c.has_attention(level) ? add_attention_block(net, name + ".1", h, c.num_heads) : h);
+            const std::string name = next_name();
+            int h = add_resblock(net, name + ".0", skips.back(), -1, ch);
+            if (c.has_attention(level)) h = add_attention_block(net, name + ".1", h, c.num_heads);
+            skips.push_back(h);
         }
-        if (level + 1 == c.mult.size()) break;
-        const std::string name = "input_blocks." + std::to_string(++block) + ".0", op = name + ".op";
-        int h = skips.back();
-        if (c.resblock_updown) h = add_resblock(net, name, h, -1, ch, DOWN);
-        else if (c.conv_resample) h = add_conv(net, {.name = op, .x1 = h, .kernel = 3, .stride = 2}, ch);
-        else h = add_resample(net, DOWN, op, h);
-        skips.push_back(h);
+        if (level < lowest) skips.push_back(add_downsample(net, next_name(), skips.back(), ch));
     }
     return skips;
 }
@@ -1548,17 +1889,14 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     int block = 0;
     for (int level = (int)c.mult.size() - 1; level >= 0; level--) {
         const int ch = c.channels(level);
+        const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
             const std::string name = "output_blocks." + std::to_string(block++);
             h = add_resblock(net, name + ".0", h, skips.back(), ch);
             skips.pop_back();
-            if (c.has_attention(level)) h = add_attention_block(net, name + ".1", h, heads);
-            if (level == 0 || i < c.num_res_blocks) continue;
-            const std::string up = name + (c.has_attention(level) ? ".2" : ".1");
-            if (c.resblock_updown) h = add_resblock(net, up, h, -1, ch, UP);
-            else if (c.conv_resample)
-                h = add_conv(net, {.name = up + ".conv", .x1 = h, .kernel = 3, .upsample = 1}, ch);
-            else h = add_resample(net, UP, up, h);
+            if (attention) h = add_attention_block(net, name + ".1", h, heads);
+            const bool level_ends = i == c.num_res_blocks && level > 0;
+            if (level_ends) h = add_upsample(net, name + (attention ? ".2" : ".1"), h, ch);
         }
     }
     return h;
@@ -1576,14 +1914,15 @@ static int param_group(const Param& p) {
 
 // Where each parameter lies. From group 2 on each begins at a multiple of 64 floats.
 static void place_params(UNet* net) {
+    auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
     for (int group = 0; group < 4; group++) {
         for (Param& p : net->params) {
             if (param_group(p) != group) continue;
             p.offset = end;
-            end += group < 2 ? p.size : (p.size + 63) / 64 * 64;
+            end += group < 2 ? p.size : round_to_64(p.size);
         }
-        end = (end + 63) / 64 * 64;
+        end = round_to_64(end);
         if (group == 2) net->plain_size = end;
     }
     net->flat_size = end;
@@ -1594,22 +1933,33 @@ static UNet build_unet(const Config& c) {
     UNet net;
     net.config = c;
     add_embedding(&net);
-    const int H = c.H, W = c.W, p = c.patch();
-    int h = net.input = add_tensor(&net, H, W, c.in_channels, true);
+
+    // From the images to the network's output. With --patch_size the layers between see patches in place of pixels.
+    const int H = c.H, W = c.W;
+    const int p = c.patch();
+    net.input = add_tensor(&net, H, W, c.in_channels, true);
+    int h = net.input;
     if (p > 1) h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, c.in_channels * p * p, H / p, W / p);
     const std::vector<int> skips = add_input_blocks(&net, h);
     h = skips.back();
-    h = add_resblock(&net, "middle_block.0", h, -1, net.tensor(h).C);
+    const int middle = net.tensor(h).C;
+    h = add_resblock(&net, "middle_block.0", h, -1, middle);
     h = add_attention_block(&net, "middle_block.1", h, c.num_heads);
-    h = add_resblock(&net, "middle_block.2", h, -1, net.tensor(h).C);
+    h = add_resblock(&net, "middle_block.2", h, -1, middle);
     h = add_output_blocks(&net, h, skips);
     h = add_norm(&net, {.name = "out.0", .x1 = h, .nonlinearity = Nonlinearity::SILU});
     h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, c.out_channels() * p * p, INIT_ZERO, true);
-    net.output = p > 1 ? add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W) : h;
-    net.buffers[net.tensors[net.emb].buffer].bytes = net.tensor(net.emb).C * sizeof(float); // it has become wider
+    if (p > 1) h = add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
+    net.output = h;
+
+    // The layer that projects the embedding for all blocks is complete now: how wide it is, and where its weights are.
+    const Tensor& emb = net.tensors[net.emb];
+    net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
     place_params(&net);
-    Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out); // of all blocks: the first parameters
-    projection.weight = (int)(std::ranges::find(net.params, 0u, &Param::offset) - net.params.begin());
+    Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out);
+    const auto first_param = std::ranges::find(net.params, 0u, &Param::offset);
+    projection.weight = (int)(first_param - net.params.begin());
+
     for (const Layer& l : net.layers) net.flops += OPS[l.kind].flops(layer_args(Walk{.net = &net, .B = 1}, l));
     return net;
 }
@@ -1624,18 +1974,22 @@ static UNet build_unet(const Config& c) {
 // a buffer of its own, to which it adds what waits there from the readers behind it. A residual's contribution is the
 // gradient of the sum itself, so it is passed on without a copy.
 static void plan_gradients(UNet* net) {
+    // The buffers of each tensor's gradient that its next reader adds to its own contribution.
     std::vector<std::vector<int>> waiting(net->tensors.size());
-    // To tensor x. It does not add in place to what waits, because weight gradients may still have to read that.
+    // A contribution to the gradient of tensor x, in a new buffer. It does not add in place to what waits, because
+    // weight gradients may still have to read that.
     auto contribute = [&](int x) {
         if (!net->tensor(x).needs_grad) return GradPlan{};
-        const int d = add_buffer(net, net->buffers[net->tensors[x].buffer].bytes);
-        std::vector<int> adds = std::exchange(waiting[x], {d});
+        const Buffer& values = net->buffers[net->tensors[x].buffer];
+        const int d = add_buffer(net, values.bytes);
+        std::vector<int> adds = waiting[x];
+        waiting[x] = {d};
         if (adds.size() > 2) die("internal error: %zu gradients wait for one tensor", adds.size());
         adds.resize(2, -1);
         return GradPlan{d, adds[0], adds[1]};
     };
     contribute(net->output); // the loss
-    for (size_t i = net->layers.size(); i-- > 0;) {
+    for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
         if (waiting[l.out].empty()) continue; // the sinusoids
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
@@ -1648,9 +2002,16 @@ static void plan_gradients(UNet* net) {
         l.d1 = contribute(l.x1);
         l.d2 = contribute(l.x2);
     }
-    for (const Layer& l : net->layers) // what is computed again for them
-        for (int b : {net->tensors[l.out].buffer, net->tensors[l.out].stats})
-            if (l.block_end >= 0 && b >= 0) net->buffers[b].again = add_buffer(net, net->buffers[b].bytes);
+    // --use_checkpoint: what is computed again gets other buffers than at the first time.
+    for (const Layer& l : net->layers) {
+        if (l.block_end < 0) continue;
+        const Tensor& out = net->tensors[l.out];
+        for (int b : {out.buffer, out.stats}) {
+            if (b < 0) continue;
+            const int again = add_buffer(net, net->buffers[b].bytes); // this may move net->buffers
+            net->buffers[b].again = again;
+        }
+    }
 }
 
 // Convolutions' weight gradients are computed beside the layers that follow in the backward pass, several of them in
@@ -1662,21 +2023,27 @@ static int weights_lag(const UNet* net, const Layer& l) {
     return net->config.use_checkpoint ? 2 : 6;
 }
 
+// The first layer that reads the embedding's projections.
 static int first_emb_reader(const UNet* net) {
-    return (int)(std::ranges::find_if(net->layers, [](const Layer& l) { return l.emb >= 0; }) - net->layers.begin());
+    int i = 0;
+    while (net->layers[i].emb < 0) i++;
+    return i;
 }
 
-// Which weight gradients each layer waits for in the backward pass.
+// Which weight gradients each layer waits for in the backward pass. Who waits for those of a layer waits for those of
+// all layers behind it, too.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
     int done = L; // the weight gradients of this layer and all behind it are waited for already
     for (int i = L - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
-        for (int k = i + 1; k < done && l.dout >= 0; k++) {
+        if (l.dout < 0) continue; // it has no backward pass
+        for (int k = i + 1; k < done; k++) {
             const Layer& conv = net->layers[k];
+            if (conv.kind != CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
             const bool has_demb = l.out == net->emb && conv.demb >= 0; // its launch writes a part of l's dout
-            if (conv.kind != CONV || !(too_old || has_demb)) continue;
+            if (!too_old && !has_demb) continue;
             l.after = k;
             done = k;
         }
@@ -1685,24 +2052,29 @@ static void plan_waits(UNet* net) {
 
 // A residual block's skip connection may be computed by the convolution behind it, which adds it to its result.
 static void plan_fusions(UNet* net) {
+    const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
-        Layer &l = net->layers[i], &skip = net->layers[i - 1];
-        if (l.kind != CONV || skip.kind != CONV || l.residual != skip.out) continue;
-        const Walk walk{.net = net, .B = net->B};
-        if (!conv_takes_skip(layer_args(walk, l).conv(), layer_args(walk, skip).conv())) continue;
+        Layer& l = net->layers[i];
+        Layer& skip = net->layers[i - 1];
+        const bool adds_it = l.kind == CONV && skip.kind == CONV && l.residual == skip.out;
+        if (!adds_it) continue;
+        const ConvShape shape = layer_args(walk, l).conv();
+        const ConvShape skip_shape = layer_args(walk, skip).conv();
+        if (!conv_takes_skip(shape, skip_shape)) continue;
         skip.fused = true;
         l.skip = (int)i - 1;
         l.residual = -1;
     }
 }
 
-// From when to when each buffer is in use.
+// From when to when each buffer is in use: it is used at all times at which a layer reads or writes it, and between.
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     auto use = [&](int time, std::initializer_list<int> buffers) {
         for (int buffer : buffers) {
             if (buffer < 0) continue;
-            const bool after_loss = time > L + 1; // there what was computed again is meant
+            // Behind the loss, tensors that are computed again are read where they lie then.
+            const bool after_loss = time > L + 1;
             Buffer& b = net->buffers[after_loss ? net->buffers[buffer].again : buffer];
             b.first = std::min(b.first, time);
             b.last = std::max(b.last, time);
@@ -1721,35 +2093,45 @@ static void plan_lifetimes(UNet* net) {
         const Layer& l = net->layers[i];
         const Op& op = OPS[l.kind];
         use_forward(l, 1 + i + l.fused);
-        if (op.embedding) use_forward(l, 1 + first_emb_reader(net)); // it is computed beside the layers before that one
-        if (l.dout < 0) continue;                                    // not training, or the sinusoids
-        const int back = 2 * L + 1 - i, done = back + (l.kind == CONV ? weights_lag(net, l) : 0);
+        // The embedding's layers are computed beside those before the first one that reads it.
+        if (op.embedding) use_forward(l, 1 + first_emb_reader(net));
+
+        // The backward pass, and a convolution's weight gradient, which may be computed up to weights_lag later.
+        if (l.dout < 0) continue; // not training, or the sinusoids
+        const int back = 2 * L + 1 - i;
+        const int done = l.kind == CONV ? back + weights_lag(net, l) : back;
         for (int time : {back, done}) {
             if (op.backward_reads & Op::INPUT) use(time, {data(l.x1), data(l.x2)});
             use(time, {l.dout});
         }
         if (op.backward_reads & Op::EMB) use(back, {data(l.emb)});
         if (op.backward_reads & Op::OUTPUT) use(back, {data(l.out)});
-        use(back, {l.saved, l.demb, l.d1.d, l.d1.add1, l.d1.add2, l.d2.d, l.d2.add1, l.d2.add2});
-        if (l.out == net->output) use(L + 1, {l.dout});
-        if (l.block_end >= 0) use_forward(l, 2 * L + 1 - l.block_end); // computed again
+        use(back, {l.saved, l.demb});
+        use(back, {l.d1.d, l.d1.add1, l.d1.add2});
+        use(back, {l.d2.d, l.d2.add1, l.d2.add2});
+        if (l.out == net->output) use(L + 1, {l.dout}); // the loss writes it
+        const bool again = l.block_end >= 0;
+        if (again) use_forward(l, 2 * L + 1 - l.block_end); // just before the backward pass of its block
     }
 }
 
 // Offsets of all buffers for batches of B: largest first, each at the lowest place that is free during its whole life.
+// Sizes are rounded up, so that each buffer begins at a multiple of 256 bytes.
 static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
-    std::multimap<size_t, const Buffer*> placed; // by offset
     for (Buffer& b : net->buffers)
-        if (b.last >= 0) order.push_back(&b);
+        if (b.last >= 0) order.push_back(&b); // it is in use at some time
     std::ranges::stable_sort(order, std::greater{}, bytes);
+
+    std::multimap<size_t, const Buffer*> placed; // by offset
     net->arena_bytes = 0;
     for (Buffer* b : order) {
         b->offset = 0;
         for (const auto& [offset, other] : placed) {
-            if (other->first > b->last || b->first > other->last) continue;
-            if (b->offset + bytes(b) <= offset) break;
+            const bool overlap = other->first <= b->last && b->first <= other->last; // they are in use at the same time
+            if (!overlap) continue;
+            if (b->offset + bytes(b) <= offset) break; // it fits into the gap before the other one
             b->offset = std::max(b->offset, offset + bytes(other));
         }
         placed.insert({b->offset, b});
@@ -1759,9 +2141,31 @@ static void place_buffers(UNet* net, int B) {
     }
 }
 
+// Ends the program if the weights and the arena are larger than the device's memory. It says which batch would fit.
+static void check_memory(UNet* net, bool training) {
+    const double GIB = 0x1p30;
+    // Of each parameter there are at most the weight and its copy; in training also a gradient, two moments, an
+    // average, and the average's copy.
+    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes();
+    const double weights = net->flat_size * param_bytes / GIB;
+    const double available = device_available() / GIB;
+    const double needed = weights + net->arena_bytes / GIB;
+    const int B = net->B;
+    int fits = B;
+    while (fits && weights + net->arena_bytes / GIB > available) {
+        fits /= 2;
+        place_buffers(net, fits);
+    }
+    const std::string both = text("%.2f GiB of GPU memory and %.2f GiB are free", needed, available);
+    if (!fits) die("this model needs %s: it does not fit, whatever the batch", both.c_str());
+    if (fits < B)
+        die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
+}
+
 // Gives the network its device memory for batches of up to B, or says which batch would fit.
 static void plan_memory(UNet* net, int B, bool training) {
-    if ((double)B * net->config.H * net->config.W > INT_MAX)
+    const double pixels = (double)B * net->config.H * net->config.W;
+    if (pixels > INT_MAX)
         die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; "
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
@@ -1773,23 +2177,18 @@ static void plan_memory(UNet* net, int B, bool training) {
     plan_fusions(net);
     plan_lifetimes(net);
     place_buffers(net, B);
-    const size_t a_param = training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes();
-    const double available = device_available() / 0x1p30, weights = net->flat_size * a_param / 0x1p30;
-    const double needed = weights + net->arena_bytes / 0x1p30;
-    int fits = B;
-    while (fits && weights + net->arena_bytes / 0x1p30 > available) {
-        fits /= 2;
-        place_buffers(net, fits);
-    }
-    const std::string both = text("%.2f GiB of GPU memory and %.2f GiB are free", needed, available);
-    if (!fits) die("this model needs %s: it does not fit, whatever the batch", both.c_str());
-    if (fits < B)
-        die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
+    check_memory(net, training);
     net->arena = device_alloc<char>(net->arena_bytes);
-    Workspace most{loss_workspace(B)}; // operations take turns with the workspace
+
+    // Operations take turns with the workspace, so it is as large as the largest of them needs. What they leave for
+    // finish_gradients stays.
+    Workspace most{loss_workspace(B)};
+    const Walk walk{.net = net, .B = B};
     for (const Layer& l : net->layers) {
-        const Workspace w = OPS[l.kind].workspace(layer_args(Walk{.net = net, .B = B}, l));
-        most = {std::max(most.main, w.main), std::max(most.side, w.side), most.sums + w.sums};
+        const Workspace w = OPS[l.kind].workspace(layer_args(walk, l));
+        most.main = std::max(most.main, w.main);
+        most.side = std::max(most.side, w.side);
+        most.sums += w.sums;
     }
     reserve(most, training);
 }
@@ -2266,6 +2665,9 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
 // So such a function returns a few coefficients, a Move, and one kernel (sampler_step) takes every sampler's steps.
+//
+// In the order in which they run: make_sampler calls plan_sampler, which calls sampler_sigmas, plan_route and, for each
+// move, device_step; then sample_images calls sample_batch.
 struct Move {
     double sigma;             // s
     double x, x0;             // of x'
@@ -2343,30 +2745,45 @@ static double churn_gamma(const Config& c, double sigma, int N) {
     return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
 }
 
+// "ddimN": every k-th timestep from 0 on, with a k that makes N of them.
+static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
+    const int wanted = std::clamp(atoi(&respacing[strlen("ddim")]), 2, T);
+    const int stride = (T + wanted - 1) / wanted;
+    std::vector<int> steps;
+    for (int t = 0; t < T; t += stride) steps.push_back(t);
+    must(respacing == "ddim" + std::to_string(steps.size()), "--timestep_respacing " + respacing,
+         text("no whole stride makes so many of the %d steps; ddim25 or 25 may", T));
+    return steps;
+}
+
 // The timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
 // "n1,n2,..." so many in each equal part of [0, T).
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
+    if (respacing.starts_with("ddim")) return strided_timesteps(T, respacing);
     const std::string flag = "--timestep_respacing " + respacing;
-    std::vector<int> steps;
-    if (respacing.starts_with("ddim")) {
-        const int wanted = std::clamp(atoi(&respacing[4]), 2, T), stride = (T + wanted - 1) / wanted;
-        for (int t = 0; t < T; t += stride) steps.push_back(t);
-        must(respacing == "ddim" + std::to_string(steps.size()), flag,
-             text("no whole stride makes so many of the %d steps; ddim25 or 25 may", T));
-        return steps;
-    }
     std::vector<float> counts{(float)T};
-    must(respacing.empty() || (parse_list(respacing, &counts) && counts.size() <= (size_t)T), flag,
+    const bool is_list = respacing.empty() || parse_list(respacing, &counts);
+    must(is_list && counts.size() <= (size_t)T, flag,
          "must be a number of steps, ddim and a number, or numbers with commas");
+
     const int parts = (int)counts.size();
-    for (int i = 0, start = 0, size; i < parts; i++, start += size) {
-        size = T / parts + (i < T % parts);
+    const int least = parts == 1; // of several parts, one may be left out
+    std::vector<int> steps;
+    int start = 0; // of the part
+    for (int i = 0; i < parts; i++) {
+        const bool one_more = i < T % parts; // T need not be a multiple of the parts: the first ones are longer
+        const int size = T / parts + one_more;
         const float count = counts[i];
-        must(count >= (parts == 1) && count <= size && count == std::floor(count), flag,
-             text("a part of %d steps can keep %d to %d of them", size, parts == 1, size));
+        must(count >= least && count <= size && count == std::floor(count), flag,
+             text("a part of %d steps can keep %d to %d of them", size, least, size));
+        // From the first to the last one of the part.
         const double stride = count <= 1 ? 1 : (size - 1) / (count - 1.0);
-        double at = 0;
-        for (int k = 0; k < count; k++, at += stride) steps.push_back(start + (int)std::nearbyint(at));
+        double position = 0;
+        for (int k = 0; k < count; k++) {
+            steps.push_back(start + (int)std::nearbyint(position));
+            position += stride;
+        }
+        start += size;
     }
     must(!steps.empty(), flag, "keeps no step");
     return steps;
@@ -2374,7 +2791,8 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
 
 // Sigma i of N of Karras et al. 2022, eq. 5, from high to low.
 static double karras_sigma(const Config& c, double high, double low, int i, int N) {
-    const double start = std::pow(high, 1.0 / c.rho), end = std::pow(low, 1.0 / c.rho);
+    const double start = std::pow(high, 1.0 / c.rho);
+    const double end = std::pow(low, 1.0 / c.rho);
     const double part = N > 1 ? (double)i / (N - 1) : 0;
     return std::pow(start + part * (end - start), c.rho);
 }
@@ -2386,13 +2804,14 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size();
-    const bool consistency = c.sampler == "consistency";
     std::vector<double> sigmas;
     if (c.sampler == "ddpm" || c.sampler == "ddim") {
         for (int i = N - 1; i >= 0; i--) sigmas.push_back(known[kept[i]]);
         sigmas.push_back(0);
         return sigmas;
     }
+    const bool consistency = c.sampler == "consistency";
+    const bool flow = c.frame() == "flow" && !consistency;
     double high = c.sigma_max;
     double low = consistency ? c.mid_t : c.sigma_min;
     if (c.objective == "ddpm") { // it knows no others than those of its timesteps, and what lies between them
@@ -2401,29 +2820,34 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     }
     for (int i = 0; i < N; i++) {
         const double t = high / (1 + high) * (1 - (double)i / N);
-        const bool flow = c.frame() == "flow" && !consistency;
         sigmas.push_back(flow ? t / (1 - t) : karras_sigma(c, high, low, i, N));
     }
     sigmas.push_back(0);
     return sigmas;
 }
 
-// A sampler's N steps as they are taken. With --inpaint some are taken again (Lugmayr et al. 2022, "RePaint").
+// A sampler's N steps as they are taken. With --inpaint some are taken again (Lugmayr et al. 2022, "RePaint"): whenever
+// the noise has fallen by --jump_length steps, the sampler goes back that far, so often that each step is taken
+// --jump_n_sample times.
 static std::vector<int> step_order(const Config& c, int N) {
-    std::vector<int> order;
     std::map<int, int> again; // how often to go back from a level of noise, the lowest being 0
-    for (int level = 0; !c.inpaint.empty() && level < N - c.jump_length; level += c.jump_length)
-        again[level] = c.jump_n_sample - 1;
+    if (!c.inpaint.empty())
+        for (int level = 0; level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
+    std::vector<int> order;
     for (int level = N - 1; level >= 0; level--) {
         order.push_back(N - 1 - level);
-        if (again[level - 1]-- > 0) level += c.jump_length;
+        int& left = again[level - 1]; // the step ends at the level below
+        if (left > 0) level += c.jump_length;
+        left--;
     }
     return order;
 }
 
 // The first of N steps that --start_from leaves (Meng et al. 2022, "SDEdit").
 static int first_step(const Config& c, int N) {
-    return c.start_from.empty() ? 0 : N - std::max(1, (int)std::lround((double)c.strength * N));
+    if (c.start_from.empty()) return 0;
+    const int steps = (int)std::lround((double)c.strength * N);
+    return N - std::max(1, steps);
 }
 
 // All moves of a sampler.
@@ -2433,16 +2857,27 @@ struct Route {
     std::vector<Move> moves;
 };
 
+// Adds the moves of a step from sigma s to n. before: the sigma at which the step before it began; 0: there was none.
+static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
+    if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
+    if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
+    if (c.sampler == "euler") moves->push_back(euler_step(s, n));
+    if (c.sampler == "heun") add_heun_step(moves, s, n);
+    if (c.sampler == "dpmpp_2m") moves->push_back(dpmpp_2m_step(before, s, n));
+    if (c.sampler == "consistency") moves->push_back(consistency_step(s, n));
+    if (!c.inpaint.empty()) moves->back().known_until = n;
+}
+
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
     const bool variance_1 = c.sampler == "ddpm" || c.sampler == "ddim"; // of the first x_t, as in guided-diffusion
+    const bool can_churn = c.sampler == "euler" || c.sampler == "heun";
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
-    int before = -1; // the step before
+    int last = -1; // the step before this one
     for (int i : step_order(c, N)) {
         double s = sigmas[i];
-        const double n = sigmas[i + 1];
-        if (c.sampler == "euler" || c.sampler == "heun") {
+        if (can_churn) {
             const double gamma = churn_gamma(c, s, N);
             // sqrt(s'^2 - s^2) with s' = s (1 + gamma), written so that it is 0 without churn
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
@@ -2450,15 +2885,10 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
             else route.moves.back().noise = noise; // it is added where the step before ends
             s *= 1 + gamma;
         }
-        const bool follows = i == before + 1 && i > first_step(c, N);
-        if (c.sampler == "ddpm") route.moves.push_back(ddpm_step(c, s, n));
-        if (c.sampler == "ddim") route.moves.push_back(ddim_step(s, n, c.eta));
-        if (c.sampler == "euler") route.moves.push_back(euler_step(s, n));
-        if (c.sampler == "heun") add_heun_step(&route.moves, s, n);
-        if (c.sampler == "dpmpp_2m") route.moves.push_back(dpmpp_2m_step(follows ? sigmas[i - 1] : 0, s, n));
-        if (c.sampler == "consistency") route.moves.push_back(consistency_step(s, n));
-        if (!c.inpaint.empty()) route.moves.back().known_until = n;
-        before = i;
+        const bool follows = i == last + 1 && i > first_step(c, N);
+        const double before = follows ? sigmas[i - 1] : 0;
+        add_step(&route.moves, c, before, s, sigmas[i + 1]);
+        last = i;
     }
     return route;
 }
@@ -2468,10 +2898,14 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
 static NoiseLevel level_at(const Config& c, const std::vector<double>& known, double sigma) {
     if (c.frame() == "edm") return edm_level(sigma, c.sigma_data);
     if (c.frame() == "flow") return flow_level(sigma);
+    // known[i] <= sigma < known[i + 1]; beyond the ends: the first or the last two
     const size_t last = known.size() - 1;
-    const size_t i = (size_t)(std::upper_bound(known.begin() + 1, known.begin() + last, sigma) - known.begin()) - 1;
-    const double t = (double)i + std::log(sigma / known[i]) / std::log(known[i + 1] / known[i]);
-    return ddpm_level(c, 1 / (1 + sigma * sigma), std::min(std::max(t, 0.0), (double)last));
+    const auto above = std::upper_bound(known.begin() + 1, known.begin() + last, sigma);
+    const size_t i = (size_t)(above - known.begin()) - 1;
+    const double part = std::log(sigma / known[i]) / std::log(known[i + 1] / known[i]);
+    const double t = (double)i + part;
+    const double alpha_bar = 1 / (1 + sigma * sigma);
+    return ddpm_level(c, alpha_bar, std::min(std::max(t, 0.0), (double)last));
 }
 
 // A move as the device takes it: on the network's input u = signal x instead of x, since every sigma has a signal of
@@ -2480,12 +2914,13 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
     const NoiseLevel level = level_at(c, known, move.sigma);
     const bool keeps_known = move.known_until >= 0;
-    const double end = keeps_known ? move.known_until : then;
+    const double end = keeps_known ? move.known_until : then; // the sigma of x'
     const double next = signal_at(end);
     SamplerStep step{};
     step.t = level.t;
     step.x0_x = level.x0_x;
     step.x0_out = level.x0_out;
+    // x' and m' of u: x is u / signal, and u' is next x'.
     step.next_x = (float)(next * move.x / level.signal);
     step.next_x0 = (float)(next * move.x0);
     step.next_m = (float)(next * move.m);
@@ -2497,10 +2932,12 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
         step.range = (float)std::log(move.learned_high / move.learned_low);
     }
     if (keeps_known) { // and then back to the sigma of an earlier step, if that comes next
+        const double back = signal_at(then);
+        const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise, in the scale of x
         step.known_x = (float)next;
         step.known_sigma = (float)(next * end);
-        step.back_x = (float)(signal_at(then) / next);
-        step.back_sigma = (float)(signal_at(then) * std::sqrt(std::max(then * then - end * end, 0.0)));
+        step.back_x = (float)(back / next);
+        step.back_sigma = (float)(back * added);
     }
     return step;
 }
@@ -2519,17 +2956,23 @@ static SamplerPlan plan_sampler(const Config& c) {
     const std::vector<double> sigmas = sampler_sigmas(c, known);
     const Route route = plan_route(c, sigmas);
     const std::vector<Move>& moves = route.moves;
+    const int N = (int)sigmas.size() - 1;
     const int moves_a_step = c.sampler == "heun" ? 2 : 1;
     SamplerPlan plan{};
-    plan.first = first_step(c, (int)sigmas.size() - 1) * moves_a_step;
+    plan.first = first_step(c, N) * moves_a_step;
+
+    // With --start_from the first x is the given image with noise of the first move's sigma.
     const double from = moves[plan.first].sigma;
     const double signal = level_at(c, known, from).signal;
     const bool changes_images = !c.start_from.empty();
     plan.image = changes_images ? (float)signal : 0;
     plan.start = (float)(signal * (changes_images ? from : route.start));
     plan.churn = (float)(signal * route.churn);
-    for (size_t i = 0; i < moves.size(); i++)
-        plan.steps.push_back(device_step(c, known, moves[i], i + 1 < moves.size() ? moves[i + 1].sigma : 0));
+    for (size_t i = 0; i < moves.size(); i++) {
+        const bool is_last = i + 1 == moves.size();
+        const double then = is_last ? 0 : moves[i + 1].sigma;
+        plan.steps.push_back(device_step(c, known, moves[i], then));
+    }
     return plan;
 }
 
@@ -2552,7 +2995,7 @@ struct Sampler {
 static Sampler make_sampler(const Config& c, int B) {
     Sampler s{};
     s.plan = plan_sampler(c);
-    const size_t n = (size_t)c.H * c.W * c.in_channels;
+    const size_t n = (size_t)c.H * c.W * c.in_channels; // values of an image
     s.steps = device_copy(s.plan.steps);
     s.k = device_alloc<int64_t>(1);
     s.zero = device_alloc<int64_t>(1);
@@ -2562,7 +3005,8 @@ static Sampler make_sampler(const Config& c, int B) {
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     // --dynamic_threshold q: the limit is the value of rank ceil(q n) among an image's n values, counted from 1.
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
-    const bool remembers = std::ranges::any_of(s.plan.steps, [](const auto& k) { return k.m_x != 0 || k.m_x0 != 0; });
+    bool remembers = false; // whether some step writes m
+    for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
     s.denoising.limit = c.clip_denoised || rank >= 0;
     s.denoising.guided = c.guided();
     s.denoising.guidance = c.guidance_scale;
@@ -2582,17 +3026,22 @@ static int class_of_image(const Config& c, int64_t i) {
 // With --start_from or --inpaint: puts the images that a batch begins with, or keeps, where the network reads and
 // keep_known does. x (copies B, n): the network's input.
 static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
+    const size_t bytes = n * sizeof(float);
     for (int b = 0; b < B; b++) {
-        const size_t i = (size_t)(first + b);
-        const float* const given = &s->images[i * n % s->images.size()];
-        const size_t bytes = n * sizeof(float);
+        // Images take turns, and so do masks.
+        const size_t position = (size_t)(first + b) * n;
+        const float* const given = &s->images[position % s->images.size()];
         if (s->known) {
+            const float* const mask = &s->masks[position % s->masks.size()];
             copy_to_device(s->known + (size_t)b * n, given, bytes);
-            copy_to_device(s->mask + (size_t)b * n, &s->masks[i * n % s->masks.size()], bytes);
+            copy_to_device(s->mask + (size_t)b * n, mask, bytes);
         }
         std::vector<float> image(given, given + n);
         for (float& v : image) v *= s->plan.image;
-        for (int copy = 0; copy < copies; copy++) copy_to_device(x + (size_t)(copy * B + b) * n, image.data(), bytes);
+        for (int copy = 0; copy < copies; copy++) {
+            const size_t sample = (size_t)copy * B + b;
+            copy_to_device(x + sample * n, image.data(), bytes);
+        }
     }
 }
 
@@ -2600,36 +3049,46 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
 // tensor holds each image twice: with its class, and behind all of these without. tell: is told how many are done.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
-    const int n = c.H * c.W * c.in_channels, copies = c.guided() ? 2 : 1;
+    const int HW = c.H * c.W;
+    const int n = HW * c.in_channels;
+    const int copies = c.guided() ? 2 : 1;
     const uint64_t seed = (uint64_t)(c.noise_seed >= 0 ? c.noise_seed : c.seed);
-    float* x = tensor_data<float>(net, net->input);
+    float* const x = tensor_data<float>(net, net->input);
+    float* const out = tensor_data<float>(net, net->output);
+
+    // What the network is told, and the images or the noise that it begins with.
     std::vector<int> labels(B * copies, c.num_classes); // num_classes stands for no class
     for (int b = 0; b < B; b++) labels[b] = class_of_image(c, first + b);
-    if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
-    copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
     net->t = s->t;
     net->labels = s->labels;
+    if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
+    const bool adds = !s->images.empty(); // noise to the images
     for (int copy = 0; copy < copies; copy++) {
         float* const images = x + (size_t)copy * B * n;
-        draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, !s->images.empty());
+        draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, adds);
         if (s->plan.churn > 0) draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->one), s->plan.churn, true);
     }
+
+    // The steps. The device counts them in s->k, so that all of them can be one graph.
+    copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
     Graph graph;
     const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.first;
     for (int64_t k = 0; k < steps; k++) {
         replay(&graph, [&] {
             sampler_timesteps(s->t, s->steps, s->k, B * copies);
             unet_forward(net, weights, Dropout{}, B * copies);
-            sampler_step(x, tensor_data<float>(net, net->output), s->steps, s->denoising,
-                         key(RANDOM_SAMPLE_NOISE, s->k), B, c.H * c.W, c.in_channels, c.out_channels());
-            if (s->known) keep_known(x, s->known, s->mask, s->steps, key(RANDOM_KNOWN_NOISE, s->k), c.guided(), B, n);
+            const RandomKey noise = key(RANDOM_SAMPLE_NOISE, s->k);
+            sampler_step(x, out, s->steps, s->denoising, noise, B, HW, c.in_channels, c.out_channels());
+            const RandomKey known_noise = key(RANDOM_KNOWN_NOISE, s->k);
+            if (s->known) keep_known(x, s->known, s->mask, s->steps, known_noise, c.guided(), B, n);
             next_step(s->k);
         });
         // The host only starts a GPU's work. It waits now and then, so that what it tells is true.
         int64_t reached;
-        if (k % 16 == 15 && terminal_columns()) copy_to_host(&reached, s->k, sizeof reached);
+        const bool waits = k % 16 == 15 && terminal_columns();
+        if (waits) copy_to_host(&reached, s->k, sizeof reached);
         tell(B * (k + 1.0) / (double)steps);
     }
     free_graph(&graph);
@@ -2638,16 +3097,18 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
 // n images (n, H, W, C) in [-1, 1] on rank 0's host. Ranks take batches of up to net->B (guided: half) in turns.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
-    const size_t size = (size_t)c.H * c.W * c.in_channels;
+    const size_t size = (size_t)c.H * c.W * c.in_channels; // values of an image
     const int N = world.size;
     const int room = c.guided() ? net->B / 2 : net->B;
-    const int most = std::min(room, (n + N - 1) / N); // of a rank's batch
+    const int share = (n + N - 1) / N;
+    const int most = std::min(room, share); // images of a rank's batch
     std::vector<float> images(world.rank ? 0 : n * size);
     float* const own = tensor_data<float>(net, net->input);
     const double start = now();
     double told = start;
     auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
-        if (now() - told < 0.5 || (now() - told < 10 && !terminal_columns())) return;
+        const double pause = terminal_columns() ? 0.5 : 10;
+        if (now() - told < pause) return;
         told = now();
         const std::string left = duration((told - start) * (n / done - 1));
         show_status(text("sampling: %.0f %%, %s left", 100 * done / n, left.c_str()));
@@ -2659,7 +3120,8 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
         if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
         const float* const made = N > 1 ? s->all : own;
-        if (!world.rank) copy_to_host(&images[i * size], made, std::min(most * N, n - i) * size * sizeof(float));
+        const int count = std::min(most * N, n - i);
+        if (!world.rank) copy_to_host(&images[i * size], made, count * size * sizeof(float));
     }
     if (told > start) show_status(terminal_columns() ? "" : "sampling: 100 %, took " + duration(now() - start));
     return images;
@@ -3241,8 +3703,8 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// Four random values of a parameter: its elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that train_unet.py
-// draws the same weights. bound: uniform values lie between -bound and bound.
+// Four random values of a parameter: its elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
+// train_unet.py draws the same weights. bound: uniform values lie between -bound and bound.
 static std::array<float, 4> draw_weights(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
     std::array<float, 4> v = {};
@@ -12608,7 +13070,13 @@ static void reserve(const Workspace& most, bool training) {
 
 // =====================================================================================================================
 // 24. Between ranks: from device to device
+// A rank is a process with a device of its own (host/ranks.h). This section has three ways to exchange data between
+// devices, and a build contains one of them:
+//   USE_NCCL   GPUs: NCCL or, where GPUs of one machine can, copies into each other's memory (world.direct)
+//   USE_MPI    CPUs: MPI
+//   neither    one process, which has nothing to exchange
 
+// What this build lacks to run on several ranks, as a sentence for the user; null: nothing.
 static const char* ranks_need() {
 #if defined(USE_NCCL) || defined(USE_MPI)
     return nullptr;
@@ -12624,7 +13092,7 @@ static const char* ranks_need() {
 #ifdef USE_NCCL
 static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
 
-static void leave_devices() {}
+static void leave_devices() {} // a process just ends
 
 static std::string nccl_error(ncclResult_t error) {
     return text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
@@ -12633,29 +13101,39 @@ static void nccl_check(ncclResult_t error) {
     if (error != ncclSuccess) die("%s", nccl_error(error).c_str());
 }
 
+// What has gone wrong in calls that NCCL still works on; "": nothing. The watch of host/ranks.h asks now and then.
 static std::string device_trouble() {
     ncclResult_t error = ncclSuccess;
     if (communicator) ncclCommGetAsyncError(communicator, &error);
     return error == ncclSuccess || error == ncclInProgress ? "" : nccl_error(error);
 }
 
-// Ranks of one machine open memory for each other. Copy engines write there beside the kernels, where NCCL's would take
-// multiprocessors from them; and kernels write there what they write anyway.
+// Ranks of one machine open memory for each other (CUDA's interprocess communication): a rank's pointer table then says
+// where each other rank's piece of memory appears in its own address space. Copy engines write there beside the
+// kernels, where NCCL's would take multiprocessors from them; and kernels write there what they write anyway.
 struct Opened {
     size_t bytes;
-    std::vector<char*> at; // by rank
+    std::vector<char*> at; // by rank: where its piece of memory lies for this process
 };
 static std::vector<Opened> opened;
 static Lane sender;          // of copies to others
 static bool sending = false; // it has to be waited for
-static unsigned* meetings;   // to which meeting each rank has come; behind them, which is this rank's own last one
+// How many meetings (meet_kernel) each rank has come to, as it has told this one; and, at index NEAR, this rank's own
+// number.
+static unsigned* meetings;
 
+// Where at rank r the same thing lies as at p here; null: it is not in opened memory. A p before a piece makes the
+// offset negative, and so, as a size_t, larger than any piece.
 static void* at_rank(void* p, int r) {
-    for (const Opened& o : opened)
-        if (const size_t offset = (char*)p - o.at[world.rank]; offset < o.bytes) return o.at[r] + offset;
+    for (const Opened& o : opened) {
+        const size_t offset = (char*)p - o.at[world.rank];
+        if (offset < o.bytes) return o.at[r] + offset;
+    }
     return nullptr;
 }
 
+// Every rank makes a handle of its new memory, sends it to all others, and opens the handles that it gets. All ranks
+// call this together. If one of them can't open memory of another one, all go on by NCCL: world.direct becomes false.
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // less could lie in one page with what is not to be opened
@@ -12665,9 +13143,11 @@ static void* open_alloc(size_t bytes) {
     cudaError_t error = cudaIpcGetMemHandle(&handle, own);
     CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
     const std::vector<cudaIpcMemHandle_t> handles = gather_host("opening memory for others", handle);
-    for (int r = 0; r < world.size && !error; r++)
-        if (r != world.rank) error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
-    cudaGetLastError();
+    for (int r = 0; r < world.size && !error; r++) {
+        if (r == world.rank) continue;
+        error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
+    }
+    cudaGetLastError(); // forgets the error, which is dealt with here
     world.direct = !any_rank("opening others' memory", error != cudaSuccess);
     if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
@@ -12675,9 +13155,11 @@ static void* open_alloc(size_t bytes) {
     return own;
 }
 
+// Connects the ranks' GPUs: by NCCL, whose ranks find each other by an id that rank 0 makes and the hosts send around;
+// and by opened memory, if `direct` asks for it and all are on one machine.
 static void join_devices(bool direct) {
     if (world.size < 2) return;
-    setenv("NCCL_NVLS_ENABLE", "0", 0); // NVLink multicast
+    setenv("NCCL_NVLS_ENABLE", "0", 0); // no NVLink multicast, unless the user has set the variable
     ncclUniqueId id;
     if (!world.rank) nccl_check(ncclGetUniqueId(&id));
     memcpy(&id, broadcast_host("the start of NCCL", {(const char*)&id, sizeof id}).data(), sizeof id);
@@ -12688,11 +13170,16 @@ static void join_devices(bool direct) {
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 
+// One warp, in which thread 0 counts this meeting, and thread k tells it to the k-th rank of `meetings` and waits until
+// that rank has come to the same meeting. Both fences are for what was written before: the first makes this rank's
+// writes visible to the others before they hear of the meeting; after the second one this rank sees theirs.
+// The difference of the numbers is compared with 0, so that they may overflow.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
     const unsigned turn = own[NEAR] + 1;
-    const int k = threadIdx.x, r = k <= rank ? k - 1 : k; // the k-th of all, own first
+    const int k = threadIdx.x;
+    const int r = k <= rank ? k - 1 : k; // the k-th rank of meetings, where this rank is the first
     __syncwarp();
     if (k == 0) own[NEAR] = turn;
     if (k == 0 || k >= meetings.ranks) return;
@@ -12706,25 +13193,30 @@ static void meet() {
     if (world.direct) launch(meet_kernel, 1, 32, 0, everywhere(meetings), world.rank);
 }
 
+// What stands between these two calls becomes one launch of NCCL's. Direct copies are waited for here, and then all
+// ranks meet: behind that everyone's copies have arrived everywhere.
 static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
-    if (!std::exchange(sending, false)) return;
+    if (!sending) return;
+    sending = false;
     follow(MAIN_LANE, sender);
     meet();
 }
 
-// To where the others have opened their memory; piece(r): what rank r gets.
+// Copies to where the others have opened their memory, once the lane has done what it was told so far. piece(r): what
+// rank r gets. It goes to this rank's place there.
 template <class F> static void send_directly(void* to, size_t bytes, const Lane& lane, F piece) {
     follow(&sender, lane);
     for (int k = 1; k < world.size; k++) {
-        const int r = (world.rank + k) % world.size; // not all to the same one at a time
+        const int r = (world.rank + k) % world.size; // each rank begins with another one, so no link is crowded
         char* const there = (char*)at_rank(to, r) + world.rank * bytes;
         CUDA_CHECK(cudaMemcpyAsync(there, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.stream));
     }
     sending = true;
 }
 
+// The two operations of the interface: by direct copies if recv or all is opened memory, else by NCCL, as bytes.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
     auto piece = [&](int r) { return (const char*)send + r * bytes; };
     if (at_rank(recv, 0)) return send_directly(recv, bytes, *lane, piece);
@@ -12742,6 +13234,7 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane* lane) {
     lane->joined = true;
 }
 #else // nobody reaches another one's memory
+// MPI's calls are complete when they return, so nothing has to be begun, ended or waited for.
 static void begin_exchange() {}
 static void end_exchange() {}
 static void meet() {}
@@ -12749,10 +13242,11 @@ static void* open_alloc(size_t bytes) { return device_alloc_bytes(bytes); }
 static void* at_rank(void*, int) { return nullptr; }
 static std::string device_trouble() { return ""; }
 #ifdef USE_MPI
+// Starts MPI. Only this thread calls it (FUNNELED), and its errors come back to us (mpi_check).
 static void join_devices(bool) {
-    int level, size;
     if (world.size < 2) return;
-    any_rank("the start of MPI", false); // who made a mistake before has said so
+    any_rank("the start of MPI", false); // a rank that has ended for a mistake before is noticed here, and named
+    int level, size;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
@@ -12760,6 +13254,7 @@ static void join_devices(bool) {
         die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
 }
 
+// MPI must be ended if it was started.
 static void leave_devices() {
     int joined = 0;
     MPI_Initialized(&joined);
@@ -12769,19 +13264,22 @@ static void leave_devices() {
 // An error of MPI ends the run. But if a rank has ended, that is the reason to be said, and the watch finds it earlier.
 static void mpi_check(int error) {
     if (error == MPI_SUCCESS) return;
-    sleep(3);
+    sleep(3); // the watch ends the program meanwhile, if a rank is gone
     char why[MPI_MAX_ERROR_STRING] = "";
     int length;
     MPI_Error_string(error, why, &length);
     die("MPI: %s", why);
 }
 
+// Pieces are counted in floats. The own piece is not sent, so its count is 0.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
-    std::vector<int> count(world.size, (int)(bytes / sizeof(float))), at(world.size);
-    for (int r = 0; r < world.size; r++) at[r] = r * count[r];
+    const int floats = (int)(bytes / sizeof(float)); // of a piece
+    std::vector<int> count(world.size, floats);
+    std::vector<int> first(world.size); // the first float of each piece
+    for (int r = 0; r < world.size; r++) first[r] = r * floats;
     count[world.rank] = 0;
-    mpi_check(MPI_Alltoallv(send, count.data(), at.data(), MPI_FLOAT, recv, count.data(), at.data(), MPI_FLOAT,
-                            MPI_COMM_WORLD));
+    mpi_check(MPI_Alltoallv(send, count.data(), first.data(), MPI_FLOAT, //
+                            recv, count.data(), first.data(), MPI_FLOAT, MPI_COMM_WORLD));
 }
 
 static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
