@@ -9,74 +9,74 @@
 //    376     2. The interface: all that the program asks of a device
 //    631     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    721     4. Configuration: flags, presets, help, what can work and what cannot
-//   1262     5. The network: a list of layers, made of guided-diffusion's flags
-//   1968     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2197     7. Forward and backward: two walks over the list
-//   2307     8. Diffusion: noise schedules, objectives, samplers
-//   2502         the level of a training sample, drawn, and its share of the loss
-//   2653         samplers
-//   3131     9. Data: .bin files that may be larger than memory, the order of their images
-//   3420    10. Model files: weights and checkpoints, initial weights
-//   3744    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3755         the learning rate, the verdict on a step, averages of the weights
-//   3832         what a trainer holds
-//   3923         a step
-//   4133    12. A run: log, guard, checkpoints, resume, samples
-//   4153         the log in memory, as the page shows it
-//   4256         what a run holds
-//   4323         the log and the status line
-//   4499         checkpoints, snapshots and grids
-//   4702         the start of a run: new, from a file's weights, or resumed
-//   4867         the loop over the steps
-//   4979         a run from its first to its last line
-//   5106         samples, without a run
-//   5264    13. main: the command line, then a run or samples
-//   5492         what ranks must have in common
-//   5555         main
-//   5668  Part II. The device
-//   5671    14. What all devices share: nonlinearities, patches of pixels
-//   5715    15. The CPU: the device is the host; operations are in dev/reference.h
-//   5783    16. The GPU: what all kernels share
-//   5849         Launches, which may overlap
-//   5891         Decisions: what kernels are chosen with
-//   5929         Single instructions: shared memory, mbarriers, clusters
-//   6013         Activations: pieces of 16 bytes
-//   6225         each_kernel: a thread for an element
-//   6239         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6378         Swizzle: how rows lie in shared memory
-//   6396         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   6571         building blocks of Hopper's kernels (sm_90a)
-//   6819    17. Small operations: resampling, embeddings, diffusion
-//   6822         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7007         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7323         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7696    18. Group norm
-//   7699         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8096         groupnorm_backward_whole: an image's slab in shared memory
-//   8396    19. Attention
-//   8499         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9015         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9150         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9638    20. Convolution
-//   9666         ConvOut: results, 4 channels of a pixel at a time
-//   9853         operands of the portable kernels: bf16, or floats as two fp16 parts
-//   9911         conv_halo: 3x3, stride 1, any GPU
-//  10252         conv_gather: any kernel size and stride, any GPU
-//  10464         conv_few: the first and the last layer
-//  10591         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  11018         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  11093         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  11417         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  11716         conv_weight_tma: weight gradients (sm_90a)
-//  11950    21. The optimiser
-//  11953         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  12129    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  12132         groupnorm_backward
-//  12230         attention: forward and, where a has dout, backward
-//  12270         convolution: forward and input gradient
-//  12574         convolution: weight gradients
-//  12855    23. The GPU: memory, copies, repeated work
-//  13072    24. Between ranks: from device to device
+//   1276     5. The network: a list of layers, made of guided-diffusion's flags
+//   1992     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2221     7. Forward and backward: two walks over the list
+//   2335     8. Diffusion: noise schedules, objectives, samplers
+//   2533         the level of a training sample, drawn, and its share of the loss
+//   2684         samplers
+//   3162     9. Data: .bin files that may be larger than memory, the order of their images
+//   3451    10. Model files: weights and checkpoints, initial weights
+//   3775    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3790         the learning rate, the verdict on a step, averages of the weights
+//   3869         what a trainer holds
+//   3974         a step
+//   4208    12. A run: log, guard, checkpoints, resume, samples
+//   4233         the log in memory, as the page shows it
+//   4339         what a run holds
+//   4406         the log and the status line
+//   4584         checkpoints, snapshots and grids
+//   4791         the start of a run: new, from a file's weights, or resumed
+//   4963         the loop over the steps
+//   5075         a run from its first to its last line
+//   5206         samples, without a run
+//   5375    13. main: the command line, then a run or samples
+//   5611         what ranks must have in common
+//   5674         main
+//   5790  Part II. The device
+//   5793    14. What all devices share: nonlinearities, patches of pixels
+//   5837    15. The CPU: the device is the host; operations are in dev/reference.h
+//   5905    16. The GPU: what all kernels share
+//   5971         Launches, which may overlap
+//   6013         Decisions: what kernels are chosen with
+//   6051         Single instructions: shared memory, mbarriers, clusters
+//   6135         Activations: pieces of 16 bytes
+//   6347         each_kernel: a thread for an element
+//   6361         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6500         Swizzle: how rows lie in shared memory
+//   6518         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   6693         building blocks of Hopper's kernels (sm_90a)
+//   6941    17. Small operations: resampling, embeddings, diffusion
+//   6944         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7129         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7445         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7818    18. Group norm
+//   7821         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8218         groupnorm_backward_whole: an image's slab in shared memory
+//   8518    19. Attention
+//   8621         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9137         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9272         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9760    20. Convolution
+//   9788         ConvOut: results, 4 channels of a pixel at a time
+//   9975         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10033         conv_halo: 3x3, stride 1, any GPU
+//  10374         conv_gather: any kernel size and stride, any GPU
+//  10586         conv_few: the first and the last layer
+//  10713         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  11140         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  11215         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  11539         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  11838         conv_weight_tma: weight gradients (sm_90a)
+//  12072    21. The optimiser
+//  12075         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  12251    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  12254         groupnorm_backward
+//  12352         attention: forward and, where a has dout, backward
+//  12392         convolution: forward and input gradient
+//  12696         convolution: weight gradients
+//  12977    23. The GPU: memory, copies, repeated work
+//  13194    24. Between ranks: from device to device
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -753,7 +753,10 @@ inline std::map<std::string, std::string> PRESETS; // what each of them sets
 inline const char* heading = "";                   // of the rows to come
 inline const char* objectives = "";                // and for which they are
 
-// The rows of common/flags.h, which says what they mean.
+// Here common/flags.h becomes C++; its head says what its rows mean. FLAG(int, sample, 0, "draw ...") makes
+//   int sample = 0;                                 a member of Config
+//   static inline const bool sample_row = (...);    another one, whose initialiser adds the row to FLAGS
+// Static members are initialised in the order of the file, so heading and objectives are those of the rows above.
 #define FLAG_ROW(slot, free, type, name, value, ...) \
     type name = value;                               \
     static inline const bool name##_row =            \
@@ -885,12 +888,12 @@ static std::string flag_value(const Config& c, const Flag& f) {
     return *f.at<std::string>(c);
 }
 
-// Why a flag can't be what it is.
+// The beginning of a sentence that says why a flag can't be what it is: "--image_size 7: " and the reason.
 static std::string wrong(Config* c, const char* name, const std::string& why) {
     return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
 }
 
-// What of a preset would undo or forbid what the command line asks for.
+// The flags of a preset that would undo or forbid what the command line asks for. They are left as they are.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
     if (c.given("num_heads")) names.insert("num_head_channels");
@@ -900,6 +903,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     return names;
 }
 
+// Sets what a preset sets: a list of words, --name value --name value. The command line's flags stay as they are.
 static void apply_preset(Config* c, const std::string& preset) {
     const std::set<std::string> without = left_out_of_preset(*c);
     std::istringstream words(PRESETS.at(preset));
@@ -936,6 +940,7 @@ static void print_help() {
         part = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
+    // Which preset holds without --preset: see default_preset.
     printf("\nPresets: without --preset %s; for a --data_file of images of 32x32 %s, of 64x64 %s, of other sizes %s; "
            "for a --data_dir %s\n",
            DEFAULT_PRESET, PRESET_32, PRESET_64, PRESET_ELSE, PRESET_64);
@@ -998,7 +1003,8 @@ static void parse_command_line(Config* c, int argc, char** argv) {
         if (!f) die("--%s: %s", name.c_str(), instead_of(name).c_str());
         if (c->given(name)) die("--%s: is given twice; once is enough", name.c_str());
 
-        const bool value_follows = equals == arg.size(); // as the next argument
+        // Without an = the value is the next argument.
+        const bool value_follows = equals == arg.size();
         if (value_follows) i++;
         if (i == argc) die("--%s: its value is missing", name.c_str());
         std::string value = value_follows ? argv[i] : arg.substr(equals + 1);
@@ -1011,6 +1017,7 @@ static void parse_command_line(Config* c, int argc, char** argv) {
 // guided-diffusion's names for values of other flags. Where one is given, it sets the other flag, which must not be
 // given with another value.
 static void take_aliases(Config* c) {
+    // Sets a flag to the value that its alias stands for.
     auto take = [&](const char* alias, const char* name, const std::string& value) {
         const std::string before = flag_value(*c, *find_flag(name));
         const std::string alias_value = flag_value(*c, *find_flag(alias));
@@ -1020,6 +1027,8 @@ static void take_aliases(Config* c) {
         set_flag(c, *find_flag(name), value);
         c->on_command_line.insert(name);
     };
+    // guided-diffusion lets the learning rate fall over lr_anneal_steps steps, without a warm-up, and stops then; 0: it
+    // stays, and there is no end.
     const int64_t steps = c->lr_anneal_steps;
     if (c->predict_xstart) take("predict_xstart", "predict", "x0");
     if (c->given("use_fp16")) take("use_fp16", "precision", c->use_fp16 ? "bf16" : "fp32");
@@ -1076,6 +1085,7 @@ static std::string parse_channel_mult(Config* c) {
     const size_t levels = c->mult.size();
     if (!is_list || levels < 1 || levels > 8)
         return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,2");
+    // Group norm has 32 groups, so every level needs a multiple of 32 channels.
     const int F = c->num_channels;
     if (F % 32) return wrong(c, "num_channels", text("must be a multiple of 32 (group norm); %d is", round_up(F, 32)));
     for (size_t level = 0; level < levels; level++) {
@@ -1108,8 +1118,8 @@ static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
-    std::string heights; // of all levels
-    std::set<float> occur;
+    std::string heights;   // of all levels, as the message lists them
+    std::set<float> occur; // the same as numbers
     for (size_t level = 0; level < c->mult.size(); level++) {
         heights += text("%s %d", level ? "," : "", c->height(level));
         occur.insert((float)c->height(level));
@@ -1155,12 +1165,13 @@ static std::string check_model(Config* c) {
         must(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
     }
 
-    // Diffusion and classes.
+    // Diffusion and classes. With T steps the linear schedule's last beta is 20 / T.
     must(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
          "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
     must(!c->class_cond || c->num_classes > 0, "num_classes", "must be given for --class_cond True: the data has none");
     must(c->class_cond || !c->class_dropout, "class_dropout", "has no class to leave out without --class_cond True");
-    Config plain; // all flags have their defaults
+    // Flags that only T steps have keep their defaults with the other objectives.
+    Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
         const Flag& f = *find_flag(name);
         const bool is_default = flag_value(*c, f) == flag_value(plain, f);
@@ -1169,7 +1180,7 @@ static std::string check_model(Config* c) {
     }
     must(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
-    // Samples.
+    // What samples are asked for: classes, the noise levels of the sampler's steps, images to begin with.
     must(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
     must(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
     for (float k : c->class_list) {
@@ -1180,6 +1191,7 @@ static std::string check_model(Config* c) {
     must(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     must(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
          text("must be below --sigma_max %g", c->sigma_max));
+    // --start_from and --inpaint begin with images; S_churn is noise that euler and heun add between their steps.
     const bool changes_images = c->changes_images();
     const bool inpaints = !c->inpaint.empty();
     must(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
@@ -1210,6 +1222,7 @@ static void parse_ema_rate(Config* c, const std::string& where) {
 // --objective ect: whether q^a stays in range until the run ends. a grows by 1 with each stage of --ect_d steps.
 static void check_ect_stages(Config* c, const std::string& where) {
     if (c->objective != "ect") return;
+    // q^a < LARGEST_GAP_DIVISOR holds up to a = log(LARGEST_GAP_DIVISOR) / log(q), which is 19 for q = 2.
     const int64_t most = (int64_t)(std::log(LARGEST_GAP_DIVISOR) / std::log((double)c->ect_q));
     const int64_t stages = (c->max_steps + c->ect_stage() - 1) / c->ect_stage();
     if (stages <= most) return;
@@ -1254,6 +1267,7 @@ static void check_run(Config* c, const std::string& where) {
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->keep_best && c->val_data_file.empty())
         refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
+    // A checkpoint keeps the path in 512 bytes, with a 0 at its end.
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
 }
@@ -1277,7 +1291,11 @@ static void check_run(Config* c, const std::string& where) {
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
 // A layer is indices of tensors, parameters and buffers, -1 where there is none; a row of OPS says what its kind does.
+//
+// In the order in which they run: build_unet calls add_embedding, add_input_blocks, add_output_blocks and place_params;
+// section 6 plans the memory; then section 7 walks over the list, and asks layer_args and OPS for each layer.
 
+// How a parameter begins: see init_params.
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
 
 // A parameter. Its offset, in floats, is the same in all flat arrays: weights, gradients, moments, averages.
@@ -1427,6 +1445,8 @@ struct LayerArgs {
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
+// Looks up all that a layer's functions need. As long as the network has no memory (plan_memory) or a walk has no
+// weights, their pointers are null, and the shapes are right all the same.
 static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     UNet* const net = walk.net;
     const Tensor x = net->tensor(layer.x1), out = net->tensor(layer.out);
@@ -1460,6 +1480,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.stats2 = stats(layer.x2);
     a.out_stats = stats(layer.out);
 
+    // Weight and bias have the same place in all flat arrays. The copy's elements have another size than floats.
     if (layer.weight >= 0) {
         const size_t weight = net->params[layer.weight].offset;
         const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows: it has no bias
@@ -1475,6 +1496,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
         }
     }
 
+    // All blocks' projections of the embedding lie side by side in one tensor: this layer's columns begin at emb_byte.
     const size_t emb_byte = layer.emb_offset * sizeof(float);
     a.emb = buffer_data<float>(net, net->tensor(layer.emb).buffer, emb_byte);
     a.emb_stride = net->tensor(net->emb).C;
@@ -1625,6 +1647,7 @@ struct Op {
     Workspace (*workspace)(const LayerArgs&) = no_workspace;
 };
 
+// A row for each word of LayerKind, in the same order.
 static constexpr Op OPS[] = {
     {.kind = TIMESTEP, .name = "timestep embedding", .forward = forward_timestep, .embedding = true},
     {.kind = LINEAR,
@@ -1747,6 +1770,7 @@ static int add_norm(UNet* net, Layer l) {
 }
 
 enum Resample { SAME, UP, DOWN };
+
 // Average pool or nearest neighbour, without parameters.
 static int add_resample(UNet* net, Resample resample, const std::string& name, int x) {
     const Tensor t = net->tensors[x];
@@ -2195,6 +2219,8 @@ static void plan_memory(UNet* net, int B, bool training) {
 
 // =====================================================================================================================
 // 7. Forward and backward: two walks over the list
+// A step calls unet_forward, which calls forward_layer for each layer, and then unet_backward, which goes from the last
+// layer to the first and collects the convolutions' weight gradients on the way (WeightGradients).
 
 // A hook that is called before each operation is put on its way. dev/benchmarks/bench.cu takes time stamps there.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients but that of a convolution's weights
@@ -2262,12 +2288,14 @@ struct WeightGradients {
         waiting.clear();
         load = 0;
     }
+    // Adds a layer's weight gradient to what waits.
     void add(int layer, const LayerArgs& a) {
         waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
         last = layer;
         load += conv_weight_load(a.conv());
         if (load >= 1 || !allowed.batches) send();
     }
+    // What follows on the main lane waits for this layer's weight gradient.
     void wait_for(int layer) {
         if (ticket[layer] < 0) send();
         wait_for_side(ticket[layer]);
@@ -2314,6 +2342,9 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   what it should answer           target_x0 x_0 + target_noise noise
 //   what its answer says about x_0  x0_x input + x0_out answer
 // So a new objective is a new way to fill NoiseLevels, and neither kernels nor samplers know which one they work for.
+//
+// In the order in which they run: make_objective, once; then for each sample draw_level, which calls edm_level,
+// flow_level or student_level, or takes one of ddpm_levels. Samplers ask level_at for the level of a sigma.
 
 // The parts of a NoiseLevel that do not depend on the target. They are in double, since ect takes differences of them.
 struct Question {
@@ -3750,6 +3781,10 @@ static std::vector<float> init_params(const UNet& net) {
 //   to others                                                         these, as they are complete        | weights
 //                 \___ a microbatch: again for the next one, whose gradients are added ________________/
 //   host          reads images, replays all this as one graph, up to STEPS_AHEAD steps ahead of what the log has seen
+//
+// In the order in which they run: make_trainer, once; then for each step train_step, which calls load_batch,
+// step_gradients (and that forward_and_loss and unet_backward), judge_step and update_slice. validation_loss is called
+// now and then.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the learning rate, the verdict on a step, averages of the weights
@@ -3758,7 +3793,8 @@ static std::vector<float> init_params(const UNet& net) {
 // The learning rate of a step (counted from 0), as a factor of --lr: it rises in warmup_steps, and then stays, or falls
 // to 0 along a line or half a cosine.
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
-    const double warm = h.warmup_steps > 0 ? fmin(1.0, (double)(step + 1) / h.warmup_steps) : 1.0;
+    double warm = 1; // the factor of the warm-up
+    if (h.warmup_steps > 0) warm = fmin(1.0, (double)(step + 1) / h.warmup_steps);
     const double steps = fmax((double)(h.max_steps - h.warmup_steps), 1.0); // after the warm-up
     const double progress = fmin(fmax((step - h.warmup_steps) / steps, 0.0), 1.0);
     if (h.lr_schedule == 1) return warm * (1 - progress);
@@ -3823,6 +3859,7 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
+
 // The share that the newest weights get: 1 - rate or, for a power function, 1 - (1 - 1 / updates)^(rate + 1).
 HD static inline float power_step(float rate, int64_t updates) {
     return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
@@ -3869,17 +3906,31 @@ struct Trainer {
 };
 constexpr int RECORDS = 128;
 
+static AdamW optimiser_settings(const Config& c) {
+    AdamW h{};
+    h.lr = c.lr;
+    h.weight_decay = c.weight_decay;
+    h.beta1 = c.adam_beta1;
+    h.beta2 = c.adam_beta2;
+    h.eps = c.adam_eps;
+    h.grad_clip = c.grad_clip;
+    h.ema_rate = c.emas[0];
+    h.lr_schedule = 0; // constant
+    if (c.lr_schedule == "linear") h.lr_schedule = 1;
+    if (c.lr_schedule == "cosine") h.lr_schedule = 2;
+    h.warmup_steps = c.warmup_steps;
+    h.max_steps = c.max_steps;
+    return h;
+}
+
+// Makes the network and all arrays of a trainer. They are zero; start_weights or restore fills them.
 static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
     tr.net = build_unet(c);
     tr.data = data;
     plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
     tr.objective = make_objective(c);
-    int schedule = 0; // constant
-    if (c.lr_schedule == "linear") schedule = 1;
-    if (c.lr_schedule == "cosine") schedule = 2;
-    tr.adamw = {c.lr,     c.weight_decay, c.adam_beta1, c.adam_beta2, c.adam_eps, c.grad_clip, c.emas[0], //
-                schedule, c.warmup_steps, c.max_steps};
+    tr.adamw = optimiser_settings(c);
     const int N = world.size;
     const int samples = std::max(c.batch_size, N * tr.net.B); // of a step, or of validation's batches
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
@@ -3930,14 +3981,19 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const Dataset& d, 
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
     UNet* net = &tr->net;
-    RandomKey level_key = key, noise_key = key, flip_key = key;
+    RandomKey level_key = key;
+    RandomKey noise_key = key;
+    RandomKey flip_key = key;
     level_key.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
     noise_key.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE;
     flip_key.purpose = RANDOM_FLIP;
     const bool flips = training && c.random_flip;
-    float *x = tensor_data<float>(net, net->input), *out = tensor_data<float>(net, net->output);
+    float* const x = tensor_data<float>(net, net->input);
+    float* const out = tensor_data<float>(net, net->output);
+    // Shows the network the images at these levels. teacher: its answer, which is a part of the target; null: none.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
-        q_sample_forward(x, tr->target, levels, teacher, images, flips, noise_key, flip_key, B, d.C, d.H, d.W, d.bytes);
+        q_sample_forward(x, tr->target, levels, teacher, images, // then what is drawn
+                         flips, noise_key, flip_key, B, d.C, d.H, d.W, d.bytes);
         net->t = t;
         unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     };
@@ -3954,7 +4010,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const Dataset& d, 
     const float factor = training ? 1.0f / c.batch_size : 1;
     double* const loss = tr->loss + first;
     float* const dout = output_gradient(net);
-    const int HW = c.H * c.W, C = c.in_channels;
+    const int HW = c.H * c.W;
+    const int C = c.in_channels;
     if (tunes) tuning_loss_forward_backward(loss, dout, out, tr->target, levels, o.tuning.c, factor, B, HW * C);
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
@@ -4004,13 +4061,16 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 // of the batch, which does depend on N; a run that goes on on another number of ranks keeps its own (check_run).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
-    const int B = c.micro(), N = world.size, images = c.batch_size / N;
+    const int B = c.micro();
+    const int N = world.size;
+    const int images = c.batch_size / N; // of this rank
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"});
     const int64_t* const step = &tr->state->step;
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
-    for (int k = 0; k < images / B; k++) {
+    int* const labels = (int*)(batch.device + tr->data.labels_at(images));
+    for (int k = 0; k < images / B; k++) { // the microbatches
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
         const RandomKey key{seed, 0, step, first};
@@ -4019,14 +4079,18 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             mark({"draw t, noise; q_sample"});
             meet(); // everyone has read received, and it is free again
         }
-        tr->net.labels = (int*)(batch.device + tr->data.labels_at(images)) + k * B;
-        forward_and_loss(tr, tr->objective, tr->data, batch.device + k * B * tr->data.image_bytes(), first, B, key,
-                         dropout, true);
+        const uint8_t* const micro_images = batch.device + k * B * tr->data.image_bytes();
+        tr->net.labels = labels + k * B;
+        forward_and_loss(tr, tr->objective, tr->data, micro_images, first, B, key, dropout, true);
+
+        // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
         int unsent = own.segments; // those behind have been sent to their owners
-        const std::function<void(size_t, Lane*)> send = [&](size_t done, Lane* lane) {
-            while (unsent && own.at(unsent - 1, 0) >= done) {
-                const size_t at = own.at(--unsent, 0);
-                if (at < own.n) all_to_all(tr->received + at, grads + at, own.each() * sizeof(float), lane);
+        const std::function<void(size_t, Lane*)> send = [&](size_t complete_from, Lane* lane) {
+            while (unsent && own.at(unsent - 1, 0) >= complete_from) {
+                unsent--;
+                const size_t begin = own.at(unsent, 0);
+                if (begin >= own.n) continue; // it is padding
+                all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), lane);
             }
         };
         // NCCL would take multiprocessors from the kernels to come: it sends when all is done.
@@ -4051,7 +4115,14 @@ static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
     const size_t plain = tr->net.plain_size;
-    const Update update{everywhere(tr->params), everywhere(tr->copy), plain, tr->emas[0], tr->m, tr->v, tr->sum};
+    Update update{};
+    update.params = everywhere(tr->params);
+    update.copy = everywhere(tr->copy);
+    update.plain = plain;
+    update.ema = tr->emas[0];
+    update.m = tr->m;
+    update.v = tr->v;
+    update.sum = tr->sum;
     adamw_update(update, tr->state, tr->adamw, own);
     for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
     if (world.size == 1) return;
@@ -4075,7 +4146,8 @@ static float* whole_array(const Trainer& tr, float* array) {
 // Puts a step of training on its way, after so many others (state->step, by then). False: its data can't be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
-    const int B = c.batch_size, T = c.diffusion_steps;
+    const int B = c.batch_size;
+    const int T = c.diffusion_steps;
     Upload* batch = &tr->batch[step % 2];
     come_to("a training step");
     if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
@@ -4099,7 +4171,9 @@ static bool train_step(Trainer* tr, int64_t step) {
 // run's last step. NaN: they can't be read.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
-    const int count = (int)std::min<int64_t>(val->count, 512), most = tr->net.B, N = world.size;
+    const int count = (int)std::min<int64_t>(val->count, 512);
+    const int most = tr->net.B; // images of a rank's batch
+    const int N = world.size;
     std::vector<double> losses(count);
     static int64_t* const zero = device_alloc<int64_t>(1); // kept until the next time
     static Upload batch = make_upload(val->batch_bytes(most));
@@ -4109,7 +4183,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     objective.tuning.step = tr->last_step;
     for (int i = 0; i < count; i += N * most) { // a batch for each rank
         come_to("a batch of validation");
-        const int first = world.rank * most, B = std::min(most, count - i - first);
+        const int first = world.rank * most;
+        const int B = std::min(most, count - i - first); // none is left for this rank: below 1
         if (B > 0) {
             if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
             const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
@@ -4140,6 +4215,11 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //   best.bin          with --keep_best: the checkpoint that has the lowest validation loss
 // If there are several ranks, only rank 0 writes. A full disk does not end a run at once: what could not be written is
 // kept in memory and tried again.
+//
+// In the order in which they run: train makes the run; start_weights or restore fills its arrays; then run_step is
+// called again and again. It calls train_step (section 11) and, when something is due, collect_steps, which logs what
+// the device has done, save_checkpoint, save_snapshot and save_grid. finish_complete or finish_stopped is the end.
+// Without a run, sample_and_stop draws images.
 
 // A checkpoint that can't be written is tried again every RETRY_AFTER seconds, for PATIENCE seconds at most, while
 // training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody does, the run ends
@@ -4158,6 +4238,7 @@ constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q
 enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
 using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
 
+// The values of a row of log.csv; what can't be read becomes 0, and what is missing NaN.
 static LogValues parse_row(const std::string& row) {
     std::istringstream fields(row);
     std::string field;
@@ -4225,6 +4306,7 @@ static LogPart part_of_row(const LogValues& values, double seconds, bool skipped
     return part;
 }
 
+// Adds the row that comes next.
 void LogSummary::add(const std::string& row) {
     const LogValues values = parse_row(row);
     const double loss = values[COLUMN_LOSS];
@@ -4240,6 +4322,7 @@ void LogSummary::add(const std::string& row) {
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
+    // The row becomes a part of the last LogPart, if that is not complete, or else a new one.
     const bool fits = !parts.empty() && parts.back().last - parts.back().first + 1 < rows;
     if (fits) return parts.back().join(part);
     parts.push_back(part);
@@ -4364,6 +4447,7 @@ static void open_log(Run* run) {
     const std::string path = run->folder.name("log.csv");
     const std::string failure = try_write_file(run->folder, "log.csv", kept);
     must(failure.empty(), path, failure);
+    // Rows are appended. O_NOFOLLOW: a link that somebody put there meanwhile is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
     if (best >= 0 && std::isinf(run->best_loss))
@@ -4393,6 +4477,7 @@ static void write_log(Run* run) {
         rows.erase(0, (size_t)written);
     }
     const std::string why = strerror(errno);
+    // Once, the user is told that rows wait, and once that they wait no longer.
     const bool wait = !rows.empty();
     if (wait == run->said_rows_wait) return;
     run->said_rows_wait = wait;
@@ -4460,7 +4545,7 @@ static std::string status_line(const Run& run, double val, double eta) {
 
 // Takes parts out of a status line until it fits into so many columns. 0: it is no terminal, and every line fits.
 static std::string shorten_status(std::string line, size_t columns) {
-    // The least important part goes first.
+    // A part is found by a word in it, and ends with the next " | ". The least important part goes first.
     for (const char* word : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
         if (!columns || line.size() < columns) break;
         const size_t found = line.find(word);
@@ -4502,7 +4587,7 @@ static void print_step(Run* run, double val) {
 // --keep_checkpoints says how many stay; 0: all of them.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
-    auto found = run->folder.list();
+    auto found = run->folder.list(); // by step: the first one is the oldest
     while (keep && found.size() > keep) {
         const auto oldest = found.begin();
         run->folder.remove(oldest->second);
@@ -4516,6 +4601,7 @@ static void stop_run(Run* run, const std::string& why) {
     const Folder folder = world.rank ? open_folder(run->config.output_dir) : run->folder;
     const auto found = folder.list();
     const auto newest = found.rbegin();
+    // The newest checkpoint is good if a good step followed it. Else its weights may be what broke the run.
     std::string last = "no checkpoint was written yet";
     if (!found.empty() && newest->first == run->proven_step) {
         last = "the last good checkpoint is " + folder.name(newest->second);
@@ -4571,8 +4657,8 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
         for (float* slice : slices) whole_array(run->trainer, slice);
         return is_written(run, name, "", 0);
     }
-    AtomicFile file(run->folder, name);
-    uint32_t crc = 0; // the checksum of all bytes until now
+    AtomicFile file(run->folder, name); // it gets its name when it is complete (commit)
+    uint32_t crc = 0;                   // the checksum of all bytes until now
     auto write = [&](const void* data, size_t n) {
         crc = crc32(crc, data, n);
         file.write(data, n);
@@ -4637,6 +4723,7 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
 
+    // The arrays in the order of the format, and the losses behind them.
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
@@ -4669,6 +4756,7 @@ static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
     end_line(run);
+    // Every rank needs all weights, as the network reads them.
     const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
@@ -4677,6 +4765,7 @@ static void save_grid(Run* run) {
                   grid_png(images, c.num_samples, c.H, c.W, c.in_channels));
 }
 
+// A line about a model: its size, and what it costs.
 static std::string describe(const UNet& net) {
     const Config& c = net.config;
     return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image", c.H, c.W, c.in_channels,
@@ -4707,7 +4796,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const int array = m.has(HAS_EMA) && net.config.use_ema ? m.ema_array(0) : 0;
     const std::vector<float> flat = m.size ? read_array(m, net, array) : init_params(net);
-    copy_slice(tr->params, flat, slice_of(flat.size()));
+    copy_slice(tr->params, flat, slice_of(flat.size())); // all of it, at every rank
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
@@ -4745,6 +4834,7 @@ static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
     run->state = m.state();
     const StepState& s = run->state;
+    // The weights at every rank, and each rank's slices of AdamW's moments and the averages.
     copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
     copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
     copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
@@ -4753,6 +4843,7 @@ static void restore(Run* run, const ModelFile& m) {
         copy_slice(tr.emas[k], read_array(m, tr.net, array), tr.own);
     }
     restore_history(tr, m);
+    // What the checkpoint holds is saved already.
     run->first_step = s.step;
     run->issued = s.step;
     run->saved_step = s.step;
@@ -4764,6 +4855,7 @@ static void restore(Run* run, const ModelFile& m) {
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
+    // A step's images are those at positions step * B and on: another batch size moves them.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
     if (B != before)
@@ -4785,15 +4877,18 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
     if (!holds_run) return;
 
+    // The folder holds a run. So this one must be resumed,
     const int64_t newest_step = has_checkpoint ? found.rbegin()->first : 0;
     const std::string newest = has_checkpoint ? output.name(found.rbegin()->second) : "";
     std::string what = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
     if (has_checkpoint) what = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest_step);
     must(!resume.empty(), c.output_dir, "already holds a run" + what + ", or choose another --output_dir");
 
+    // from a checkpoint of this folder,
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
     must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
+    // and no checkpoint may be of a later step: this run would come to the same steps and replace it.
     const bool none_is_later = newest_step <= resume_step;
     const bool has_wrong_name = !none_is_later && std::filesystem::equivalent(newest, resume, error);
     must(!has_wrong_name, newest, text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
@@ -4829,6 +4924,7 @@ static void print_memory(const Config& c, const UNet& net) {
     const bool has_copies = act_bytes() < sizeof(float);
     const double copies = has_copies ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
 
+    // The parts of all that was asked for; what is left over is the rest.
     const double all = device_bytes / GIB;
     const double weights = array + c.emas.size() * slice + copies;
     const double grads = world.size > 1 ? 2 * array : array; // a rank also receives the gradients of others
@@ -4843,7 +4939,7 @@ static void print_memory(const Config& c, const UNet& net) {
 // Says what is about to be trained, on what, and where it is written.
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     printf("preset %s: %s\n", c.preset.c_str(), PRESETS.at(c.preset).c_str());
-    std::string given;
+    std::string given; // the flags of the command line, so that the output tells how to repeat the run
     for (const Flag& f : FLAGS)
         if (c.given(f.name)) given += std::string(" --") + f.name + " " + flag_value(c, f);
     if (!given.empty()) printf("flags:%s\n", given.c_str());
@@ -5067,6 +5163,7 @@ static void write_the_rest(Run* run) {
 // the next program does not go on with a model that is half trained.
 static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
                  const ModelFile& start) {
+    // What may be wrong is found first, before memory is asked for or a file is written.
     if (!world.rank) check_output_dir(c, output, resume, start.state().step);
     const Dataset val = open_validation_data(c, data);
     if (start.size) check_size(start, build_unet(c));
@@ -5082,17 +5179,20 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
                c.max_steps);
         return 0;
     }
+    // From here on the run writes into its folder.
     if (!world.rank) take_folder(&run, resume);
     open_log(&run);
     begin_page(&run);
     listen_to_signals();
 
+    // The loop over the steps.
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
     if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
     // A signal may have come while steps were on their way that are not logged yet.
     const bool validate = c.keep_best && data_error(run).empty();
     if (run.state.step < run.issued) collect_steps(&run, validate, validate);
+    // The end: files, the last line on the screen, and what still waits for the disk.
     save_at_the_end(&run);
     end_line(&run);
     if (run.stop || !data_error(run).empty()) finish_stopped(&run);
@@ -5122,7 +5222,8 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
 // mask has one channel, which is repeated for all channels of the image. flag: the one that names the file.
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels) {
     Dataset d = open_dataset(path);
-    if (d.C != channels || d.H != c.H || d.W != c.W)
+    const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
+    if (!fits)
         die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(),
             d.H, d.W, d.C, c.H, c.W, channels);
     const int HW = c.H * c.W;
@@ -5134,11 +5235,12 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
     std::vector<float> images;
     for (int i = 0; i < count; i++) {
         if (!read_image(&d, i, bytes)) refuse(d.error);
-        for (int e = 0; e < HW * C; e++) { // an element of the image as (H, W, C)
-            const int pixel = e / C;
-            const int channel = e % C % d.C;
+        for (int element = 0; element < HW * C; element++) { // of the image as (H, W, C)
+            const int pixel = element / C;
+            const int channel = element % C % d.C; // a mask's only one is repeated
             const int source = channel * HW + pixel;
-            const float value = d.bytes == 1 ? bytes[source] / 127.5f - 1 : floats[source];
+            const bool is_byte = d.bytes == 1;
+            const float value = is_byte ? bytes[source] / 127.5f - 1 : floats[source];
             images.push_back(value);
             if (!std::isfinite(value))
                 die("--%s %s: image %d holds a value that is not finite; make the file again", flag, path.c_str(), i);
@@ -5177,6 +5279,7 @@ static Folder open_output(const Config& c, const std::string& resume) {
     must(folder.descriptor >= 0,
          text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
 
+    // A file of this name may be replaced if it holds samples, and if this program does not read it.
     struct stat target;
     const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
     if (is_there) {
@@ -5185,6 +5288,7 @@ static Folder open_output(const Config& c, const std::string& resume) {
         for (const std::string& file : {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask}) {
             struct stat input;
             if (file.empty() || stat(file.c_str(), &input)) continue;
+            // Two names may be of one file: a file is known by its device and its number there.
             const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
             must(!same, "would replace " + file + ", which is read; choose another name");
         }
@@ -5202,10 +5306,11 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     const int C = c.in_channels;
     std::string data;
     for (int i = 0; i < count; i++)
-        for (int k = 0; k < C; k++)
+        for (int channel = 0; channel < C; channel++)
             for (int p = 0; p < HW; p++) {
-                const size_t pixel = (size_t)i * HW + p;
-                data.append((const char*)&images[pixel * C + k], sizeof(float));
+                const size_t pixel = (size_t)i * HW + p; // of all images
+                const float* const value = &images[pixel * C + channel];
+                data.append((const char*)value, sizeof(float));
             }
     const int data_crc = (int)crc32(0, data.data(), data.size());
     Header h;
@@ -5230,7 +5335,10 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const int share = (c.sample + world.size - 1) / world.size;
     const int batch_images = std::min(share, c.batch_size);
     plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
-    float* params = device_copy(read_array(model, net, array_to_sample(c, model)));
+    const int array = array_to_sample(c, model);
+    float* params = device_copy(read_array(model, net, array));
+
+    // The sampler, and the images that it begins with or keeps.
     Sampler sampler = make_sampler(c, net.B);
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
     if (!c.inpaint.empty()) {
@@ -5241,6 +5349,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
         sampler.mask = device_alloc<float>(batch_values);
     }
 
+    // Only this is timed. On a GPU with bf16 the network reads a copy of the weights.
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
@@ -5251,9 +5360,11 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     must(all_finite(images.data(), images.size()), c.output,
          "not written, because the samples are not finite; the weights in " + model.path + " are broken");
     const bool as_png = c.output.ends_with(".png");
-    const std::string content =
-        as_png ? grid_png(images, c.sample, c.H, c.W, c.in_channels) : samples_as_data_file(images, c.sample, c);
-    const std::string failure = try_write_file(folder, std::filesystem::path(c.output).filename().string(), content);
+    std::string content;
+    if (as_png) content = grid_png(images, c.sample, c.H, c.W, c.in_channels);
+    else content = samples_as_data_file(images, c.sample, c);
+    const std::string name = std::filesystem::path(c.output).filename().string();
+    const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.first);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
@@ -5269,6 +5380,10 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 //   4. the preset; without --preset, the one that fits the images
 //   5. the flag's default
 // A setting on the command line must agree with the model file, unless it is one that may change from run to run.
+//
+// In the order in which they run: run_program calls parse_command_line and complete_config, which takes presets
+// (apply_preset) and model files (take_model_file); then take_data_shape and check_run, and at last train; or, with
+// --sample, sample_and_stop.
 
 // The settings that a model file of unet.cu has. Its header tells the shape of the network, but nothing of the
 // diffusion. We assume what unet.cu itself trains with: 1000 steps and the linear schedule. Flags may say otherwise.
@@ -5288,6 +5403,7 @@ static Config unet_cu_config(const ModelFile& model) {
     set("in_channels", channels);
     set("num_channels", num_channels);
     set("max_period", max_period);
+    // Its network has attention at the third and fourth level.
     c.image_size = text("%dx%d", height, width);
     c.attention_resolutions = text("%d,%d", height / 4, height / 8);
     c.learn_sigma = out_channels == 2 * (int64_t)channels;
@@ -5335,7 +5451,7 @@ static std::string data_path_of(const ModelFile& model) {
     const std::string data_file(kept, strnlen(kept, 512));
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
-    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) {
+    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) { // up to the root
         const std::filesystem::path candidate = folder / data_file;
         if (exists(candidate.string())) found = candidate;
         folder = folder.parent_path();
@@ -5348,6 +5464,7 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
     std::string rates;
     for (int k = 0; k < model.emas(); k++) rates += text("%s%.9g", k ? "," : "", model.ema_rate(k));
     if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
+    // Random draws depend on the seed and the step, so the run goes on with the draws that it would have had.
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
     take_from_file(c, model.path, "seed", std::to_string(seed));
     const std::string data_path = data_path_of(model);
@@ -5473,6 +5590,7 @@ static std::string resume_path(const Config& c, const Folder& output) {
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
+    // Every step was an update or was skipped, and the guard has judged all updates.
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool counts = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool bad_counts = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
@@ -5481,6 +5599,7 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     if (!counts || !bad_counts || !guard_works)
         die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint",
             m.path.c_str(), s.step, s.updates, s.bad_total, s.bad_in_row);
+    // The data file's checksum stands for its whole content; 0: a file of unet.cu's, which has none.
     const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
     const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!(same_count && same_content) && !c.given("data_file"))
@@ -5573,6 +5692,7 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
     if (world.size > 1 && number > 1 && number != world.size)
         die("--num_gpus %d: a launcher has started %d processes; leave the flag out", number, world.size);
     if (world.size > 1 || number == 1) return;
+    // One process, and a number of GPUs: this process becomes the launcher.
     const int gpus = count_gpus();
     const int count = value == "all" ? gpus : number;
     if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
@@ -5632,6 +5752,7 @@ static int run_program(int argc, char** argv) {
     resume = broadcast_host("the choice of a checkpoint", resume);
     if (!world.rank && c.sample) samples = open_output(c, resume);
 
+    // The model file, the preset and the data file fill in what the command line leaves open.
     const bool resumes = !resume.empty();
     ModelFile model;
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
@@ -5650,6 +5771,7 @@ static int run_program(int argc, char** argv) {
         return 0;
     }
 
+    // A run: its data, all checks, and then the training.
     if (!c.data_dir.empty()) take_data_dir(&c, where);
     check_run(&c, where);
     if (!data.size) data = open_dataset(c.data_file);

@@ -82,7 +82,9 @@ static inline float with_addends(const GradOf<float>& g, size_t i, float d) {
 
 // acc (TM, TN) += A (TM, K) * B (K, TN). A is given as TM pointers to its rows, which may lie anywhere; B's rows lie
 // b_pitch floats apart.
-static inline void tile_multiply(float (&acc)[TM][TN], const float* const (&a_rows)[TM], const float* b, size_t b_pitch,
+static inline void tile_multiply(float (&acc)[TM][TN],             // (TM, TN)
+                                 const float* const (&a_rows)[TM], // A (TM, K)
+                                 const float* b, size_t b_pitch,   // B (K, TN)
                                  int K) {
     for (int k = 0; k < K; k++) {
         for (int m = 0; m < TM; m++) {
@@ -100,7 +102,9 @@ static inline void tile_multiply(float (&acc)[TM][TN], const float* const (&a_ro
 struct RowPair {
     int a, b;
 };
-static inline void tile_outer(float (&acc)[TM][TN], const float* A, size_t a_pitch, const float* B, size_t b_pitch,
+static inline void tile_outer(float (&acc)[TM][TN],           // (TM, TN)
+                              const float* A, size_t a_pitch, // (rows, TM)
+                              const float* B, size_t b_pitch, // (rows, TN)
                               const std::vector<RowPair>& pairs) {
     float sum[TM][TN]; // a local copy stays in registers, which acc would not where it is an element of an array
     memcpy(sum, acc, sizeof sum);
@@ -120,7 +124,9 @@ static inline void tile_outer(float (&acc)[TM][TN], const float* A, size_t a_pit
 
 // C (M, N) = A (M, K) * B (K, N). One thread does it all, since attention runs many heads in parallel.
 // B's rows must be padded to a multiple of TN: whole tiles are read.
-static inline void matmul(float* C, size_t c_pitch, const float* A, size_t a_pitch, const float* B, size_t b_pitch,
+static inline void matmul(float* C, size_t c_pitch,       // (M, N)
+                          const float* A, size_t a_pitch, // (M, K)
+                          const float* B, size_t b_pitch, // (K, N)
                           int M, int N, int K) {
     for (int m0 = 0; m0 < M; m0 += TM) {
         const int rows = std::min(TM, M - m0);
@@ -151,8 +157,9 @@ static inline void transpose(float* out, size_t pitch, const float* in, size_t i
 }
 
 // out (rows, columns) = in (rows, columns) * factor
-static inline void copy_rows(float* out, size_t out_pitch, const float* in, size_t in_pitch, int rows, int columns,
-                             float factor) {
+static inline void copy_rows(float* out, size_t out_pitch,     // (rows, columns)
+                             const float* in, size_t in_pitch, // (rows, columns)
+                             int rows, int columns, float factor) {
     for (int r = 0; r < rows; r++) {
         const float* in_row = row_of(in, r, in_pitch);
         float* out_row = row_of(out, r, out_pitch);
@@ -219,9 +226,12 @@ struct TapPosition {
     int h, w;
 };
 static inline TapPosition tap_position(const ConvShape& s, int output_pixel, int tap) {
-    const int ho = output_pixel / s.out_W(), wo = output_pixel % s.out_W();
-    const int kh = tap / s.kernel, kw = tap % s.kernel;
-    return {ho * s.stride + kh - s.kernel / 2, wo * s.stride + kw - s.kernel / 2};
+    const int ho = output_pixel / s.out_W();
+    const int wo = output_pixel % s.out_W();
+    const int kh = tap / s.kernel;
+    const int kw = tap % s.kernel;
+    const int padding = s.kernel / 2;
+    return {ho * s.stride + kh - padding, wo * s.stride + kw - padding};
 }
 
 // (taps, Ho * Wo): the input pixel that each tap of each output pixel reads; -1 where that lies outside of the image.
@@ -245,7 +255,8 @@ static inline std::vector<int> conv_sources(const ConvShape& s) {
 // is at most one, but an upsampled input pixel stands for 2 x 2 copies of itself, each of which has its own.
 static inline std::vector<int> conv_targets(const ConvShape& s) {
     const int taps = s.kernel * s.kernel;
-    const int HW = s.H * s.W, HWo = s.out_H() * s.out_W();
+    const int HW = s.H * s.W;
+    const int HWo = s.out_H() * s.out_W();
     const int copies = s.upsample ? 4 : 1;
     const std::vector<int> sources = conv_sources(s);
     std::vector<int> targets((size_t)copies * taps * HW, -1);
@@ -291,8 +302,8 @@ template <class F> static inline void each_tile(int pixels, int channels, F work
 }
 
 // out[i] = sums[i] + a[i] + b[i] + c[i] for n elements. A null pointer adds nothing; an addend may be out itself.
-static inline void store_row(float* out, const float (&sums)[TN], int n, const float* a, const float* b,
-                             const float* c) {
+static inline void store_row(float* out, const float (&sums)[TN], int n, // then what is added
+                             const float* a, const float* b, const float* c) {
     float row[TN];
     memcpy(row, sums, sizeof row);
     for (const float* addend : {a, b, c}) {
@@ -336,12 +347,19 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
 //     +---------------------+      +------------------------+
 //
 // The rows on the left lie where they lie in x1 and x2: only pointers to them are put together, once a tap.
-static inline void conv_forward(float* out, Stats* stats, const float* x1, const float* x2, const float* weight,
-                                const float* bias, const float* emb, int emb_stride, const float* residual, ConvShape s,
-                                const ConvSkip&) {
+static inline void conv_forward(float* out,                       // (B, Ho, Wo, Cout)
+                                Stats* stats,                     // of out, or null
+                                const float* x1, const float* x2, // (B, H, W, C1), and (B, H, W, C2) or null
+                                const float* weight,              // (Cout, taps, Cin)
+                                const float* bias,                // (Cout)
+                                const float* emb, int emb_stride, // (B, emb_stride), or null
+                                const float* residual,            // as out, or null
+                                ConvShape s,                      //
+                                const ConvSkip&) {                // which only a GPU fuses
     const int HW = s.H * s.W;
     const int HWo = s.out_H() * s.out_W();
-    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2;
+    const int taps = s.kernel * s.kernel;
+    const int Cin = s.C1 + s.C2;
     const int pitch = round_up(s.Cout, TN);
     const std::vector<float> by_input = conv_weight_by_input(weight, s.Cout, taps, Cin);
     const std::vector<float> zeros(std::max(s.C1, s.C2)); // a pixel of the padding
@@ -392,7 +410,8 @@ static inline std::vector<int> pixels_by_parity(const ConvShape& s) {
     std::vector<int> pixels(s.H * s.W);
     std::iota(pixels.begin(), pixels.end(), 0); // 0, 1, 2, ...
     auto parity = [&](int p) {
-        const int h = p / s.W, w = p % s.W;
+        const int h = p / s.W;
+        const int w = p % s.W;
         return h % s.stride * s.stride + w % s.stride;
     };
     auto before = [&](int p, int q) { return parity(p) < parity(q); };
@@ -402,9 +421,10 @@ static inline std::vector<int> pixels_by_parity(const ConvShape& s) {
 
 // dx1 (B, H, W, C1), dx2 (B, H, W, C2) from dout (B, Ho, Wo, Cout). A tile has TM input pixels and TN input channels.
 // Each input pixel collects from the output pixels whose taps read it, so no two threads add to the same number.
-static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, const float* dout, const float* weight,
-                                       ConvShape s) {
-    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2;
+static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // as x1 and x2
+                                       const float* dout, const float* weight, ConvShape s) {
+    const int taps = s.kernel * s.kernel;
+    const int Cin = s.C1 + s.C2;
     const int HW = s.H * s.W;
     const int HWo = s.out_H() * s.out_W();
     const int copies = s.upsample ? 4 : 1;
@@ -450,7 +470,9 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
 // The gradients of what is added to every pixel.
 // dbias (C) = the sum of dout (B, HW, C) over images and pixels. demb (B, emb_stride), if it is not null, = the sum
 // over the pixels of each image, since the image's row of emb was added to all of them.
-static inline void bias_backward(float* dbias, float* demb, int emb_stride, const float* dout, int B, int HW, int C) {
+static inline void bias_backward(float* dbias,                // (C)
+                                 float* demb, int emb_stride, // (B, emb_stride), or null
+                                 const float* dout, int B, int HW, int C) {
     constexpr int CHANNELS = 32; // at a time
 #pragma omp parallel for schedule(static)
     for (int c0 = 0; c0 < C; c0 += CHANNELS) {
@@ -518,9 +540,14 @@ static inline std::vector<std::vector<RowPair>> conv_pairs(const ConvShape& s) {
 // dweight (Cout, taps, Cin), dbias (Cout), demb from dout (B, Ho, Wo, Cout) and the input [x1 | x2] (B, H, W, Cin).
 // A thread owns a tile of TM output channels x TN input channels, for the taps of one row of the kernel. It sums each
 // image by itself and then adds the images up, since fp32 sums of fewer terms lose fewer bits.
-static inline void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const float* dout,
-                                        const float* x1, const float* x2, ConvShape s) {
-    const int taps = s.kernel * s.kernel, Cin = s.C1 + s.C2;
+static inline void conv_backward_weight(float* dweight,                   // (Cout, taps, Cin)
+                                        float* dbias,                     // (Cout)
+                                        float* demb, int emb_stride,      // (B, emb_stride), or null
+                                        const float* dout,                // (B, Ho, Wo, Cout)
+                                        const float* x1, const float* x2, // (B, H, W, C1), (B, H, W, C2)
+                                        ConvShape s) {
+    const int taps = s.kernel * s.kernel;
+    const int Cin = s.C1 + s.C2;
     const int HW = s.H * s.W;
     const int HWo = s.out_H() * s.out_W();
     const int tiles1 = round_up(s.C1, TN) / TN;
@@ -576,19 +603,26 @@ static inline void finish_gradients() {}
 // linear: F.linear(x, weight, bias), which is a 1x1 convolution of images of one pixel
 
 static inline ConvShape linear_shape(int B, int Cin, int Cout) {
-    const int H = 1, W = 1, C2 = 0, kernel = 1, stride = 1, upsample = 0;
+    const int H = 1;
+    const int W = 1;
+    const int C2 = 0;
+    const int kernel = 1;
+    const int stride = 1;
+    const int upsample = 0;
     return {B, H, W, Cin, C2, Cout, kernel, stride, upsample};
 }
 
 // out (B, Cout) = x (B, Cin) weight^T (Cin, Cout) + bias (Cout)
-static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
-                                  int Cout, Lane* = MAIN_LANE) {
-    conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, linear_shape(B, Cin, Cout), {});
+static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, // as above
+                                  int B, int Cin, int Cout, Lane* = MAIN_LANE) {
+    const ConvShape s = linear_shape(B, Cin, Cout);
+    conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, s, {});
 }
 
 // dx = dout weight,   dweight = dout^T x,   dbias = the sum of dout over B
-static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
-                                   const float* weight, int B, int Cin, int Cout) {
+static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbias,         // what is written
+                                   const float* dout, const float* x, const float* weight, // what is read
+                                   int B, int Cin, int Cout) {
     const ConvShape s = linear_shape(B, Cin, Cout);
     if (dx.dx) conv_backward_input(dx, GradOf<float>{}, dout, weight, s);
     conv_backward_weight(dweight, dbias, nullptr, 0, dout, x, nullptr, s);
@@ -665,7 +699,8 @@ static inline AffineMap norm_map(const NormInputs& in, int b, int c0) {
     AffineMap map;
     const float* scales = in.scales(b);
     for (int i = 0; i < NORM_CHANNELS; i++) {
-        const int c = c0 + i, g = in.group(b, c);
+        const int c = c0 + i;
+        const int g = in.group(b, c);
         const float a = in.rstd[g] * in.weight[c];
         const float scale = scales ? 1 + scales[c] : 1;
         const float y_offset = in.bias[c] - in.mean[g] * a; // y = x * a + y_offset
@@ -680,7 +715,8 @@ static inline AffineMap norm_map(const NormInputs& in, int b, int c0) {
 static inline void dropout_block(float* values, const Dropout& d, int b, size_t e) {
     const uint32_t threshold = dropout_threshold(d.p);
     const uint32_t purpose = RANDOM_DROPOUT | d.layer << 8;
-    const uint32_t sample = (uint32_t)(d.sample0 + b), step = (uint32_t)*d.step;
+    const uint32_t sample = (uint32_t)(d.sample0 + b);
+    const uint32_t step = (uint32_t)*d.step;
     for (int i = 0; i < NORM_CHANNELS; i += 4) {
         const uint32_t block = (uint32_t)((e + i) / 4);
         const Words random = philox(d.seed, block, sample, step, purpose);
@@ -692,12 +728,14 @@ static inline void dropout_block(float* values, const Dropout& d, int b, size_t 
 }
 
 // mean, rstd (B, groups) from the channels' sums, which whoever wrote x1 and x2 has taken
-static inline void norm_statistics(float* mean, float* rstd, const Stats& stats1, const Stats& stats2,
+static inline void norm_statistics(float* mean, float* rstd,                 // (B, groups)
+                                   const Stats& stats1, const Stats& stats2, // of x1 and x2
                                    const NormShape& s) {
     const int per_group = (s.C1 + s.C2) / s.groups;
     for (int b = 0; b < s.B; b++)
         for (int g = 0; g < s.groups; g++) {
-            double sum = 0, square = 0;
+            double sum = 0;
+            double square = 0;
             for (int c = g * per_group; c < (g + 1) * per_group; c++) {
                 const double* sums;
                 if (c < s.C1) sums = row_of(stats1.sums, (size_t)b * s.C1 + c, 2);
@@ -717,9 +755,12 @@ static inline void norm_statistics(float* mean, float* rstd, const Stats& stats1
 // out (B, HW, C), mean and rstd (B, groups)
 // The loop over a pixel's channels runs three times, over values that are still in the nearest cache: f and dropout
 // each have a loop of their own, so that each is vectorised.
-static inline void groupnorm_forward(float* out, float* mean, float* rstd, const float* x1, Stats stats1,
-                                     const float* x2, Stats stats2, const float* weight, const float* bias,
-                                     const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
+static inline void groupnorm_forward(float* out, float* mean, float* rstd,    // what is written
+                                     const float* x1, Stats stats1,           // (B, HW, C1), and its sums
+                                     const float* x2, Stats stats2,           // (B, HW, C2), and its sums
+                                     const float* weight, const float* bias,  // (C)
+                                     const float* scale_shift, int ss_stride, // (B, ss_stride), or null
+                                     Dropout dropout, NormShape s) {
     norm_statistics(mean, rstd, stats1, stats2, s);
     const NormInputs in{x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s};
     const int C = in.C();
@@ -748,8 +789,9 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd, const
 
 // dz = dropout(dout * f'(z)), the gradient with respect to z, for NORM_CHANNELS channels of pixel p. f'(z) is made from
 // x again: z itself was never stored.
-static inline void norm_dz(float (&dz)[NORM_CHANNELS], const float* dout, const float* x, const AffineMap& map,
-                           const NormInputs& in, int b, int p, int c0) {
+static inline void norm_dz(float (&dz)[NORM_CHANNELS],        // (NORM_CHANNELS)
+                           const float* dout, const float* x, // (B, HW, C), and x of this pixel from channel c0 on
+                           const AffineMap& map, const NormInputs& in, int b, int p, int c0) {
     const size_t pixel = (size_t)b * in.s.HW + p;
     std::copy_n(row_of(dout, pixel, in.C()) + c0, NORM_CHANNELS, dz);
     with_nonlinearity<float>(in.s.nonlinearity, [&](auto nonlinearity) {
@@ -782,7 +824,8 @@ static inline void norm_backward_sums(double* sums, const float* dout, const Nor
                 }
             }
             for (int i = 0; i < NORM_CHANNELS; i++) {
-                const int c = c0 + i, g = in.group(b, c);
+                const int c = c0 + i;
+                const int g = in.group(b, c);
                 double* both = row_of(sums, (size_t)b * C + c, 2);
                 both[0] = sum[i];
                 both[1] = (product[i] - in.mean[g] * sum[i]) * in.rstd[g];
@@ -795,16 +838,20 @@ static inline void norm_backward_sums(double* sums, const float* dout, const Nor
 //   dscale_bc = weight sum(dz xhat) + bias sum(dz),         dshift_bc = sum(dz)
 // and what the third pass needs, with w = weight (1 + scale) and means over a group:
 //   group_means (B, groups, 2) = rstd mean(w dz), rstd mean(w dz xhat)
-static inline void norm_backward_params(float* group_means, float* dweight, float* dbias, float* dscale_shift,
+static inline void norm_backward_params(float* group_means,           // (B, groups, 2)
+                                        float* dweight, float* dbias, // (C)
+                                        float* dscale_shift,          // (B, ss_stride), or null
                                         const double* sums, const NormInputs& in) {
     const NormShape& s = in.s;
-    const int C = in.C(), groups = s.B * s.groups;
+    const int C = in.C();
+    const int groups = s.B * s.groups;
     std::vector<double> dw(C), db(C), totals((size_t)groups * 2);
     for (int b = 0; b < s.B; b++) {
         const float* scales = in.scales(b);
         for (int c = 0; c < C; c++) {
             const double* both = row_of(sums, (size_t)b * C + c, 2);
-            const double sum_dz = both[0], sum_dz_xhat = both[1];
+            const double sum_dz = both[0];
+            const double sum_dz_xhat = both[1];
             const double scale = scales ? 1.0 + scales[c] : 1.0;
             double* total = &totals[(size_t)in.group(b, c) * 2];
             total[0] += in.weight[c] * scale * sum_dz;
@@ -829,8 +876,8 @@ static inline void norm_backward_params(float* group_means, float* dweight, floa
 
 // Third pass: dx = rstd (w dz - mean(w dz) - xhat mean(w dz xhat)), w = weight (1 + scale), means over a group. Since
 // xhat = (x - mean_g) rstd, and rstd w is the slope of the forward pass, it is dx = slope dz - x_factor x - constant.
-static inline void norm_backward_input(GradOf<float> dx1, GradOf<float> dx2, const float* group_means,
-                                       const float* dout, const NormInputs& in) {
+static inline void norm_backward_input(GradOf<float> dx1, GradOf<float> dx2, // as x1 and x2
+                                       const float* group_means, const float* dout, const NormInputs& in) {
     const NormShape& s = in.s;
 #pragma omp parallel for collapse(2) schedule(static)
     for (int b = 0; b < s.B; b++)
@@ -864,10 +911,14 @@ static inline void norm_backward_input(GradOf<float> dx1, GradOf<float> dx2, con
 
 // dx1 (B, HW, C1), dx2 (B, HW, C2), dweight and dbias (C), dscale_shift (B, ss_stride) from dout (B, HW, C)
 // Each pass needs sums that the one before it has finished: over an image's pixels, then over a group's channels.
-static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, float* dweight, float* dbias,
-                                      float* dscale_shift, const float* dout, const float* x1, const float* x2,
-                                      const float* mean, const float* rstd, const float* weight, const float* bias,
-                                      const float* scale_shift, int ss_stride, Dropout dropout, NormShape s) {
+static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2,              // what is written
+                                      float* dweight, float* dbias, float* dscale_shift, //
+                                      const float* dout,                                 // what is read
+                                      const float* x1, const float* x2,                  //
+                                      const float* mean, const float* rstd,              //
+                                      const float* weight, const float* bias,            //
+                                      const float* scale_shift, int ss_stride,           //
+                                      Dropout dropout, NormShape s) {
     const NormInputs in{x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s};
     std::vector<double> sums((size_t)s.B * in.C() * 2);
     std::vector<float> group_means((size_t)s.B * s.groups * 2);
@@ -889,7 +940,9 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2, floa
 // P (T, pitch) of one head. Two roundings would hurt where scores are large, and are avoided: the difference of two
 // scores is taken before their factor 1 / sqrt(d) (a score of 10^6 is rounded by 0.06), and a row is divided by the sum
 // of the very numbers that it holds. So every row adds up to 1, and equal scores get equal parts.
-static inline void attention_probabilities(float* P, size_t pitch, const float* q, const float* kT, size_t q_pitch,
+static inline void attention_probabilities(float* P, size_t pitch,         // (T, pitch)
+                                           const float* q, size_t q_pitch, // (T, d)
+                                           const float* kT,                // (d, pitch): k^T
                                            int T, int d) {
     const float scale = 1 / std::sqrt((float)d);
     matmul(P, pitch, q, q_pitch, kT, pitch, T, T, d);
@@ -911,7 +964,8 @@ static inline void attention_probabilities(float* P, size_t pitch, const float* 
 // where rows are padded to whole tiles: T_pad columns instead of T, d_pad instead of d. k is needed as k^T.
 static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, int B, int T, int C, int heads) {
     const int d = C / heads;
-    const int T_pad = round_up(T, TN), d_pad = round_up(d, TN);
+    const int T_pad = round_up(T, TN);
+    const int d_pad = round_up(d, TN);
     const size_t pitch = 3 * (size_t)C; // from a token to the next in qkv
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++)
@@ -919,11 +973,12 @@ static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, 
             std::vector<float> kT((size_t)d * T_pad), v_rows((size_t)T * d_pad);
             std::vector<float> P((size_t)T * T_pad);
             const float* q = row_of(qkv, (size_t)b * T, pitch) + h * d;
-            const float *k = q + C, *v = q + 2 * C;
+            const float* k = q + C;
+            const float* v = q + 2 * C;
             float* o = row_of(out, (size_t)b * T, C) + h * d;
             transpose(kT.data(), T_pad, k, pitch, T, d);
             copy_rows(v_rows.data(), d_pad, v, pitch, T, d, 1);
-            attention_probabilities(P.data(), T_pad, q, kT.data(), pitch, T, d);
+            attention_probabilities(P.data(), T_pad, q, pitch, kT.data(), T, d);
             matmul(o, C, P.data(), T_pad, v_rows.data(), d_pad, T, d, T);
         }
 }
@@ -932,10 +987,13 @@ static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, 
 //   dS = P * (dP - D),  D_t = the sum over a row of dP * P, which is that over the d channels of dout * out
 //   dq = dS k / sqrt(d)                 dk = dS^T q / sqrt(d)
 // The right factor of each product is copied into `rows` first, padded and multiplied by its factor.
-static inline void attention_backward(float* dqkv, const float* dout, const float* qkv, const float* out,
-                                      const SoftmaxRow*, int B, int T, int C, int heads) {
+static inline void attention_backward(float* dqkv,                         // (B, T, 3C)
+                                      const float* dout, const float* qkv, // (B, T, C), (B, T, 3C)
+                                      const float* out, const SoftmaxRow*, // (B, T, C)
+                                      int B, int T, int C, int heads) {
     const int d = C / heads;
-    const int T_pad = round_up(T, TN), d_pad = round_up(d, TN);
+    const int T_pad = round_up(T, TN);
+    const int d_pad = round_up(d, TN);
     const size_t pitch = 3 * (size_t)C;
     const float scale = 1 / std::sqrt((float)d);
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -947,15 +1005,17 @@ static inline void attention_backward(float* dqkv, const float* dout, const floa
             std::vector<float> rows((size_t)T * d_pad); // dout, k or q of this head, as the right factor of a product
             const size_t token0 = (size_t)b * T;
             const float* q = row_of(qkv, token0, pitch) + h * d;
-            const float *k = q + C, *v = q + 2 * C;
+            const float* k = q + C;
+            const float* v = q + 2 * C;
             float* dq = row_of(dqkv, token0, pitch) + h * d;
-            float *dk = dq + C, *dv = dq + 2 * C;
+            float* dk = dq + C;
+            float* dv = dq + 2 * C;
             const float* o = row_of(out, token0, C) + h * d;
             const float* d_o = row_of(dout, token0, C) + h * d;
 
             transpose(kT.data(), T_pad, k, pitch, T, d);
             transpose(vT.data(), T_pad, v, pitch, T, d);
-            attention_probabilities(P.data(), T_pad, q, kT.data(), pitch, T, d);
+            attention_probabilities(P.data(), T_pad, q, pitch, kT.data(), T, d);
 
             transpose(transposed.data(), T_pad, P.data(), T_pad, T, T);
             copy_rows(rows.data(), d_pad, d_o, C, T, d, 1);
@@ -964,7 +1024,8 @@ static inline void attention_backward(float* dqkv, const float* dout, const floa
             std::vector<float>& dP = dS; // dS takes dP's place
             matmul(dP.data(), T_pad, d_o, C, vT.data(), T_pad, T, T, d);
             for (int t = 0; t < T; t++) {
-                const float *o_row = row_of(o, t, C), *d_o_row = row_of(d_o, t, C);
+                const float* o_row = row_of(o, t, C);
+                const float* d_o_row = row_of(d_o, t, C);
                 const float* P_row = row_of(P.data(), t, T_pad);
                 float* dS_row = row_of(dS.data(), t, T_pad);
                 double D = 0;
@@ -990,10 +1051,13 @@ static inline void attention_backward(float* dqkv, const float* dout, const floa
 
 // out (B, H / 2, W / 2, C) = F.avg_pool2d(x, 2)
 static inline void downsample_forward(float* out, Stats* stats, const float* x, int B, int H, int W, int C) {
-    const int Ho = H / 2, Wo = W / 2;
+    const int Ho = H / 2;
+    const int Wo = W / 2;
 #pragma omp parallel for schedule(static)
     for (int p = 0; p < B * Ho * Wo; p++) {
-        const int b = p / (Ho * Wo), ho = p / Wo % Ho, wo = p % Wo;
+        const int b = p / (Ho * Wo);
+        const int ho = p / Wo % Ho;
+        const int wo = p % Wo;
         const size_t top_left = ((size_t)b * H + 2 * ho) * W + 2 * wo;
         const float* x00 = row_of(x, top_left, C);
         const float* x01 = x00 + C;
@@ -1009,10 +1073,13 @@ static inline void downsample_forward(float* out, Stats* stats, const float* x, 
 
 // Each of the four pixels gets a quarter of their mean's gradient.
 static inline void downsample_backward(GradOf<float> dx, const float* dout, int B, int H, int W, int C) {
-    const int Ho = H / 2, Wo = W / 2;
+    const int Ho = H / 2;
+    const int Wo = W / 2;
 #pragma omp parallel for schedule(static)
     for (int p = 0; p < B * H * W; p++) {
-        const int b = p / (H * W), ho = p / W % H / 2, wo = p % W / 2;
+        const int b = p / (H * W);
+        const int ho = p / W % H / 2;
+        const int wo = p % W / 2;
         const bool inside = ho < Ho && wo < Wo; // the forward pass did not read an odd last row or column
         const size_t pooled = ((size_t)b * Ho + ho) * Wo + wo;
         const float* d = row_of(dout, pooled, C);
@@ -1025,10 +1092,13 @@ static inline void downsample_backward(GradOf<float> dx, const float* dout, int 
 
 // out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest")
 static inline void upsample_forward(float* out, Stats* stats, const float* x, int B, int H, int W, int C) {
-    const int Ho = 2 * H, Wo = 2 * W;
+    const int Ho = 2 * H;
+    const int Wo = 2 * W;
 #pragma omp parallel for schedule(static)
     for (int p = 0; p < B * Ho * Wo; p++) {
-        const int b = p / (Ho * Wo), ho = p / Wo % Ho, wo = p % Wo;
+        const int b = p / (Ho * Wo);
+        const int ho = p / Wo % Ho;
+        const int wo = p % Wo;
         const size_t source = ((size_t)b * H + ho / 2) * W + wo / 2;
         std::copy_n(row_of(x, source, C), C, row_of(out, p, C));
     }
@@ -1037,10 +1107,13 @@ static inline void upsample_forward(float* out, Stats* stats, const float* x, in
 
 // A pixel's gradient is the sum of its four copies'.
 static inline void upsample_backward(GradOf<float> dx, const float* dout, int B, int H, int W, int C) {
-    const int Ho = 2 * H, Wo = 2 * W;
+    const int Ho = 2 * H;
+    const int Wo = 2 * W;
 #pragma omp parallel for schedule(static)
     for (int p = 0; p < B * H * W; p++) {
-        const int b = p / (H * W), h = p / W % H, w = p % W;
+        const int b = p / (H * W);
+        const int h = p / W % H;
+        const int w = p % W;
         const size_t top_left = ((size_t)b * Ho + 2 * h) * Wo + 2 * w;
         const float* d00 = row_of(dout, top_left, C);
         const float* d01 = d00 + C;
@@ -1090,8 +1163,9 @@ static inline void timestep_embedding_forward(float* out, const float* t, int B,
 }
 
 // out (B, C) = x (B, C) + F.embedding(labels (B), table (rows, C))
-static inline void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B,
-                                           int C, Lane* = MAIN_LANE) {
+static inline void label_embedding_forward(float* out, const float* x,            // (B, C)
+                                           const float* table, const int* labels, // (rows, C), (B)
+                                           int B, int C, Lane* = MAIN_LANE) {
     for (int b = 0; b < B; b++) {
         const float* label_row = row_of(table, labels[b], C);
         const float* x_row = row_of(x, b, C);
@@ -1103,7 +1177,8 @@ static inline void label_embedding_forward(float* out, const float* x, const flo
 }
 
 // dx = dout; a row of dtable is the sum of dout over the samples that have its label.
-static inline void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels,
+static inline void label_embedding_backward(GradOf<float> dx, float* dtable,      // (B, C), (rows, C)
+                                            const float* dout, const int* labels, // (B, C), (B)
                                             int B, int rows, int C) {
     std::fill_n(dtable, (size_t)rows * C, 0.0f);
     for (int b = 0; b < B; b++) {
@@ -1121,7 +1196,8 @@ static inline void label_embedding_backward(GradOf<float> dx, float* dtable, con
 
 // Four random words for sample b: a pure function of the key and of the numbers of block and sample ("Random numbers").
 static inline Words random_words(const RandomKey& key, int block, int b) {
-    const uint32_t sample = (uint32_t)(key.sample0 + b), step = (uint32_t)*key.step;
+    const uint32_t sample = (uint32_t)(key.sample0 + b);
+    const uint32_t step = (uint32_t)*key.step;
     return philox(key.seed, (uint32_t)block, sample, step, key.purpose);
 }
 
@@ -1143,7 +1219,8 @@ static inline void draw_teachers(NoiseLevel* teachers, float* t, int B, const Ob
 }
 
 // weights (T), from history (T, HISTORY + 1); a step that was not ok is not remembered
-static inline void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
+static inline void update_weights(double* weights, float* history,              // (T), (T, HISTORY + 1)
+                                  const NoiseLevel* levels, const double* loss, // (B)
                                   const StepState* state, int T, int B) {
     const int samples = state->ok ? B : 0;
     for (int t = 0; t < T; t++) {
@@ -1171,9 +1248,11 @@ static inline void draw_normals(float* out, int B, int per_sample, RandomKey key
 
 // x_t = signal x_0 + sigma noise,   target = target_x0 x_0 + target_noise noise [+ target_teacher teacher]
 // images is (B, C, H, W), bytes or floats; x_t, target and teacher are (B, H, W, C). A flip mirrors an image.
-static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
-                                    const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key,
-                                    int B, int C, int H, int W, int bytes) {
+static inline void q_sample_forward(float* x_t, float* target,                // (B, H, W, C)
+                                    const NoiseLevel* levels,                 // (B)
+                                    const float* teacher, const void* images, // (B, H, W, C), (B, C, H, W)
+                                    bool random_flip, RandomKey noise_key, RandomKey flip_key, int B, int C, int H,
+                                    int W, int bytes) {
     draw_normals(target, B, H * W * C, noise_key); // target holds the noise first
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
@@ -1198,18 +1277,23 @@ static inline void q_sample_forward(float* x_t, float* target, const NoiseLevel*
 
 // loss (B) = the mean over a sample's elements of mse (out - target)^2 + bound * the variational bound's term
 // dout (B, HW, Cout) = the gradient of factor * sum(loss). With Cout = 2 C the second C outputs say the variance.
-static inline void loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
-                                         const float* x, const NoiseLevel* levels, const Objective& o, float factor,
-                                         int B, int HW, int C, int Cout) {
+static inline void loss_forward_backward(double* loss, float* dout, // (B), (B, HW, Cout)
+                                         const float* out,          // (B, HW, Cout)
+                                         const float* target,       // (B, HW, C)
+                                         const float* x,            // (B, HW, C): the network's input
+                                         const NoiseLevel* levels,  // (B)
+                                         const Objective& o, float factor, int B, int HW, int C, int Cout) {
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
         const NoiseLevel& l = levels[b];
-        const float mse = o.mse * l.weight, bound = o.bound * l.importance;
+        const float mse = o.mse * l.weight;
+        const float bound = o.bound * l.importance;
         const float slope = factor / ((float)HW * C);
         double sum = 0;
         for (int p = 0; p < HW; p++) {
             const size_t pixel = (size_t)b * HW + p;
-            const float *o_row = row_of(out, pixel, Cout), *target_row = row_of(target, pixel, C);
+            const float* o_row = row_of(out, pixel, Cout);
+            const float* target_row = row_of(target, pixel, C);
             const float* x_row = row_of(x, pixel, C);
             float* d_row = row_of(dout, pixel, Cout);
             std::fill_n(d_row, Cout, 0.0f);
@@ -1232,11 +1316,14 @@ static inline void loss_forward_backward(double* loss, float* dout, const float*
 }
 
 // loss (B) and dout of the pseudo-Huber distance between images, of n values each (--objective ect; tuning_loss)
-static inline void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
-                                                const NoiseLevel* levels, float c, float factor, int B, int n) {
+static inline void tuning_loss_forward_backward(double* loss, float* dout,             // (B), (B, n)
+                                                const float* out, const float* target, // (B, n)
+                                                const NoiseLevel* levels,              // (B)
+                                                float c, float factor, int B, int n) {
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
-        const float *o_row = row_of(out, b, n), *target_row = row_of(target, b, n);
+        const float* o_row = row_of(out, b, n);
+        const float* target_row = row_of(target, b, n);
         float* d_row = row_of(dout, b, n);
         double distance = 0; // squared
         for (int i = 0; i < n; i++) {
@@ -1265,8 +1352,9 @@ static inline void sampler_timesteps(float* t, const SamplerStep* steps, const i
 // x0 (n): the image that the network's answer for sample b means. x is the sample's input (n = HW * C); out is of the
 // whole batch, ((guided ? 2 : 1) B, HW, Cout). With guidance its second half has the answers without a class, and the
 // difference of the two is exaggerated (Ho & Salimans 2022).
-static inline std::vector<float> predicted_x0(const float* x, const float* out, const SamplerStep& s,
-                                              const Denoising& d, int b, int B, int HW, int C, int Cout) {
+static inline std::vector<float> predicted_x0(const float* x, const float* out,         // see above
+                                              const SamplerStep& s, const Denoising& d, //
+                                              int b, int B, int HW, int C, int Cout) {
     std::vector<float> x0(HW * C);
     for (int p = 0; p < HW; p++) {
         const float* o_row = row_of(out, (size_t)b * HW + p, Cout);
@@ -1274,7 +1362,8 @@ static inline std::vector<float> predicted_x0(const float* x, const float* out, 
         for (int c = 0; c < C; c++) {
             float answer = o_row[c];
             if (d.guided) answer = unguided_row[c] + d.guidance * (answer - unguided_row[c]);
-            x0[p * C + c] = s.x0_x * x[p * C + c] + s.x0_out * answer;
+            const int i = p * C + c;
+            x0[i] = s.x0_x * x[i] + s.x0_out * answer;
         }
     }
     return x0;
@@ -1307,7 +1396,8 @@ static inline void add_step_noise(float* x, const float* out, const SamplerStep&
         float z[4];
         normals(z, random_words(key, e / 4, b));
         for (int k = 0; k < 4 && e + k < HW * C; k++) {
-            const int p = (e + k) / C, c = (e + k) % C;
+            const int p = (e + k) / C;
+            const int c = (e + k) % C;
             float sigma = s.sigma;
             if (s.range > 0) {
                 const float v = row_of(out, (size_t)b * HW + p, Cout)[C + c];
@@ -1441,8 +1531,10 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
     for (size_t first = 0; first < own.owned(); first += PIECE) {
         const size_t flat = own.flat(first); // ema, m and v hold the slice alone, the other arrays everything
         const size_t count = flat < own.n ? std::min(own.n - flat, PIECE) : 0;
-        float *const params = u.params.at[0] + flat, *const ema = u.ema + first;
-        float *const m = u.m + first, *const v = u.v + first;
+        float* const params = u.params.at[0] + flat;
+        float* const ema = u.ema + first;
+        float* const m = u.m + first;
+        float* const v = u.v + first;
         const float* const grads = u.sum + flat;
 #pragma omp simd
         for (size_t i = 0; i < count; i++) {
