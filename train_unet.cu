@@ -4,79 +4,92 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    158  Part I. The program
-//    161     1. Types at the interface: what operations are called with
-//    376     2. The interface: all that the program asks of a device
-//    631     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    721     4. Configuration: flags, presets, help, what can work and what cannot
-//   1276     5. The network: a list of layers, made of guided-diffusion's flags
-//   1992     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2221     7. Forward and backward: two walks over the list
-//   2335     8. Diffusion: noise schedules, objectives, samplers
-//   2533         the level of a training sample, drawn, and its share of the loss
-//   2684         samplers
-//   3162     9. Data: .bin files that may be larger than memory, the order of their images
-//   3451    10. Model files: weights and checkpoints, initial weights
-//   3775    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3790         the learning rate, the verdict on a step, averages of the weights
-//   3869         what a trainer holds
-//   3974         a step
-//   4208    12. A run: log, guard, checkpoints, resume, samples
-//   4233         the log in memory, as the page shows it
-//   4339         what a run holds
-//   4406         the log and the status line
-//   4584         checkpoints, snapshots and grids
-//   4791         the start of a run: new, from a file's weights, or resumed
-//   4963         the loop over the steps
-//   5075         a run from its first to its last line
-//   5206         samples, without a run
-//   5375    13. main: the command line, then a run or samples
-//   5611         what ranks must have in common
-//   5674         main
-//   5790  Part II. The device
-//   5793    14. What all devices share: nonlinearities, patches of pixels
-//   5837    15. The CPU: the device is the host; operations are in dev/reference.h
-//   5905    16. The GPU: what all kernels share
-//   5971         Launches, which may overlap
-//   6013         Decisions: what kernels are chosen with
-//   6051         Single instructions: shared memory, mbarriers, clusters
-//   6135         Activations: pieces of 16 bytes
-//   6347         each_kernel: a thread for an element
-//   6361         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6500         Swizzle: how rows lie in shared memory
-//   6518         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   6693         building blocks of Hopper's kernels (sm_90a)
-//   6941    17. Small operations: resampling, embeddings, diffusion
-//   6944         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7129         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7445         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7818    18. Group norm
-//   7821         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8218         groupnorm_backward_whole: an image's slab in shared memory
-//   8518    19. Attention
-//   8621         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9137         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9272         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9760    20. Convolution
-//   9788         ConvOut: results, 4 channels of a pixel at a time
-//   9975         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10033         conv_halo: 3x3, stride 1, any GPU
-//  10374         conv_gather: any kernel size and stride, any GPU
-//  10586         conv_few: the first and the last layer
-//  10713         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  11140         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  11215         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  11539         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  11838         conv_weight_tma: weight gradients (sm_90a)
-//  12072    21. The optimiser
-//  12075         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  12251    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  12254         groupnorm_backward
-//  12352         attention: forward and, where a has dout, backward
-//  12392         convolution: forward and input gradient
-//  12696         convolution: weight gradients
-//  12977    23. The GPU: memory, copies, repeated work
-//  13194    24. Between ranks: from device to device
+//    171  Part I. The program
+//    174     1. Types at the interface: what operations are called with
+//    389     2. The interface: all that the program asks of a device
+//    644     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    734     4. Configuration: flags, presets, help, what can work and what cannot
+//   1289     5. The network: a list of layers, made of guided-diffusion's flags
+//   2005     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2234     7. Forward and backward: two walks over the list
+//   2348     8. Diffusion: noise schedules, objectives, samplers
+//   2546         the level of a training sample, drawn, and its share of the loss
+//   2697         samplers
+//   3175     9. Data: .bin files that may be larger than memory, the order of their images
+//   3464    10. Model files: weights and checkpoints, initial weights
+//   3788    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3803         the learning rate, the verdict on a step, averages of the weights
+//   3882         what a trainer holds
+//   3987         a step
+//   4221    12. A run: log, guard, checkpoints, resume, samples
+//   4246         the log in memory, as the page shows it
+//   4352         what a run holds
+//   4419         the log and the status line
+//   4597         checkpoints, snapshots and grids
+//   4804         the start of a run: new, from a file's weights, or resumed
+//   4976         the loop over the steps
+//   5088         a run from its first to its last line
+//   5219         samples, without a run
+//   5388    13. main: the command line, then a run or samples
+//   5624         what ranks must have in common
+//   5687         main
+//   5803  Part II. The device
+//   5806    14. What all devices share: nonlinearities, patches of pixels
+//   5850    15. The CPU: the device is the host; operations are in dev/reference.h
+//   5918    16. The GPU: what all kernels share
+//   5984         Launches, which may overlap
+//   6026         Decisions: what kernels are chosen with
+//   6064         Single instructions: shared memory, mbarriers, clusters
+//   6148         Activations: pieces of 16 bytes
+//   6360         each_kernel: a thread for an element
+//   6374         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6513         Swizzle: how rows lie in shared memory
+//   6531         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   6706         building blocks of Hopper's kernels (sm_90a)
+//   6954    17. Small operations: resampling, embeddings, diffusion
+//   6957         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7142         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7458         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   7831    18. Group norm
+//   7834         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8231         groupnorm_backward_whole: an image's slab in shared memory
+//   8531    19. Attention
+//   8634         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9150         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9285         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9773    20. Convolution
+//   9801         ConvOut: results, 4 channels of a pixel at a time
+//   9988         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10046         conv_halo: 3x3, stride 1, any GPU
+//  10387         conv_gather: any kernel size and stride, any GPU
+//  10599         conv_few: the first and the last layer
+//  10726         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  11153         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  11228         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  11552         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  11851         conv_weight_tma: weight gradients (sm_90a)
+//  12085    21. The optimiser
+//  12088         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  12264    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  12267         groupnorm_backward
+//  12365         attention: forward and, where a has dout, backward
+//  12405         convolution: forward and input gradient
+//  12709         convolution: weight gradients
+//  12990    23. The GPU: memory, copies, repeated work
+//  13207    24. Between ranks: from device to device
+//
+// Roads (make map renews the line numbers)
+//   a step, from the images to the weights:
+//     main 5799, train 5177, run_step 5024, train_step 4160, load_batch 3432, step_gradients 4075, forward_and_loss 3993,
+//     draw_levels 7470, q_sample_forward 7535, unet_forward 2258, loss_forward_backward 7642, unet_backward 2321,
+//     sum_gradients 12125, judge_step 12164, adamw_update 12244, next_step 12170, record_step 12175, collect_steps 4980
+//   pictures, from noise: sample_batch 3094, plan_route 2915, device_step 2957, euler_step 2727 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4075
+//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 5823, with_nonlinearity 5833
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2473
+//   an objective: its word in common/flags.h, make_objective 2525, draw_level 2611, level_at 2942, sampler_sigmas 2848
+//   a kind of layer: LayerKind 1338, forward_linear 1542 and backward_linear 1546 beside it, OPS 1664, add_resblock 1810 and its like
+//   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil

@@ -1,6 +1,8 @@
-"""The map at the head of train_unet.cu, made of its headings: make map renews it, make lint checks it (--check).
+"""The map at the head of train_unet.cu, made of its headings, and its roads: make map renews them, make lint checks them (--check).
 
 A heading is the line behind a ruler (// and then = or - up to column 120): "// Part I. TITLE" or "// 7. TITLE" behind =, "// --- TITLE" behind -.
+A road names what comes one after the other, "train 4606, run_step 4453": behind each name stands the line where it is defined (the last one, if
+several builds have their own). Names are written by hand, numbers by this program.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "train_unet.cu"
 FIRST, LAST = "// Map (make map renews the line numbers)\n", "//\n"
+ROADS = "// Roads (make map renews the line numbers)\n"
 FORMS = {"=": r"(Part [IVX]+\. .*|\d+\. .*)\n", "-": r"--- (.*)\n"}
 
 
@@ -33,12 +36,42 @@ def entries(lines: list[str]) -> list[str]:
     return found
 
 
+def is_definition(lines: list[str], start: int, name: str) -> bool:
+    """Does line number start (from 0) begin a function, struct, enum or table of that name?"""
+    line = lines[start]
+    if re.match(rf"(template <.*> )?(struct|class|enum|enum class) {name}\b.*{{|static constexpr .*\b{name}(\[\w*\])+ = {{", line):
+        return True
+    head = re.match(rf"\s*([\w:<>,&*()\[\]\" ]*[\w>*&] ?[*& ]){name}\(", line)
+    if not head or re.search(r"\b(return|else|case|new|throw)\b|[=(]\s*$", head[1]):
+        return False
+    text = "".join(re.sub(r"//.*", "", each) for each in lines[start : start + 12])
+    return "{" in text and ";" not in text[: text.index("{")]
+
+
+def roads(lines: list[str]) -> list[str]:
+    """The roads, every name with the line of its definition."""
+    first = lines.index(ROADS) + 1
+    last = lines.index(LAST, first)
+    missing = []
+
+    def renew(match: re.Match[str]) -> str:
+        places = [number for number, line in enumerate(lines, 1) if match[1] in line and is_definition(lines, number - 1, match[1])]
+        if not places:
+            missing.append(f"{SOURCE.name}: a road at its head leads to {match[1]}, which is defined nowhere")
+        return f"{match[1]} {places[-1] if places else 0}"
+
+    renewed = [re.sub(r"\b([A-Za-z_]\w*) (\d+)", renew, line) for line in lines[first:last]]
+    if missing:
+        sys.exit("\n".join(missing))
+    return [*lines[:first], *renewed, *lines[last:]]
+
+
 def main() -> None:
     lines = SOURCE.read_text().splitlines(keepends=True)
     renewed, before = lines, None
     while renewed != before:  # a map of another length moves what it tells of
         before, first = renewed, renewed.index(FIRST) + 1
-        renewed = renewed[:first] + entries(renewed) + renewed[renewed.index(LAST, first) :]
+        renewed = roads(renewed[:first] + entries(renewed) + renewed[renewed.index(LAST, first) :])
     if renewed != lines and "--check" in sys.argv:
         sys.exit(f"{SOURCE.name}: its map is old; make map renews it")
     if renewed != lines:
