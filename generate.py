@@ -119,7 +119,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -130,14 +130,14 @@ from tqdm import tqdm
 
 import train_unet
 from common import files, formats, model_files
-from common.config import ect_defaults, make_config, pick_device, pick_precision, validate
+from common.config import ect_defaults, make_config, pick_device, pick_precision, validate, value_rows
 from common.data_files import open_data, write_data
 from common.diffusers_files import Autoencoder
 from common.files import DataError
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
 from common.pictures import image_to_array
-from common.samples import grid_pixels, save_png, save_samples, to_pixels
+from common.samples import grid_pixels, save_png, save_samples, to_pixels, value_captions
 
 ROOT = Path(__file__).resolve().parent
 
@@ -148,15 +148,16 @@ ROOT = Path(__file__).resolve().parent
 
 class Network(nn.Module):
     """A network that another program computes, in a UNetModel's place: what train_unet.sample() asks of a model.
-    forward(x, timesteps, y): float32 or int64 tensors on the CPU -> the output there."""
+    compute(inputs by name): float32 or int64 tensors on the CPU -> the output there."""
 
     def __init__(self, compute: Callable):
         super().__init__()
         self.compute = compute
         self.here = nn.Parameter(torch.empty(0))  # says that draws and sampler run on the CPU
 
-    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        return self.compute(x, timesteps, y)
+    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None, **conditions: torch.Tensor) -> torch.Tensor:
+        given = {"x": x, "timesteps": timesteps, "y": y} | conditions
+        return self.compute({name: value for name, value in given.items() if value is not None})
 
 
 def torch_model(file: ModelFile, config: Config) -> UNetModel:
@@ -176,8 +177,8 @@ def mps_network(file: ModelFile, config: Config, device: str = "mps") -> Network
     embed = UNetModel(config)  # on the CPU
     model.timestep_embedding = lambda t: embed.timestep_embedding(t.cpu()).to(device)
 
-    def compute(x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        return model(x.to(device), timesteps.to(device), None if y is None else y.to(device)).cpu()
+    def compute(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**{name: value.to(device) for name, value in given.items()}).cpu()
 
     return Network(compute)
 
@@ -189,9 +190,8 @@ def onnx_network(file: ModelFile, config: Config) -> Network:
     settings.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(onnx_bytes(file, config), settings, providers=["CPUExecutionProvider"])
 
-    def compute(x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        given = {"x": x.numpy(), "timesteps": timesteps.numpy()} | ({} if y is None else {"y": y.numpy()})
-        return torch.from_numpy(session.run(None, given)[0])
+    def compute(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.from_numpy(session.run(None, {name: value.numpy() for name, value in given.items()})[0])
 
     return Network(compute)
 
@@ -202,13 +202,12 @@ def coreml_network(file: ModelFile, config: Config) -> Network:
         raise UserError("--backend coreml: only macOS runs Core ML; --export_coreml F.mlpackage works here, and so does --backend torch or native")
     model = coreml_model(file, config)
 
-    def compute(x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        given = [values for values in (x, timesteps, y) if values is not None]
+    def compute(given: dict[str, torch.Tensor]) -> torch.Tensor:
         outputs = []
-        for part in zip(*(values.split(config.batch_size) for values in given)):
+        for part in zip(*(values.split(config.batch_size) for values in given.values())):
             full = {}
-            for (name, dtype), values in zip(INPUTS.items(), part):
-                full[name] = np.zeros((config.batch_size, *values.shape[1:]), dtype)
+            for name, values in zip(given, part):
+                full[name] = np.zeros((config.batch_size, *values.shape[1:]), INPUTS[name])
                 full[name][: len(values)] = values
             outputs.append(torch.from_numpy(model.predict(full)["output"][: len(part[0])]))
         return torch.cat(outputs)
@@ -266,16 +265,20 @@ BACKENDS: dict[str, Callable] = {
 
 
 # ======================================================================================================================
-# exported networks: inputs x (B, C, H, W), timesteps (B) and, of a class-conditional model, y (B); the output is the
+# exported networks: inputs x (B, C, H, W), timesteps (B) and, of a conditional model, y (B) and values (B, cond_dim); the output is the
 # network's own (B, out_channels, H, W), as UNetModel.forward's, in PyTorch's layout. The sampler stays outside.
 
 
-INPUTS = {"x": np.float32, "timesteps": np.float32, "y": np.int32}
+INPUTS = {"x": np.float32, "timesteps": np.float32, "y": np.int32, "values": np.float32}
 
 
-def example_inputs(config: Config, batch: int) -> tuple[torch.Tensor, ...]:
-    inputs = torch.zeros(batch, config.in_channels, *config.image_size), torch.zeros(batch), torch.zeros(batch, dtype=torch.int64)
-    return inputs[: 2 + config.class_cond]
+def example_inputs(config: Config, batch: int) -> dict[str, torch.Tensor]:
+    inputs = {"x": torch.zeros(batch, config.in_channels, *config.image_size), "timesteps": torch.zeros(batch)}
+    if config.class_cond:
+        inputs["y"] = torch.zeros(batch, dtype=torch.int64)
+    if config.cond_dim:
+        inputs["values"] = torch.zeros(batch, config.cond_dim)
+    return inputs
 
 
 def onnx_bytes(file: ModelFile, config: Config) -> bytes:
@@ -283,11 +286,11 @@ def onnx_bytes(file: ModelFile, config: Config) -> bytes:
 
     model = build_model(config, file.weights_to_use(config.use_ema))
     inputs = example_inputs(config, 2)
-    shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+    shapes = {name: {0: torch.export.Dim("batch")} for name in inputs}
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # of axes that have one name
         program = torch.onnx.export(
-            model, inputs, dynamo=True, dynamic_shapes=shapes, input_names=list(INPUTS)[: len(inputs)], output_names=["output"], verbose=False
+            model, kwargs=inputs, dynamo=True, dynamic_shapes=shapes, input_names=list(inputs), output_names=["output"], verbose=False
         )
     proto = program.model_proto
     if proto.ByteSize() >= 2**31:
@@ -310,13 +313,14 @@ def coreml_model(file: ModelFile, config: Config) -> Any:
 
     half = coremltools.transform.FP16ComputePrecision(lambda op: not feeds_angle(op))
     model = build_model(config, file.weights_to_use(config.use_ema))
+    inputs = example_inputs(config, config.batch_size)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-            exported = torch.export.export(model, example_inputs(config, config.batch_size)).run_decompositions({})
+            exported = torch.export.export(model, (), inputs).run_decompositions({})
             return coremltools.convert(
                 exported,
                 convert_to="mlprogram",
-                inputs=[coremltools.TensorType(name, dtype=dtype) for name, dtype in list(INPUTS.items())[: 2 + config.class_cond]],
+                inputs=[coremltools.TensorType(name, dtype=INPUTS[name]) for name in inputs],
                 outputs=[coremltools.TensorType("output", dtype=np.float32)],
                 compute_precision=half if config.precision == "fp16" else coremltools.precision.FLOAT32,
                 minimum_deployment_target=coremltools.target.macOS13,
@@ -733,9 +737,9 @@ def check_outputs(options: Options) -> None:
             files.check_output("--output", path, read, files.is_samples)
 
 
-def write_images(images: torch.Tensor, told: str, options: Options) -> None:
-    """The grid or data file, and the images one by one."""
-    save_samples(images, options.output)
+def write_images(images: torch.Tensor, told: str, options: Options, captions: Sequence[str] = ()) -> None:
+    """The grid, with these captions, or the data file, and the images one by one."""
+    save_samples(images, options.output, captions)
     print(f"{options.output}: {len(images)} images {told}")
     if options.separate:
         names = separate_names(options)[: len(images)]
@@ -807,7 +811,8 @@ def run(argv: list[str]) -> None:
                 raise UserError(f"{options.output}: is not written, because the samples are not finite numbers; these weights are broken")
             save_png(before_and_after(config, images), options.output)
             return print(f"{options.output}: {options.image} before and after, with {config.sampler} from {options.model_filename}")
-    write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options)
+    captions = value_captions(value_rows(config) if config.cond_dim else [], len(images))
+    write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options, captions)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@
     python prepare_data.py --cifar10 FILE... --output_name F.bin     CIFAR-10's binary batches
     python prepare_data.py --emoji FONT.ttf --output_name F.bin      every picture of a colour-emoji font
     ... --image_size 256 --encode VAE_DIR                            their latents, by an AutoencoderKL of diffusers on this disk
+    ... --values TABLE.csv                                           numbers of each picture, to condition on: a line for each, its name first
 
-The file: a header of 256 little-endian int32, the images (NCHW), then int32 labels if there are classes. The header:
+The file: a header of 256 little-endian int32, the images (NCHW), then int32 labels if there are classes, then float32 numbers of each image if there
+are any, and their names. The header:
     0 magic 20261120 | 1 version 1 | 2 count | 3 channels | 4 height | 5 width | 6 number of classes (0 = none)
     7 bytes a value (1 = uint8, 4 = float32 in [-1, 1]) | 8 crc32 of the header with this slot 0
-    9 crc32 of everything after the header | the rest 0
+    9 crc32 of everything after the header | 10 numbers an image | 11 bytes of their names | the rest 0
 A file of more than 4 GiB has version 2, because nobody wants to wait until so much is read and checked before training begins: behind the
 labels lies the crc32 of each image, against which it is held whenever it is read, and slot 9 is the crc32 of what lies behind the images.
 common/data_files.py also reads unet.cu's files (magic 20240620): count, channels, height, width, then float32 images.
@@ -19,6 +21,8 @@ common/data_files.py also reads unet.cu's files (magic 20240620): count, channel
 from __future__ import annotations
 
 import argparse
+import csv
+import math
 import re
 import signal
 import sys
@@ -55,6 +59,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="64, or HxW such as 48x64; default 64 for folders, zips and emoji, 32 for CIFAR-10 and 28x28 idx images, EDM's data as they are",
     )
     parser.add_argument("--encode", metavar="DIR", help="write latents instead: the folder of an AutoencoderKL, or of a pipeline that has one")
+    parser.add_argument(
+        "--values",
+        metavar="TABLE",
+        help="numbers of each picture, for --cond_dim: .csv, a line of its file's name and them for each, the first line names them; or .npy, a row "
+        "for each in the order in which they are read",
+    )
     parser.add_argument("--channels", type=int, choices=(1, 3), help="1 = grey, 3 = RGB; default 3, for idx files 1")
     return parser.parse_args(arguments)
 
@@ -76,7 +86,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, features
 
-from common.data_files import write_data
+from common.data_files import MOST_VALUES, write_data
 from common.files import DataError, check_output, is_data, open_regular
 from common.pictures import IMAGE_EXTENSIONS, decode_images, image_to_array, label_by_folder, list_images, progress, say
 from common.program import how_to_install, printable, standard_streams, take
@@ -98,6 +108,9 @@ class Source:
     labels: list[int] | None = None
     num_classes: int = 0
     class_names: list[str] = dataclasses.field(default_factory=list)
+    # Of files: their names, and of each image made so far which of them it is (broken ones are left out).
+    names: list[str] | None = None
+    kept: list[int] = dataclasses.field(default_factory=list)
 
 
 def decoded(
@@ -109,17 +122,17 @@ def decoded(
     open_picture: Callable[[str], BinaryIO] = open_regular,
 ) -> Source:
     """Pictures that are decoded as they are asked for. Without names, the classes are as many as the largest label says."""
+    kept: list[int] = []
     if all_labels is None:
-        return Source(decode_images(paths, image_size, channels, [], open_picture))
+        return Source(decode_images(paths, image_size, channels, kept, open_picture), names=paths, kept=kept)
     labels: list[int] = []
 
     def decode() -> Iterator[np.ndarray]:
-        kept: list[int] = []
         for image in decode_images(paths, image_size, channels, kept, open_picture):
             labels.append(all_labels[kept[-1]])
             yield image
 
-    return Source(decode(), labels, len(class_names) or max(all_labels) + 1, class_names)
+    return Source(decode(), labels, len(class_names) or max(all_labels) + 1, class_names, paths, kept)
 
 
 def read_member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
@@ -334,12 +347,117 @@ def encoded(images: Iterable[np.ndarray], vae_dir: str, batch_size: int = 8) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# --values: numbers of each image
+
+
+def numbers_of(cells: list[str]) -> list[float] | None:
+    """None: one of them is no finite number."""
+    try:
+        row = [float(cell) for cell in cells]
+    except ValueError:
+        return None
+    return row if all(map(math.isfinite, row)) else None
+
+
+def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
+    """A .csv of a file's name and numbers in each line: the numbers' names, from the first line ([] if that has numbers, too), and the rows by file."""
+    names: list[str] = []
+    rows: dict[str, list[float]] = {}
+    width = 0
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", errors="replace", newline="") as file:
+        for cells in csv.reader(file):
+            if not cells:
+                continue
+            first, width = width == 0, width or len(cells)
+            if len(cells) != width or width < 2:
+                raise DataError(
+                    f"{path}: the line of {cells[0]} has {len(cells)} columns; a line is a file's name and its numbers, {max(width, 2)} columns"
+                )
+            row = numbers_of(cells[1:])
+            if row is None and first:
+                names = cells[1:]
+                continue
+            if row is None:
+                raise DataError(f"{path}: the line of {cells[0]} holds something else than finite numbers: {','.join(cells[1:])[:60]}")
+            if cells[0] in rows:
+                raise DataError(f"{path}: has two lines of {cells[0]}")
+            rows[cells[0]] = row
+    if not rows:
+        raise DataError(f"{path}: has no line of a file's name and numbers")
+    return names, rows
+
+
+def table_values(path: str, files: list[str], folder: str) -> tuple[np.ndarray, list[str]]:
+    """(numbers (len(files), K), their names) of a .csv. A line names its file from the folder on, or by its last part."""
+    names, rows = read_table(path)
+    found, missing = [], []
+    for file in files:
+        within = os.path.relpath(file, folder) if folder else file
+        key = within if within in rows else os.path.basename(file)
+        (found if key in rows else missing).append(key)
+    if missing:
+        raise DataError(f"{path}: has no line of {missing[0]}" + (f", nor of {len(missing) - 1} others" if len(missing) > 1 else ""))
+    if unused := sorted(rows.keys() - set(found)):
+        say(f"prepare_data: {path}: lines that no picture belongs to: {len(unused)}, the first of {unused[0]}", sys.stderr)
+    return np.array([rows[key] for key in found], np.float32), names
+
+
+def array_values(path: str) -> np.ndarray:
+    """(images, K) of a .npy; one of a single dimension has one number an image."""
+    try:
+        with open_regular(path) as file:
+            values = np.load(file, allow_pickle=False)
+        values = np.asarray(values, np.float32)
+    except (ValueError, OSError, EOFError, TypeError) as error:
+        raise DataError(f"{path} is no array of numbers as numpy.save writes it: {error}") from error
+    return values[:, None] if values.ndim == 1 else values
+
+
+def read_values(path: str, source: Source, folder: str) -> tuple[np.ndarray, list[str]]:
+    """(numbers (images of the source, K), their names or [])."""
+    if path.endswith(".csv"):
+        if source.names is None:
+            raise DataError(f"--values {path}: names files, and these images come out of one; a .npy has a row for each, in their order")
+        values, names = table_values(path, source.names, folder)
+    elif path.endswith(".npy"):
+        values, names = array_values(path), []
+    else:
+        raise DataError(f"--values {path}: must end in .csv or .npy")
+    if values.ndim != 2 or not 1 <= values.shape[1] <= MOST_VALUES or not np.isfinite(values).all():
+        raise DataError(f"--values {path}: must hold finite numbers, a row of 1 to {MOST_VALUES} for each image; its shape is {values.shape}")
+    if source.names is not None and len(values) != len(source.names):
+        raise DataError(f"--values {path}: has {len(values)} rows, and there are {len(source.names)} pictures")
+    return values, names
+
+
+def take_values(images: Iterable[np.ndarray], source: Source, values: np.ndarray, path: str, taken: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """The source's images as they come; the row of each is appended to `taken` meanwhile."""
+    count = 0
+    for count, image in enumerate(images, 1):
+        if count > len(values):
+            raise DataError(f"--values {path}: has {len(values)} rows, and there are more images")
+        taken.append(values[source.kept[-1] if source.names is not None else count - 1])
+        yield image
+    if source.names is None and count != len(values):
+        raise DataError(f"--values {path}: has {len(values)} rows, and there are {count} images")
+
+
+def tell_values(values: np.ndarray, names: list[str]) -> None:
+    """Their ranges: a network learns best from numbers around 1."""
+    for k, column in enumerate(values.T[:8]):
+        name = f" = {names[k]}" if names else ""
+        say(f"number {k}{name}: from {column.min():g} to {column.max():g}", sys.stdout)
+    if np.abs(values).max() > 10:
+        say("some of these numbers are larger than 10; a network learns best from numbers between -1 and 1", sys.stdout)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # A run
 
 
 def input_files(args: argparse.Namespace) -> Iterator[str]:
     """Whatever is read, so that nothing of it is replaced."""
-    yield from [*(args.idx or []), *(args.cifar10 or []), *filter(None, [args.zip, args.emoji])]
+    yield from [*(args.idx or []), *(args.cifar10 or []), *filter(None, [args.zip, args.emoji, args.values])]
     for folder in filter(None, [args.data_dir, args.encode]):
         for path, _, names in os.walk(folder):
             yield from (os.path.join(path, name) for name in names)
@@ -367,9 +485,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parse_arguments(arguments)
         check_output("--output_name", args.output_name, input_files(args), is_data)
         source = open_source(args)
+        values: list[np.ndarray] | None = None
+        value_names: list[str] = []
+        if args.values:
+            values = []
+            rows, value_names = read_values(args.values, source, args.data_dir or "")
+            source.images = take_values(source.images, source, rows, args.values, values)
         if args.encode:
             source.images = encoded(source.images, args.encode)
-        count = write_data(args.output_name, source.images, source.labels, source.num_classes)
+        count = write_data(args.output_name, source.images, source.labels, source.num_classes, values, value_names)
     except UserError as error:
         print(f"prepare_data: {printable(error)}", file=sys.stderr)
         return 1
@@ -381,6 +505,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, images in enumerate(counts):
             name = f" = {source.class_names[number]}" if source.class_names else ""
             say(f"class {number}{name}: {images} images", sys.stdout)
+    if values:
+        tell_values(np.array(values), value_names)
     channels, height, width = np.fromfile(args.output_name, "<i4", 6)[3:]
     megabytes = os.path.getsize(args.output_name) / 1e6
     say(f"wrote {args.output_name}: {count} images of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB", sys.stdout)

@@ -7,88 +7,88 @@
 //    171  Part I. The program
 //    174     1. Types at the interface: what operations are called with
 //    389     2. The interface: all that the program asks of a device
-//    644     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    734     4. Configuration: flags, presets, help, what can work and what cannot
-//   1289     5. The network: a list of layers, made of guided-diffusion's flags
-//   2005     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2234     7. Forward and backward: two walks over the list
-//   2348     8. Diffusion: noise schedules, objectives, samplers
-//   2546         the level of a training sample, drawn, and its share of the loss
-//   2697         samplers
-//   3175     9. Data: .bin files that may be larger than memory, the order of their images
-//   3464    10. Model files: weights and checkpoints, initial weights
-//   3788    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3803         the learning rate, the verdict on a step, averages of the weights
-//   3882         what a trainer holds
-//   3987         a step
-//   4221    12. A run: log, guard, checkpoints, resume, samples
-//   4246         the log in memory, as the page shows it
-//   4352         what a run holds
-//   4419         the log and the status line
-//   4597         checkpoints, snapshots and grids
-//   4804         the start of a run: new, from a file's weights, or resumed
-//   4976         the loop over the steps
-//   5088         a run from its first to its last line
-//   5219         samples, without a run
-//   5388    13. main: the command line, then a run or samples
-//   5624         what ranks must have in common
-//   5687         main
-//   5803  Part II. The device
-//   5806    14. What all devices share: nonlinearities, patches of pixels
-//   5850    15. The CPU: the device is the host; operations are in dev/reference.h
-//   5918    16. The GPU: what all kernels share
-//   5984         Launches, which may overlap
-//   6026         Decisions: what kernels are chosen with
-//   6064         Single instructions: shared memory, mbarriers, clusters
-//   6148         Activations: pieces of 16 bytes
-//   6360         each_kernel: a thread for an element
-//   6374         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6513         Swizzle: how rows lie in shared memory
-//   6531         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   6706         building blocks of Hopper's kernels (sm_90a)
-//   6954    17. Small operations: resampling, embeddings, diffusion
-//   6957         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7142         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7458         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   7831    18. Group norm
-//   7834         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8231         groupnorm_backward_whole: an image's slab in shared memory
-//   8531    19. Attention
-//   8634         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9150         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9285         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9773    20. Convolution
-//   9801         ConvOut: results, 4 channels of a pixel at a time
-//   9988         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10046         conv_halo: 3x3, stride 1, any GPU
-//  10387         conv_gather: any kernel size and stride, any GPU
-//  10599         conv_few: the first and the last layer
-//  10726         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  11153         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  11228         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  11552         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  11851         conv_weight_tma: weight gradients (sm_90a)
-//  12085    21. The optimiser
-//  12088         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  12264    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  12267         groupnorm_backward
-//  12365         attention: forward and, where a has dout, backward
-//  12405         convolution: forward and input gradient
-//  12709         convolution: weight gradients
-//  12990    23. The GPU: memory, copies, repeated work
-//  13207    24. Between ranks: from device to device
+//    655     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    745     4. Configuration: flags, presets, help, what can work and what cannot
+//   1343     5. The network: a list of layers, made of guided-diffusion's flags
+//   2091     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2320     7. Forward and backward: two walks over the list
+//   2434     8. Diffusion: noise schedules, objectives, samplers
+//   2632         the level of a training sample, drawn, and its share of the loss
+//   2783         samplers
+//   3285     9. Data: .bin files that may be larger than memory, the order of their images
+//   3614    10. Model files: weights and checkpoints, initial weights
+//   3940    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3955         the learning rate, the verdict on a step, averages of the weights
+//   4034         what a trainer holds
+//   4139         a step
+//   4376    12. A run: log, guard, checkpoints, resume, samples
+//   4401         the log in memory, as the page shows it
+//   4507         what a run holds
+//   4574         the log and the status line
+//   4752         checkpoints, snapshots and grids
+//   4968         the start of a run: new, from a file's weights, or resumed
+//   5140         the loop over the steps
+//   5252         a run from its first to its last line
+//   5395         samples, without a run
+//   5564    13. main: the command line, then a run or samples
+//   5803         what ranks must have in common
+//   5868         main
+//   5984  Part II. The device
+//   5987    14. What all devices share: nonlinearities, patches of pixels
+//   6031    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6099    16. The GPU: what all kernels share
+//   6165         Launches, which may overlap
+//   6207         Decisions: what kernels are chosen with
+//   6245         Single instructions: shared memory, mbarriers, clusters
+//   6329         Activations: pieces of 16 bytes
+//   6541         each_kernel: a thread for an element
+//   6555         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6694         Swizzle: how rows lie in shared memory
+//   6712         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   6887         building blocks of Hopper's kernels (sm_90a)
+//   7135    17. Small operations: resampling, embeddings, diffusion
+//   7138         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7323         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7664         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8037    18. Group norm
+//   8040         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8437         groupnorm_backward_whole: an image's slab in shared memory
+//   8737    19. Attention
+//   8840         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9356         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9491         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//   9979    20. Convolution
+//  10007         ConvOut: results, 4 channels of a pixel at a time
+//  10194         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10252         conv_halo: 3x3, stride 1, any GPU
+//  10593         conv_gather: any kernel size and stride, any GPU
+//  10805         conv_few: the first and the last layer
+//  10932         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  11359         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  11434         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  11758         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12057         conv_weight_tma: weight gradients (sm_90a)
+//  12291    21. The optimiser
+//  12294         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  12470    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  12473         groupnorm_backward
+//  12571         attention: forward and, where a has dout, backward
+//  12611         convolution: forward and input gradient
+//  12915         convolution: weight gradients
+//  13196    23. The GPU: memory, copies, repeated work
+//  13413    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 5799, train 5177, run_step 5024, train_step 4160, load_batch 3432, step_gradients 4075, forward_and_loss 3993,
-//     draw_levels 7470, q_sample_forward 7535, unet_forward 2258, loss_forward_backward 7642, unet_backward 2321,
-//     sum_gradients 12125, judge_step 12164, adamw_update 12244, next_step 12170, record_step 12175, collect_steps 4980
-//   pictures, from noise: sample_batch 3094, plan_route 2915, device_step 2957, euler_step 2727 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4075
-//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 5823, with_nonlinearity 5833
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2473
-//   an objective: its word in common/flags.h, make_objective 2525, draw_level 2611, level_at 2942, sampler_sigmas 2848
-//   a kind of layer: LayerKind 1338, forward_linear 1542 and backward_linear 1546 beside it, OPS 1664, add_resblock 1810 and its like
+//     main 5980, train 5352, run_step 5188, train_step 4314, load_batch 3579, step_gradients 4227, forward_and_loss 4145,
+//     draw_levels 7676, q_sample_forward 7741, unet_forward 2344, loss_forward_backward 7848, unet_backward 2407,
+//     sum_gradients 12331, judge_step 12370, adamw_update 12450, next_step 12376, record_step 12381, collect_steps 5144
+//   pictures, from noise: sample_batch 3202, plan_route 3001, device_step 3043, euler_step 2813 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4227
+//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 6004, with_nonlinearity 6014
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2559
+//   an objective: its word in common/flags.h, make_objective 2611, draw_level 2697, level_at 3028, sampler_sigmas 2934
+//   a kind of layer: LayerKind 1393, forward_linear 1611 and backward_linear 1615 beside it, OPS 1743, add_resblock 1895 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -480,6 +480,17 @@ static void label_embedding_backward(GradOf<float> dx,  // as x
                                      float* dtable,     // as table
                                      const float* dout, // as out
                                      const int* labels, int B, int rows, int C);
+// out = x + values weight^T: a linear layer without a bias; dweight = dout^T values
+static void values_embedding_forward(float* out,          // (B, C)
+                                     const float* x,      // (B, C)
+                                     const float* weight, // (C, K)
+                                     const float* values, // (B, K)
+                                     int B, int K, int C, Lane* lane);
+static void values_embedding_backward(GradOf<float> dx,    // as x
+                                      float* dweight,      // as weight
+                                      const float* dout,   // as out
+                                      const float* values, // (B, K)
+                                      int B, int K, int C);
 static void finish_gradients(); // what backward functions left to be done for all layers together
 
 // Diffusion. Each sample's noise level, what the network is told of it, and in which quarter of the levels it lies.
@@ -799,6 +810,7 @@ struct Config {
     std::vector<float> attention_heights; // attention_resolutions
     std::vector<float> emas;              // ema_rate
     std::vector<float> class_list;        // classes
+    std::vector<float> value_rows;        // values: rows of cond_dim numbers
 
     // Where a flag was set: on the command line, or by the preset.
     std::set<string> on_command_line, by_preset;
@@ -817,6 +829,7 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
+    bool can_be_guided() const { return class_dropout > 0 && (class_cond || cond_dim > 0); }
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
     int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // steps of one a
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
@@ -1153,9 +1166,48 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
+// Reads the rows of --values F.csv into c->value_rows. A first line that holds no numbers names the columns, and a
+// column more than there are numbers names the images, as in a table for prepare_data.py: both are left out.
+// Returns why the file can't be used, or "".
+static std::string read_value_table(Config* c) {
+    const size_t K = c->cond_dim;
+    std::ifstream file(c->values);
+    if (!file) return text("can't be opened (%s)", strerror(errno));
+    std::string line;
+    for (int number = 1; std::getline(file, line); number++) {
+        if (line.ends_with('\r')) line.pop_back();
+        if (line.empty()) continue;
+        const bool has_names = (size_t)std::ranges::count(line, ',') == K;
+        if (has_names) line.erase(0, line.find(',') + 1);
+        std::vector<float> row;
+        const bool fits = parse_list(line, &row) && row.size() == K;
+        if (!fits && number > 1) return text("line %d must hold %zu numbers with commas", number, K);
+        if (fits) c->value_rows.insert(c->value_rows.end(), row.begin(), row.end());
+    }
+    return c->value_rows.empty() ? text("has no row of %zu numbers with commas", K) : "";
+}
+
+// --values, parsed. Returns why not, in one sentence, or "".
+static std::string parse_values(Config* c) {
+    c->value_rows.clear();
+    const int K = c->cond_dim;
+    if (K > 0 && c->sample && c->values.empty())
+        return wrong(c, "values",
+                     text("must be the %d numbers of the images, such as 0.3,1, or a .csv file of them", K));
+    if (c->values.empty()) return "";
+    if (K == 0) return wrong(c, "values", "this model is not conditioned on numbers (--cond_dim)");
+    if (c->values.ends_with(".csv")) {
+        const std::string error = read_value_table(c);
+        return error.empty() ? "" : wrong(c, "values", error);
+    }
+    const bool fits = parse_list(c->values, &c->value_rows) && (int)c->value_rows.size() == K;
+    return fits ? "" : wrong(c, "values", text("must be %d numbers with commas, or a .csv file of rows of them", K));
+}
+
 // Everything about a model, and samples of it, that cannot work: one sentence with what would, or "".
 static std::string check_model(Config* c) {
     std::string error = parse_model(c);
+    if (error.empty()) error = parse_values(c);
     if (!error.empty()) return error;
     // Remembers the first thing that is wrong.
     auto must = [&](bool ok, const char* name, const std::string& why) {
@@ -1182,7 +1234,8 @@ static std::string check_model(Config* c) {
     must(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
          "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
     must(!c->class_cond || c->num_classes > 0, "num_classes", "must be given for --class_cond True: the data has none");
-    must(c->class_cond || !c->class_dropout, "class_dropout", "has no class to leave out without --class_cond True");
+    must(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
+         "has nothing to leave out without --class_cond True or --cond_dim");
     // Flags that only T steps have keep their defaults with the other objectives.
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
@@ -1200,7 +1253,8 @@ static std::string check_model(Config* c) {
         const bool is_class = k == std::floor(k) && k >= 0 && k < c->num_classes;
         must(is_class, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
     }
-    must(!c->guided() || c->null_class(), "guidance_scale", "needs a model of --class_cond True --class_dropout 0.1");
+    must(!c->guided() || c->can_be_guided(), "guidance_scale",
+         "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1");
     must(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     must(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
          text("must be below --sigma_max %g", c->sigma_max));
@@ -1290,7 +1344,8 @@ static void check_run(Config* c, const std::string& where) {
 // build_unet walks the architecture once, as guided-diffusion's UNetModel does, and appends parameters (in state_dict
 // order) and layers (in the order of the forward pass). Another configuration is another list, not other code.
 //
-//   t, labels -> sinusoids, linear, SiLU, linear [+ label], SiLU, linear: the embedding, some columns a block
+//   t, labels, values -> sinusoids, linear, SiLU, linear [+ label] [+ linear of the values], SiLU, linear:
+//                        the embedding, some columns a block
 //
 //   x -> conv --------------------------------- skip --------------------------------> [ | ] -> norm, SiLU, conv -> out
 //          | residual block [+ attention] ------ skip -------> [ | ] residual block [+ attention]  ^
@@ -1335,7 +1390,20 @@ struct GradPlan {
     int d = -1, add1 = -1, add2 = -1;
 };
 
-enum LayerKind { TIMESTEP, LINEAR, SILU, LABEL, CONV, GROUPNORM, ATTENTION, DOWNSAMPLE, UPSAMPLE, PATCHES, PIXELS };
+enum LayerKind {
+    TIMESTEP,
+    LINEAR,
+    SILU,
+    LABEL,
+    VALUES,
+    CONV,
+    GROUPNORM,
+    ATTENTION,
+    DOWNSAMPLE,
+    UPSAMPLE,
+    PATCHES,
+    PIXELS
+};
 
 struct Layer {
     LayerKind kind = CONV;
@@ -1384,8 +1452,9 @@ struct UNet {
     size_t arena_bytes = 0;
     char* arena = nullptr;
     // Set by the caller before a forward pass, in device memory:
-    float* t = nullptr;    // (B)
-    int* labels = nullptr; // (B)
+    float* t = nullptr;      // (B)
+    int* labels = nullptr;   // (B)
+    float* values = nullptr; // (B, cond_dim)
 
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // none: without channels
 };
@@ -1568,6 +1637,15 @@ static void backward_label(LayerArgs& a) {
     label_embedding_backward(a.d1_fp32(), dtable, a.dout_fp32(), a.net->labels, a.B, rows, a.Cin);
 }
 
+static void forward_values(LayerArgs& a) {
+    const int K = a.net->config.cond_dim;
+    values_embedding_forward(a.out_fp32(), a.x_fp32(), a.weight, a.net->values, a.B, K, a.Cin, a.lane);
+}
+static void backward_values(LayerArgs& a) {
+    const int K = a.net->config.cond_dim;
+    values_embedding_backward(a.d1_fp32(), a.dweight, a.dout_fp32(), a.net->values, a.B, K, a.Cin);
+}
+
 static void forward_conv(LayerArgs& a) {
     conv_forward(a.out, a.stats(), // what it writes
                  a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip);
@@ -1620,6 +1698,7 @@ static void backward_pixels(LayerArgs& a) {
 // Floating point operations of a forward pass, 2 for a multiply-add.
 static double no_flops(const LayerArgs&) { return 0; }
 static double linear_flops(const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; }
+static double values_flops(const LayerArgs& a) { return 2.0 * a.B * a.net->config.cond_dim * a.Cin; }
 static double conv_flops(const LayerArgs& a) {
     const double weights = (double)a.net->params[a.layer->weight].size;
     return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
@@ -1678,6 +1757,12 @@ static constexpr Op OPS[] = {
      .backward_reads = Op::INPUT,
      .embedding = true},
     {.kind = LABEL, .name = "label embedding", .forward = forward_label, .backward = backward_label, .embedding = true},
+    {.kind = VALUES,
+     .name = "values embedding",
+     .forward = forward_values,
+     .backward = backward_values,
+     .embedding = true,
+     .flops = values_flops},
     {.kind = CONV,
      .name = "conv",
      .forward = forward_conv,
@@ -1877,6 +1962,7 @@ static void add_embedding(UNet* net) {
         const int classes = c.num_classes + c.null_class();
         add(LABEL, "label_emb", add_param(net, "label_emb.weight", {classes, E}, INIT_NORMAL));
     }
+    if (c.cond_dim) add(VALUES, "cond_emb", add_param(net, "cond_emb.weight", {E, c.cond_dim}, INIT_UNIFORM));
     add(SILU, "emb_layers.0");
     net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0); // it has no columns yet
 }
@@ -2253,7 +2339,7 @@ static void forward_layer(const Walk& walk, const Layer& l) {
 }
 
 // The forward pass: net's output (B, H, W, out_channels), from its input, net->t (B) and, with class_cond, net->labels
-// (B). The embedding's layers come first in the list. They are computed beside the layers that follow, up to the first
+// (B), with cond_dim, net->values (B, cond_dim). The embedding's layers come first in the list. They are computed beside the layers that follow, up to the first
 // one that reads the embedding.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size(), reader = first_emb_reader(net);
@@ -3025,11 +3111,13 @@ struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's
     Denoising denoising;
-    float* all;          // (device) the ranks' images (ranks, B, H, W, C); null: there is one rank
-    int64_t* k;          // (device) the step that comes next
-    int64_t *zero, *one; // (device) 0 and 1, as steps of random draws
-    float* t;            // (device) (B)
-    int* labels;         // (device) (B)
+    float* all;                    // (device) the ranks' images (ranks, B, H, W, C); null: there is one rank
+    int64_t* k;                    // (device) the step that comes next
+    int64_t *zero, *one;           // (device) 0 and 1, as steps of random draws
+    float* t;                      // (device) (B)
+    int* labels;                   // (device) (B)
+    float* values;                 // (device) (B, cond_dim); null: there are none
+    std::vector<float> value_rows; // rows of cond_dim numbers, which the images take in turns
     // With --start_from and --inpaint, on the host: the images (count, H, W, C) and masks, which take turns.
     std::vector<float> images, masks;
     float *known, *mask; // (device) with --inpaint: those of a batch (B, H, W, C)
@@ -3046,6 +3134,8 @@ static Sampler make_sampler(const Config& c, int B) {
     s.one = device_copy(std::vector<int64_t>{1});
     s.t = device_alloc<float>(B);
     s.labels = device_alloc<int>(B);
+    if (c.cond_dim) s.values = device_alloc<float>((size_t)B * c.cond_dim);
+    s.value_rows = c.value_rows;
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     // --dynamic_threshold q: the limit is the value of rank ceil(q n) among an image's n values, counted from 1.
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
@@ -3065,6 +3155,24 @@ static int class_of_image(const Config& c, int64_t i) {
     if (!c.class_cond) return 0;
     const size_t listed = c.class_list.size();
     return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
+}
+
+// The numbers of image i of a seed: the rows take turns.
+static std::span<const float> values_of_image(const Config& c, const Sampler& s, int64_t i) {
+    const size_t K = c.cond_dim;
+    return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
+}
+
+// Puts the numbers of images first .. first + B - 1 where the network reads them. With guidance zeros follow, one row for
+// each image: they stand for no numbers.
+static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
+    std::vector<float> values;
+    for (int b = 0; b < B; b++) {
+        const auto row = values_of_image(c, *s, first + b);
+        values.insert(values.end(), row.begin(), row.end());
+    }
+    values.resize(values.size() * copies, 0.0f);
+    copy_to_device(s->values, values.data(), values.size() * sizeof(float));
 }
 
 // With --start_from or --inpaint: puts the images that a batch begins with, or keeps, where the network reads and
@@ -3104,8 +3212,10 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     std::vector<int> labels(B * copies, c.num_classes); // num_classes stands for no class
     for (int b = 0; b < B; b++) labels[b] = class_of_image(c, first + b);
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
+    if (c.cond_dim) put_values(c, s, first, B, copies);
     net->t = s->t;
     net->labels = s->labels;
+    net->values = s->values;
     if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
     const bool adds = !s->images.empty(); // noise to the images
@@ -3173,9 +3283,9 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 
 // =====================================================================================================================
 // 9. Data: .bin files that may be larger than memory, the order of their images
-// A data file is a header, images (N, C, H, W) of uint8 or float32, and labels (N) (docs/FORMATS.md). It stays on the
-// disk: a step reads its own images, which the system was asked to fetch some batches earlier. unet.cu's files are
-// read, too.
+// A data file is a header, images (N, C, H, W) of uint8 or float32, labels (N), and numbers of each image (N, K)
+// (docs/FORMATS.md). It stays on the disk: a step reads its own images, which the system was asked to fetch some batches
+// earlier. Labels and numbers are kept in memory. unet.cu's files are read, too.
 //
 // In the order in which they run: take_data_dir makes a data file of a folder of pictures, if --data_dir names one;
 // open_dataset checks the file, once; load_batch brings a step's images to the device, and calls image_at_position
@@ -3185,6 +3295,8 @@ constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
 constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
+constexpr int MOST_VALUES = 4096;                 // numbers an image, the limit of --cond_dim
+constexpr int MOST_NAME_BYTES = 1 << 20;          // of the numbers' names, all together
 
 // All our files begin with these two slots; in a data file the others follow.
 constexpr int SLOT_MAGIC = 0;
@@ -3197,7 +3309,9 @@ constexpr int DATA_SLOT_CLASSES = 6;
 constexpr int DATA_SLOT_BYTES = 7;      // of a value
 constexpr int DATA_SLOT_HEADER_CRC = 8; // of the header with 0 in this slot
 constexpr int DATA_SLOT_BODY_CRC = 9;   // version 1: of all that follows; version 2: of all behind the images
-constexpr int DATA_SLOT_UNUSED = 10;    // from here on slots are 0
+constexpr int DATA_SLOT_VALUES = 10;    // numbers an image
+constexpr int DATA_SLOT_NAMES = 11;     // bytes of their names
+constexpr int DATA_SLOT_UNUSED = 12;    // from here on slots are 0
 
 struct Dataset : InputFile {
     int version = 0;   // 1 or 2, which has a checksum of each image; 0: a file of unet.cu's, which has no checksums
@@ -3205,8 +3319,12 @@ struct Dataset : InputFile {
     int C = 0, H = 0, W = 0;
     int classes = 0;                 // 0: images have no labels
     int bytes = 1;                   // of a value: 1 (uint8) or 4 (float32)
+    int K = 0;                       // numbers an image
+    int name_bytes = 0;              // of their names
     uint32_t header_crc = 0;         // it covers all other checksums, so it stands for the file's whole content
     std::vector<int32_t> labels;     // (N), or empty
+    std::vector<float> values;       // (N, K): the numbers
+    std::string value_names;         // of the K numbers, a line for each; or empty
     std::vector<uint32_t> image_crc; // (N), or empty: not known
     int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
     std::string error;               // why an image could not be used
@@ -3215,7 +3333,15 @@ struct Dataset : InputFile {
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte at which it begins in the file
     // In a batch labels follow the images, at a multiple of 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
-    size_t batch_bytes(int B) const { return labels_at(B) + B * sizeof(int); }
+    size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
+    size_t batch_bytes(int B, const Config& c) const { return values_at(B) + (size_t)B * c.cond_dim * sizeof(float); }
+    // Behind the images come labels, numbers, names and checksums, all in words of 4 bytes. How many there are:
+    size_t label_words() const { return classes > 0 ? count : 0; }
+    size_t value_words() const { return count * K; }
+    size_t words_behind() const {
+        const size_t checksums = version == 2 ? count : 0;
+        return label_words() + value_words() + name_bytes / 4 + checksums;
+    }
 };
 
 // Reads image i into memory at `to`. Result: whether it could be read, and is what it was and should be; if not,
@@ -3277,12 +3403,33 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
     if (d->count < 1 || !shape || !values)
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", d->path.c_str(),
             d->count, d->C, d->H, d->W, d->classes, d->bytes, hint);
+    d->K = h.slot[DATA_SLOT_VALUES];
+    d->name_bytes = h.slot[DATA_SLOT_NAMES];
+    const int most_bytes = d->K > 0 ? MOST_NAME_BYTES : 0;
+    const bool names = d->name_bytes >= 0 && d->name_bytes <= most_bytes && d->name_bytes % 4 == 0;
+    if (d->K < 0 || d->K > MOST_VALUES || !names)
+        die("%s: its header is damaged (%d numbers an image, %d bytes of names); %s", d->path.c_str(), d->K,
+            d->name_bytes, hint);
 }
 
-// Reads what lies behind the images: the labels, if there are classes, and in version 2 each image's checksum.
+// Takes the numbers and their names from what lies behind the images.
+static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
+    const float* const numbers = (const float*)(behind.data() + d->label_words());
+    const char* const names = (const char*)(numbers + d->value_words());
+    d->values.assign(numbers, numbers + d->value_words());
+    d->value_names.assign(names, d->name_bytes);
+    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // zeros fill the last word
+    for (size_t i = 0; i < d->values.size(); i++)
+        if (!std::isfinite(d->values[i]))
+            refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
+}
+
+// Reads what lies behind the images: the labels, if there are classes, numbers of the images and their names, if there
+// are any, and in version 2 each image's checksum.
 // body_crc: the checksum that the header has of all this and, in version 1, of the images before it.
-static void read_behind_images(Dataset* d, size_t bytes, uint32_t body_crc) {
-    std::vector<int32_t> behind(bytes / sizeof(int32_t));
+static void read_behind_images(Dataset* d, uint32_t body_crc) {
+    std::vector<int32_t> behind(d->words_behind());
+    const size_t bytes = behind.size() * sizeof(int32_t);
     d->read(behind.data(), bytes, d->image_at(d->count));
     if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
     const bool reads_all = d->size <= READ_AT_START;
@@ -3297,6 +3444,7 @@ static void read_behind_images(Dataset* d, size_t bytes, uint32_t body_crc) {
         if (label >= 0 && label < d->classes) continue;
         refuse(d->path + text(": image %ld has label %d of %d classes; make the file again", i, label, d->classes));
     }
+    take_values(d, behind);
 }
 
 // Opens a data file and checks all of it or, if it is longer than READ_AT_START, all but the images.
@@ -3307,9 +3455,7 @@ static Dataset open_dataset(const std::string& path) {
     Header h = data_header(d, hint);
     take_data_fields(&d, h, hint);
 
-    const int numbers_an_image = (d.classes > 0) + (d.version == 2); // its label and its checksum
-    const size_t behind = numbers_an_image * d.count * sizeof(int32_t);
-    const size_t size = d.image_at(d.count) + behind;
+    const size_t size = d.image_at(d.count) + d.words_behind() * sizeof(int32_t);
     must(size == d.size, path,
          text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
     check_unused(h, DATA_SLOT_UNUSED, 256, path, std::string("; ") + hint);
@@ -3317,7 +3463,7 @@ static Dataset open_dataset(const std::string& path) {
     const bool right = d.version == 0 || crc32(0, h.slot, 1024) == d.header_crc;
     must(right, path, "its header's checksum is wrong, so it was damaged; make it again");
 
-    read_behind_images(&d, behind, (uint32_t)h.slot[DATA_SLOT_BODY_CRC]);
+    read_behind_images(&d, (uint32_t)h.slot[DATA_SLOT_BODY_CRC]);
     posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on images are read in a random order
     return d;
 }
@@ -3425,9 +3571,10 @@ static int64_t image_at_position(const Dataset& d, const Config& c, bool trainin
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
-// Sends a batch to the device: images (own, C, H, W), then labels (own). It is of B samples, at positions first ..
-// first + B - 1 of the stream, of which `own` are this rank's. In training these are its microbatches, one behind the
-// other, and some images lose their class (--class_dropout); else they are all.
+// Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, cond_dim). It is of B samples,
+// at positions first .. first + B - 1 of the stream, of which `own` are this rank's. In training these are its
+// microbatches, one behind the other, and some images lose their class and their numbers (--class_dropout); else they
+// are all.
 // Result: whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
@@ -3446,6 +3593,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
+    float* values = (float*)(batch->host + d->values_at(own));
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0); // a random word below it: no class
     const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own; k++) {
@@ -3454,7 +3602,9 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
         const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);
-        if (random.w[0] < classless) labels[k] = c.num_classes; // which stands for no class
+        const bool left_out = random.w[0] < classless;
+        if (left_out) labels[k] = c.num_classes; // which stands for no class
+        for (int j = 0; j < c.cond_dim; j++) values[k * c.cond_dim + j] = left_out ? 0 : d->values[i * c.cond_dim + j];
     }
     send(batch);
     return true;
@@ -3499,7 +3649,8 @@ constexpr int SLOT_CLASS_DROPOUT = 50;
 constexpr int SLOT_P_MEAN = 52;
 constexpr int SLOT_P_STD = 53;
 constexpr int SLOT_PATCH_SIZE = 56;
-constexpr int SLOT_UNUSED = 58; // up to SLOT_STEP
+constexpr int SLOT_COND_DIM = 58;
+constexpr int SLOT_UNUSED = 59; // up to SLOT_STEP
 // From here on slots are about a run. But for the first two they are used with HAS_TRAINING alone.
 constexpr int SLOT_STEP = 64; // 8 bytes
 constexpr int SLOT_SEED = 66; // 8 bytes
@@ -3529,8 +3680,9 @@ static bool is_ect(const Header& h) {
 
 // Whether the slot of a flag says something in this header; else it is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
-    const bool is_of_classes = f.slot == SLOT_NUM_CLASSES || f.slot == SLOT_CLASS_DROPOUT;
-    if (is_of_classes) return h.slot[SLOT_CLASS_COND] == 1;
+    const bool classes = h.slot[SLOT_CLASS_COND] == 1;
+    if (f.slot == SLOT_NUM_CLASSES) return classes;
+    if (f.slot == SLOT_CLASS_DROPOUT) return classes || h.slot[SLOT_COND_DIM] > 0;
     if (f.slot == SLOT_VLB_WEIGHT) return h.slot[SLOT_LEARN_SIGMA] == 1;
     const std::string objectives = f.objectives;
     if (objectives.empty()) return true;
@@ -3902,7 +4054,7 @@ struct Trainer {
 
     double* squares;            // of the sum, by pieces: all ranks'
     StepState *state, *records; // what a step leaves; (RECORDS) the latest ones, for the log
-    Upload batch[2];            // images (B, C, H, W), and behind them labels (B)
+    Upload batch[2];            // images (B, C, H, W), and behind them labels (B) and numbers (B, cond_dim)
     Graph graph[2];             // a step on each of the two
     float* target;              // (micro, H, W, C): what the network should answer
     float* t;                   // (B): what it is told
@@ -3965,7 +4117,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole); // see whole_array
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
-    for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N));
+    for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N, c));
     tr.target = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.in_channels);
     tr.levels = device_alloc<NoiseLevel>(samples);
     tr.t = device_alloc<float>(samples);
@@ -4083,6 +4235,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const int64_t* const step = &tr->state->step;
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
     int* const labels = (int*)(batch.device + tr->data.labels_at(images));
+    float* const values = (float*)(batch.device + tr->data.values_at(images));
     for (int k = 0; k < images / B; k++) { // the microbatches
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
@@ -4094,6 +4247,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         }
         const uint8_t* const micro_images = batch.device + k * B * tr->data.image_bytes();
         tr->net.labels = labels + k * B;
+        tr->net.values = values + (size_t)k * B * c.cond_dim;
         forward_and_loss(tr, tr->objective, tr->data, micro_images, first, B, key, dropout, true);
 
         // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
@@ -4189,7 +4343,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     const int N = world.size;
     std::vector<double> losses(count);
     static int64_t* const zero = device_alloc<int64_t>(1); // kept until the next time
-    static Upload batch = make_upload(val->batch_bytes(most));
+    static Upload batch = make_upload(val->batch_bytes(most, c));
     val->asked = 0; // the system may have let go of them
     Objective objective = tr->objective;
     objective.weights = nullptr;
@@ -4203,6 +4357,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
             const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
             draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
             tr->net.labels = (int*)(batch.device + val->labels_at(B));
+            tr->net.values = (float*)(batch.device + val->values_at(B));
             forward_and_loss(tr, objective, *val, batch.device, first, B, key, Dropout{}, false);
             release(&batch);
         }
@@ -4763,6 +4918,14 @@ static void save_snapshot(Run* run) {
     run->snapshot_updates = run->state.updates;
 }
 
+// What stands below each of n images in a grid: their numbers, if there are any.
+static std::vector<std::string> value_captions(const Config& c, const Sampler& s, int n) {
+    std::vector<std::string> captions(c.cond_dim ? n : 0);
+    for (int i = 0; i < std::ssize(captions); i++)
+        for (const float v : values_of_image(c, s, i)) captions[i] += text("%.2g ", v);
+    return captions;
+}
+
 // Draws a grid of samples from the averaged weights. Every grid starts from the same noise, so that one sees how the
 // pictures get better.
 static void save_grid(Run* run) {
@@ -4774,8 +4937,9 @@ static void save_grid(Run* run) {
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
     if (world.rank) return;
+    const auto captions = value_captions(c, run->sampler, c.num_samples);
     write_or_wait(run, text("samples_%07ld.png", run->state.step),
-                  grid_png(images, c.num_samples, c.H, c.W, c.in_channels));
+                  grid_png(images, c.num_samples, c.H, c.W, c.in_channels, captions));
 }
 
 // A line about a model: its size, and what it costs.
@@ -5094,11 +5258,22 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W,
             val.C, data.H, data.W, data.C);
+    if (val.count && c.cond_dim && val.K != c.cond_dim)
+        die("--val_data_file %s: has %d numbers an image and the model takes --cond_dim %d", val.path.c_str(), val.K,
+            c.cond_dim);
     const bool labels_fit = !val.labels.empty() && val.classes <= c.num_classes;
     if (val.count && c.class_cond && !labels_fit)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
     return val;
+}
+
+// Without --values the images of a run's grids have the numbers of the first images of its data: of the validation data,
+// if there are any, which are not trained on.
+static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
+    if (!s->value_rows.empty()) return;
+    const int64_t rows = std::min<int64_t>(d.count, c.num_samples);
+    s->value_rows.assign(d.values.begin(), d.values.begin() + rows * c.cond_dim);
 }
 
 // Makes the output folder ready, at rank 0: from now on it is this run's alone.
@@ -5183,6 +5358,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     Run run{c, make_trainer(c, data), val, output};
     Trainer& tr = run.trainer;
     run.sampler = make_sampler(c, tr.net.B);
+    take_values_of_data(c, &run.sampler, val.count ? val : data);
     print_start(c, tr.net, data);
     if (resume.empty()) start_weights(&tr, start);
     else restore(&run, start);
@@ -5298,7 +5474,7 @@ static Folder open_output(const Config& c, const std::string& resume) {
     if (is_there) {
         must(!S_ISDIR(target.st_mode), "is a folder; name a file");
         must(S_ISREG(target.st_mode), "is there and is no usual file; choose another name");
-        for (const std::string& file : {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask}) {
+        for (const std::string& file : {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values}) {
             struct stat input;
             if (file.empty() || stat(file.c_str(), &input)) continue;
             // Two names may be of one file: a file is known by its device and its number there.
@@ -5374,7 +5550,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
          "not written, because the samples are not finite; the weights in " + model.path + " are broken");
     const bool as_png = c.output.ends_with(".png");
     std::string content;
-    if (as_png) content = grid_png(images, c.sample, c.H, c.W, c.in_channels);
+    if (as_png) content = grid_png(images, c.sample, c.H, c.W, c.in_channels, value_captions(c, sampler, c.sample));
     else content = samples_as_data_file(images, c.sample, c);
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
@@ -5581,6 +5757,9 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     must(d.C == c->in_channels, "data_file",
          text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", d.C,
               c->in_channels));
+    must(d.K == c->cond_dim || !c->cond_dim, "cond_dim",
+         c->data_file + (d.K ? text(" has %d numbers an image", d.K)
+                             : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
     if (!c->class_cond) return;
     must(d.classes <= c->num_classes, "num_classes", c->data_file + text(" has labels of %d classes", d.classes));
     must(!d.labels.empty(), "class_cond",
@@ -5670,7 +5849,9 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     mine += describe_input("--mask", c.mask);
     // Inputs are compared above, by their content. The other flags here may differ: each machine has its own devices
     // and folders, and only rank 0 writes.
-    const std::set<std::string> inputs = {"init", "data_file", "val_data_file", "start_from", "inpaint", "mask"};
+    mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
+    const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "start_from",
+                                          "inpaint", "mask",      "values"};
     const std::set<std::string> may_differ = {"device", "output", "output_dir"};
     for (const Flag& f : FLAGS) {
         const std::string name = f.name;
@@ -7451,6 +7632,31 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
         for (int b = 0; b < B; b++)
             if (labels[b] == row) sum += dout[(size_t)b * C + c];
         dtable[i] = sum;
+    });
+}
+
+// out (B, C) = x + values (B, K) weight (C, K)^T: a thread for an element of out. K is small: a few numbers an image.
+static void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B, int K,
+                                     int C, Lane* lane = MAIN_LANE) {
+    each_on(lane, (size_t)B * C, [=] __device__(size_t i) {
+        const float* const row = values + i / C * K;
+        const float* const of_channel = weight + i % C * K;
+        float sum = 0;
+        for (int k = 0; k < K; k++) sum += row[k] * of_channel[k];
+        out[i] = x[i] + sum;
+    });
+}
+// A thread owns an element of dx and, in the same place, an element of dweight, for which it sums over the samples in
+// their order.
+static void values_embedding_backward(GradOf<float> dx, float* dweight, const float* dout, const float* values, int B,
+                                      int K, int C) {
+    each((size_t)std::max(B, K) * C, [=] __device__(size_t i) {
+        if (i < (size_t)B * C) dx.dx[i] = with_addends(dx, i, dout[i]);
+        if (i >= (size_t)K * C) return;
+        const int c = (int)(i / K), k = (int)(i % K); // dweight is (C, K)
+        float sum = 0;
+        for (int b = 0; b < B; b++) sum += dout[(size_t)b * C + c] * values[(size_t)b * K + k];
+        dweight[i] = sum;
     });
 }
 

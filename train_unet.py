@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.config import pick_device, pick_precision, space_timesteps
+from common.config import pick_device, pick_precision, space_timesteps, value_rows
 from common.data_files import Data, open_data
 from common.files import DataError
 from common.formats import check_conversion, convert, post_hoc_average, read_model
@@ -51,7 +51,7 @@ from common.random_numbers import (
     random_words, to_normals,
 )  # fmt: skip
 from common.run_folder import RunFolder, StepResult, plot_loss, prepare_run, progress_line, run_folder
-from common.samples import grid_pixels, png_bytes, save_samples
+from common.samples import grid_pixels, png_bytes, save_samples, value_captions
 
 # ======================================================================================================================
 # draws: which noise levels and which images a step has. They are functions of the seed and of the step (common/random_numbers.py).
@@ -92,22 +92,26 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 # ======================================================================================================================
 # data
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]  # x0, t, noise, labels
+Conditions = dict[str, torch.Tensor]  # what the model is told of the images besides, by the name of its argument: values (B, cond_dim)
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", Conditions]  # x0, t, noise, labels
 
 
-def to_tensors(config: Config, data: Data, index: np.ndarray, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x0 (B, C, H, W) of these images, float32 in [-1, 1], and labels (B), int64, if the model wants them."""
+def to_tensors(
+    config: Config, data: Data, index: np.ndarray, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor | None, Conditions]:
+    """x0 (B, C, H, W) of these images, float32 in [-1, 1], and labels (B), int64, and conditions, if the model wants them."""
     labels = torch.from_numpy(data.labels[index].astype(np.int64)).to(device) if config.class_cond else None
-    return torch.from_numpy(data.read_floats(index)).to(device), labels
+    conditions = {"values": torch.from_numpy(data.values[index]).to(device)} if config.cond_dim else {}
+    return torch.from_numpy(data.read_floats(index)).to(device), labels, conditions
 
 
 def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu", probabilities: np.ndarray | None = None) -> Batch:
     """What step `step` (0-based) of a run trains on, in any build of the program: x0 and noise (B, C, H, W), float32, t (B) as noise_levels draws it,
-    labels (B) int64 or None. It depends on the data and on flags of config alone, so that any other model can be trained on the very same numbers and
+    labels (B) int64 or None, and conditions by the name of the model's argument. It depends on the data and on flags of config alone, so that any other model can be trained on the very same numbers and
     compared with ours loss by loss (Diffusion.losses). probabilities: LossHistory.probabilities(), on which t depends too."""
     B = config.batch_size
     index = data_order(config.seed, step * B, B, len(data.images))
-    x0, labels = to_tensors(config, data, index, device)
+    x0, labels, conditions = to_tensors(config, data, index, device)
     data.expect(data_order(config.seed, (step + 1) * B, B, len(data.images)))
     samples = torch.arange(B, device=device)
     if config.random_flip:
@@ -115,10 +119,12 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
         x0 = torch.where(mirror[:, None, None, None] == 1, x0.flip(3), x0)
     t = noise_levels(config, TIMESTEP, step, samples, probabilities)
     noise = normals(config.seed, NOISE, step, samples, tuple(x0.shape[1:]))
+    dropped = random_words(config.seed, CLASS_DROPOUT, step, samples, 1)[:, 0] < int(config.class_dropout * 2**32)
     if labels is not None:
-        dropped = random_words(config.seed, CLASS_DROPOUT, step, samples, 1)[:, 0] < int(config.class_dropout * 2**32)
         labels = torch.where(dropped, config.num_classes, labels)
-    return x0, t, noise, labels
+    if config.cond_dim:
+        conditions["values"] = torch.where(dropped[:, None], 0, conditions["values"])
+    return x0, t, noise, labels, conditions
 
 
 # ======================================================================================================================
@@ -240,27 +246,39 @@ class Diffusion:
         mean, std, value = (config.t_mean, config.t_std, t.logit()) if flow else (config.P_mean, config.P_std, t.log())
         return torch.bucketize((value - mean) / max(std, 1e-30), torch.tensor([-0.67448975, 0, 0.67448975], device=t.device).double()).tolist()
 
-    def tuning_losses(self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any, step: int | None) -> torch.Tensor:
+    def tuning_losses(
+        self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any, conditions: Conditions, step: int | None
+    ) -> torch.Tensor:
         """(B) consistency tuning (Geng et al. 2024), in double: the pseudo-Huber distance of the images that a model makes of x0 with much and with
         less of the same noise. The second one, with the same dropout, is what the first should be, and has no gradient."""
         student, teacher = (level.float32() for level in self.pair(t, step))
         with torch.no_grad():
-            answer = model(teacher.signal * x0 + teacher.sigma * noise, teacher.t.flatten(), labels)
+            answer = model(teacher.signal * x0 + teacher.sigma * noise, teacher.t.flatten(), labels, **conditions)
         target = student.target_x0 * x0 + student.target_noise * noise + student.target_teacher * answer
-        out = model(student.signal * x0 + student.sigma * noise, student.t.flatten(), labels)
+        out = model(student.signal * x0 + student.sigma * noise, student.t.flatten(), labels, **conditions)
         squares = (student.x0_out * (out - target)).square().flatten(1).sum(1, dtype=torch.float64)
         c, known = self.config.ect_c, squares > 0  # a root has no slope at 0
         root = (torch.where(known, squares, 1) + c * c).sqrt()
         return torch.where(known, student.weight.flatten().double() * squares / (root + c), 0)
 
-    def losses(self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any, step: int | None = None) -> torch.Tensor:
+    def losses(
+        self,
+        model: Callable,
+        x0: torch.Tensor,
+        t: torch.Tensor,
+        noise: torch.Tensor,
+        labels: Any,
+        conditions: Conditions | None = None,
+        step: int | None = None,
+    ) -> torch.Tensor:
         """(B) each sample's loss, in double: the weighted squared error, and what learns the variance. step: of the schedule that ect has; None: the
         run's last one."""
+        conditions = conditions or {}
         if self.config.objective == "ect":
-            return self.tuning_losses(model, x0, t, noise, labels, step)
+            return self.tuning_losses(model, x0, t, noise, labels, conditions, step)
         config, level = self.config, self.level(t).float32()
         x, target = level.signal * x0 + level.sigma * noise, level.target_x0 * x0 + level.target_noise * noise
-        out = model(x, level.t.flatten(), labels)
+        out = model(x, level.t.flatten(), labels, **conditions)
         error = out[:, : self.channels] - target
         losses = (level.weight * error.square()).flatten(1).mean(1, dtype=torch.float64)
         if not config.learned_variance and not config.use_kl:
@@ -332,15 +350,27 @@ def step_order(config: Config, n: int, first: int = 0) -> list[tuple[int, int]]:
 class Denoiser:
     """D(x; sigma) of Karras et al. 2022, of any model: what it says about x_0 in x = x_0 + sigma noise, guided and clipped. And the sampler's
     draws, which depend on the images' numbers alone, and on how often the network was asked. labels: those of config.classes, or all classes, in turns.
+    rows: of cond_dim numbers, which the images take in turns; None: those of config.values.
     image, mask (B, C or 1, H, W): what is known where the mask is not above 0; None: nothing."""
 
-    def __init__(self, model: nn.Module, config: Config, numbers: torch.Tensor, labels: torch.Tensor | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        numbers: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        rows: list[list[float]] | None = None,
+    ):
         self.model, self.config, self.numbers, self.labels, self.asked = model, config, numbers, labels, 0
         self.diffusion, self.image, self.mask = Diffusion(config), None, None
         self.route = noise_route(config, self.diffusion)
         if config.class_cond and labels is None:
             listed = torch.tensor(config.classes or range(config.num_classes), device=numbers.device)
             self.labels = listed[numbers % len(listed)]
+        self.conditions: Conditions = {}
+        if config.cond_dim:
+            table = torch.tensor(rows or value_rows(config), device=numbers.device)
+            self.conditions["values"] = table[numbers % len(table)]
 
     def normals(self, purpose: int, step: int) -> torch.Tensor:
         seed = self.config.noise_seed if self.config.noise_seed >= 0 else self.config.seed
@@ -364,12 +394,14 @@ class Denoiser:
     def __call__(self, x: torch.Tensor, sigma: float) -> torch.Tensor:
         config, level, C = self.config, self.diffusion.level_at(sigma), self.config.in_channels
         shown, t = level.signal.item() * x, torch.full((len(x),), level.t.item(), device=x.device)
-        out = self.model(shown, t, self.labels)
+        out = self.model(shown, t, self.labels, **self.conditions)
         self.asked += 1
         self.fraction = (out[:, C:] + 1) / 2  # of the way from the smaller variance to the larger, where that is learned
         out = out[:, :C]
         if config.guidance_scale != 1:  # Ho & Salimans 2022
-            without = self.model(shown, t, torch.full_like(self.labels, config.num_classes))[:, :C]
+            no_class = None if self.labels is None else torch.full_like(self.labels, config.num_classes)
+            nothing = {name: torch.zeros_like(value) for name, value in self.conditions.items()}
+            without = self.model(shown, t, no_class, **nothing)[:, :C]
             out = without + config.guidance_scale * (out - without)
         x0 = level.x0_x.item() * shown + level.x0_out.item() * out
         if config.dynamic_threshold > 0:  # Saharia et al. 2022, section 2.3
@@ -483,8 +515,9 @@ def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def sample(model: nn.Module, config: Config, n: int, progress: bool = False) -> torch.Tensor:
-    """n images (n, C, H, W) in [-1, 1], on the CPU, of a model that it leaves in eval mode. Image i depends on (seed, i) alone, not on batch_size."""
+def sample(model: nn.Module, config: Config, n: int, progress: bool = False, rows: list[list[float]] | None = None) -> torch.Tensor:
+    """n images (n, C, H, W) in [-1, 1], on the CPU, of a model that it leaves in eval mode. Image i depends on (seed, i) alone, not on batch_size.
+    rows: see Denoiser."""
     from tqdm import tqdm  # which who only trains or times the network does without
 
     device, drawn = next(model.parameters()).device, []
@@ -495,7 +528,7 @@ def sample(model: nn.Module, config: Config, n: int, progress: bool = False) -> 
     model.eval()
     with tqdm(total=len(batches) * len(step_order(config, steps, first)), unit="step", disable=not progress) as bar:
         for numbers in batches:
-            D = Denoiser(model, config, numbers)
+            D = Denoiser(model, config, numbers, rows=rows)
             x = D.start()
             if config.inpaint:
                 D.image, D.mask = images.to(device)[numbers % len(images)], masks.to(device)[numbers % len(masks)]
@@ -590,7 +623,9 @@ class Trainer:
         updates = torch.tensor(float(self.state.updates), device=self.device if fused else "cpu")
         self.moments = self.optimizer.state[self.weights] = {"step": updates, "exp_avg": m, "exp_avg_sq": v}
 
-    def compute_gradients(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    def compute_gradients(
+        self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None, conditions: Conditions
+    ) -> torch.Tensor:
         """Leaves the gradient of the mean loss in the model's parameters (and, flat, in weights.grad); returns the samples' losses (B)."""
         B, config, losses, importance = len(x0), self.config, [], self.history.importance(t)
         self.model.train()
@@ -599,15 +634,18 @@ class Trainer:
             part = slice(first, first + (config.microbatch or B))
             if config.dropout > 0:
                 self.model.dropout_draw.copy_(torch.tensor([config.seed, self.state.step, first]))
-            shown = x0[part], t[part], noise[part], None if labels is None else labels[part]
+            told = {name: value[part] for name, value in conditions.items()}
+            shown = x0[part], t[part], noise[part], None if labels is None else labels[part], told
             loss = self.diffusion.losses(self.forward, *shown, step=self.state.step)
             ((loss * importance[part]).sum() / B).backward()
             losses.append(loss.detach())
         return torch.cat(losses)
 
-    def train_step(self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None) -> StepResult:
+    def train_step(
+        self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None, conditions: Conditions | None = None
+    ) -> StepResult:
         """One step on a batch from training_batch(config, data, state.step)."""
-        config, state, raw = self.config, self.state, self.compute_gradients(x0, t, noise, labels)
+        config, state, raw = self.config, self.state, self.compute_gradients(x0, t, noise, labels, conditions or {})
         norm = torch.linalg.vector_norm(self.weights.grad, dtype=torch.float64)
         *losses, grad_norm = torch.cat([raw * self.history.importance(t), norm[None]]).tolist()  # where the CPU waits for the GPU
         loss, lr = sum(losses) / len(losses), learning_rate(config, state.step)
@@ -637,10 +675,11 @@ class Trainer:
         config, losses, count = self.config, [], len(data.images)
         self.model.eval()
         for index in np.split(np.arange(count), range(config.batch_size, count, config.batch_size)):
-            (x0, labels), samples = to_tensors(config, data, index, self.device), torch.from_numpy(index).to(self.device)
+            x0, labels, conditions = to_tensors(config, data, index, self.device)
+            samples = torch.from_numpy(index).to(self.device)
             t = noise_levels(config, VAL_TIMESTEP, 0, samples)
             noise = normals(config.seed, VAL_NOISE, 0, samples, tuple(x0.shape[1:]))
-            losses.append(self.diffusion.losses(self.model, x0, t, noise, labels))
+            losses.append(self.diffusion.losses(self.model, x0, t, noise, labels, conditions))
         return torch.cat(losses).mean().item()
 
     def checkpoint(self) -> ModelFile:
@@ -667,7 +706,8 @@ def read_validation_data(config: Config) -> Data | None:
         return None
     data = open_data(config.val_data_file)
     data.check(config)
-    return Data(data.path, data.read(np.arange(min(len(data.images), VAL_IMAGES))), data.labels)
+    first = np.arange(min(len(data.images), VAL_IMAGES))
+    return Data(data.path, data.read(first), data.labels, values=None if data.values is None else data.values[first])
 
 
 def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
@@ -690,13 +730,20 @@ def next_batch(trainer: Trainer, data: Data) -> Batch:
     return training_batch(trainer.config, data, trainer.state.step, trainer.device, trainer.history.probabilities())
 
 
-def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen) -> None:
-    """A grid of pictures by the averaged weights."""
+def grid_rows(config: Config, data: Data) -> list[list[float]]:
+    """The numbers of a grid's images: those of --values, or of the first images of the data."""
+    if not config.cond_dim:
+        return []
+    return value_rows(config) if config.values else data.values[: config.num_samples].tolist()
+
+
+def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, rows: list[list[float]]) -> None:
+    """A grid of pictures by the averaged weights. rows: their numbers."""
     config, step = trainer.config, trainer.state.step
-    images = sample(trainer.averaged, config, config.num_samples)
+    images = sample(trainer.averaged, config, config.num_samples, rows=rows)
     if not torch.isfinite(images).all():
         screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
-    screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images))))
+    screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=value_captions(rows, len(images))))))
 
 
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> int:
@@ -764,7 +811,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 keeper.save_snapshot(trainer.snapshot(), step)
             draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
             if draw:
-                draw_samples(trainer, folder, screen)
+                draw_samples(trainer, folder, screen, grid_rows(config, val_data or data))
             if not log.rows and (last or draw):
                 screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
         keeper.finish(state.step, save_rest, stop)
@@ -805,7 +852,8 @@ def run(argv: list[str]) -> int:
             raise UserError(f"--sample {config.sample}: needs --init FILE, a model to sample from")
         start = start.choose_ema(flags.get("ema_rate"))
         model = build_model(config, start.weights_to_use(config.use_ema), device, pick_precision(config, device))
-        save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output)
+        captions = value_captions(value_rows(config) if config.cond_dim else [], config.sample)
+        save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output, captions)
         print(f"{config.output}: {config.sample} images with {config.sampler}")
     else:
         return train(config, data, start, device)

@@ -104,7 +104,8 @@ def check_objective(config: Config) -> None:
         check(config, config.num_classes > 0, "num_classes", "must say how many classes --class_cond True conditions on")
     else:
         config.num_classes = 0
-        check(config, config.class_dropout == 0, "class_dropout", "there is no class to leave out without --class_cond True")
+        wanted = "there is nothing to leave out without --class_cond True or --cond_dim"
+        check(config, config.class_dropout == 0 or config.cond_dim > 0, "class_dropout", wanted)
     if config.objective != "ddpm":
         for name in ("predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"):
             wanted = f"is for --objective ddpm; {config.objective} has a prediction, a weighting and noise levels of its own"
@@ -126,8 +127,10 @@ def check_sampling(config: Config) -> None:
     check(config, not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
     ok = all(0 <= k < config.num_classes for k in config.classes)
     check(config, ok, "classes", f"must be some of the classes 0 to {config.num_classes - 1}")
-    wanted = "needs a model that was trained with --class_cond True and a --class_dropout, such as 0.1"
-    check(config, config.guidance_scale == 1 or config.null_class, "guidance_scale", wanted)
+    wanted = "needs a model that was trained with --class_cond True (or --cond_dim) and a --class_dropout, such as 0.1"
+    check(config, config.guidance_scale == 1 or config.can_be_guided, "guidance_scale", wanted)
+    if config.values or (config.sample > 0 and config.cond_dim > 0):
+        value_rows(config)
     check(config, config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
     check(config, config.sampler != "consistency" or config.mid_t < config.sigma_max, "mid_t", f"must be below --sigma_max {config.sigma_max:g}")
     check(config, not (config.start_from and config.inpaint), "start_from", "and --inpaint: images are changed in one of these ways at a time")
@@ -141,6 +144,46 @@ def check_sampling(config: Config) -> None:
     space_timesteps(config.diffusion_steps, config.timestep_respacing)
     if config.noise_schedule == "linear":
         check(config, config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
+
+
+def numbers_of(text: str) -> list[float]:
+    """Of "0.3,1,0"; [] if it is something else, or not finite."""
+    try:
+        row = [float32(float(word)) for word in text.split(",")]
+    except ValueError:
+        return []
+    return row if all(map(math.isfinite, row)) else []
+
+
+def read_value_table(config: Config) -> list[list[float]]:
+    """The rows of --values F.csv. A first line that holds no numbers names the columns, and a column more than there are numbers names the images, as
+    in a table for prepare_data.py: both are left out."""
+    try:
+        with open(config.values, encoding="utf-8", errors="replace") as file:
+            lines = file.read().splitlines()
+    except OSError as e:
+        raise UserError(f"--values {config.values}: can't be opened ({e.strerror})") from None
+    rows: list[list[float]] = []
+    for number, line in enumerate(lines, 1):
+        row = numbers_of(line.partition(",")[2] if line.count(",") == config.cond_dim else line)
+        if len(row) == config.cond_dim:
+            rows.append(row)
+        elif line and number > 1:
+            raise UserError(f"--values {config.values}: line {number} must hold {config.cond_dim} numbers with commas")
+    check(config, len(rows) > 0, "values", f"has no row of {config.cond_dim} numbers with commas")
+    return rows
+
+
+def value_rows(config: Config) -> list[list[float]]:
+    """--values: rows of cond_dim numbers, which the images take in turns."""
+    count = config.cond_dim
+    check(config, count > 0, "values", "this model is not conditioned on numbers (--cond_dim)")
+    check(config, config.values != "", "values", f"must be the {count} numbers of the images, such as 0.3,1, or a .csv file of them")
+    if config.values.endswith(".csv"):
+        return read_value_table(config)
+    row = numbers_of(config.values)
+    check(config, len(row) == count, "values", f"must be {count} numbers with commas, or a .csv file of rows of them")
+    return [row]
 
 
 def check_run(config: Config) -> None:

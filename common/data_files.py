@@ -6,7 +6,7 @@ import os
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import numpy as np
@@ -15,6 +15,7 @@ from common.files import DATA_MAGIC, HEADER_BYTES, UNET_CU_DATA_MAGIC, DataError
 from common.flags import Config
 from common.program import UserError
 
+MOST_VALUES, MOST_NAME_BYTES = 4096, 1 << 20  # numbers an image, and bytes of their names
 READ_AT_START = 4 << 30  # bytes: no longer file is read, and so checked, as a whole before training begins
 
 
@@ -29,6 +30,8 @@ class Data:
     crc: int = 0  # of the file's header, which names its content; 0: unet.cu's, or no file
     file: BinaryIO | None = None
     image_crcs: np.ndarray | None = None  # None: not known
+    values: np.ndarray | None = None  # (N, K) float32: numbers of each image
+    value_names: list[str] = field(default_factory=list)  # of the K numbers; or empty
 
     def expect(self, index: np.ndarray) -> None:
         """Asks the system to bring these images into memory, and does not wait for them."""
@@ -65,14 +68,41 @@ class Data:
             raise UserError(f"--class_cond True: {self.path} has no labels; leave it out, or use data that has")
         if config.class_cond and self.num_classes > config.num_classes:
             raise UserError(f"--num_classes {config.num_classes}: {self.path} has {self.num_classes} classes")
+        count = 0 if self.values is None else self.values.shape[1]
+        if config.cond_dim and config.cond_dim != count:
+            told = f"has {count} numbers an image" if count else "has no numbers; prepare_data.py --values TABLE puts those of a table into it"
+            raise UserError(f"--cond_dim {config.cond_dim}: {self.path} {told}")
 
 
-def write_data(path: str, images: Iterable[np.ndarray], labels: Sequence[int] | np.ndarray | None = None, num_classes: int = 0) -> int:
+def values_block(values: Sequence[np.ndarray] | np.ndarray, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
+    """What a data file holds of the numbers (count, K) of its images: the bytes, K, and how many of the bytes are the names, a line for each."""
+    numbers = np.asarray(values, np.float32)
+    if numbers.ndim != 2 or len(numbers) != count or not 1 <= numbers.shape[1] <= MOST_VALUES:
+        raise DataError(f"{count} images need as many rows of 1 to {MOST_VALUES} numbers, not an array of {numbers.shape}")
+    if not np.isfinite(numbers).all():
+        raise DataError(f"image {np.argwhere(~np.isfinite(numbers))[0][0]} has a number that is not finite")
+    if names and len(names) != numbers.shape[1]:
+        raise DataError(f"{numbers.shape[1]} numbers an image need as many names, not {len(names)}")
+    text = "\n".join(" ".join(name.split()) for name in names).encode()
+    text += bytes(-len(text) % 4)
+    if len(text) > MOST_NAME_BYTES:
+        raise DataError(f"the names of the numbers take {len(text)} bytes, and {MOST_NAME_BYTES} are the most")
+    return numbers.astype("<f4").tobytes() + text, numbers.shape[1], len(text)
+
+
+def write_data(
+    path: str,
+    images: Iterable[np.ndarray],
+    labels: Sequence[int] | np.ndarray | None = None,
+    num_classes: int = 0,
+    values: Sequence[np.ndarray] | np.ndarray | None = None,
+    value_names: Sequence[str] = (),
+) -> int:
     """Writes a data file, whole or not at all, and returns the number of images in it.
 
     images: an array (N, C, H, W) or an iterator over (C, H, W), uint8 or float32 in [-1, 1]. They go to the disk one by
-    one, so an iterator may yield more than fits in memory; `labels` is not looked at before its end and may be a list
-    that grows meanwhile.
+    one, so an iterator may yield more than fits in memory; `labels` and `values` (N, K) are not looked at before its end
+    and may be lists that grow meanwhile.
     """
     if (labels is None) != (num_classes == 0):
         raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
@@ -110,12 +140,17 @@ def write_data(path: str, images: Iterable[np.ndarray], labels: Sequence[int] | 
                 if numbers.shape != (written,) or numbers.min() < 0 or numbers.max() >= num_classes:
                     raise DataError(f"{written} images need {written} labels from 0 to {num_classes - 1}")
                 behind = numbers.astype("<i4").tobytes()
+            numbers_an_image, name_bytes = 0, 0
+            if values is not None:
+                block, numbers_an_image, name_bytes = values_block(values, value_names, written)
+                behind += block
             version = 1 if file.tell() + len(behind) <= READ_AT_START else 2
             if version == 2:
                 behind, crc = behind + np.array(image_crcs, "<u4").tobytes(), 0
             file.write(behind)
             header = np.zeros(256, "<u4")
             header[:8] = [DATA_MAGIC, version, written, *shape, num_classes, dtype.itemsize]
+            header[10:12] = numbers_an_image, name_bytes
             header[9] = zlib.crc32(behind, crc)
             header[8] = zlib.crc32(header.tobytes())
             file.seek(0)
@@ -182,27 +217,35 @@ def open_data_file(path: str) -> Data:
         count, channels, height, width, num_classes, value_bytes = (int(value) for value in header[2:8])
     else:
         raise DataError(f"{path} is not a data file: it starts with {magic}, not with {DATA_MAGIC} or {UNET_CU_DATA_MAGIC}")
-    if min(count, channels, height, width) < 1 or num_classes < 0 or value_bytes not in (1, 4) or header[10:].any():
+    if min(count, channels, height, width) < 1 or num_classes < 0 or value_bytes not in (1, 4) or header[12:].any():
         raise DataError(
             f"{path} has a header that cannot be: {count} images of {channels}x{height}x{width}, {num_classes} classes, {value_bytes} bytes a value"
         )
+    numbers, name_bytes = (int(value) for value in header[10:12])
+    if not 0 <= numbers <= MOST_VALUES or not 0 <= name_bytes <= MOST_NAME_BYTES * (numbers > 0) or name_bytes % 4:
+        raise DataError(f"{path} has a header that cannot be: {numbers} numbers an image, {name_bytes} bytes of names")
     image_bytes = count * channels * height * width * value_bytes
-    columns = (num_classes > 0) + (version == 2)
-    expected = HEADER_BYTES + image_bytes + 4 * count * columns
+    parts = [count * (num_classes > 0), count * numbers, name_bytes // 4, count * (version == 2)]  # behind the images, in words of 4 bytes
+    expected = HEADER_BYTES + image_bytes + 4 * sum(parts)
     if size != expected:
         raise DataError(f"{path} has {size} bytes; its header says {expected}: it is cut short or not what it says")
     images = np.memmap(file, np.uint8 if value_bytes == 1 else "<f4", "r", HEADER_BYTES, (count, channels, height, width))
-    behind = np.empty((columns, count), "<i4")
-    if columns and (reason := read_at(file, behind, HEADER_BYTES + image_bytes)):
+    behind = np.empty(sum(parts), "<i4")
+    if len(behind) and (reason := read_at(file, behind, HEADER_BYTES + image_bytes)):
         raise DataError(f"cannot read {path}: {reason}")
-    labels = behind[0].astype(np.int32) if num_classes else None
-    data = Data(path, images, labels, num_classes, header_crc, file, behind[-1].view("<u4") if version == 2 else None)
+    labels, values, names, crcs = np.split(behind, np.cumsum(parts)[:-1])
+    labels = labels.astype(np.int32) if num_classes else None
+    values = values.view("<f4").astype(np.float32).reshape(count, numbers) if numbers else None
+    value_names = names.tobytes().rstrip(b"\0").decode(errors="replace").split("\n") if name_bytes else []
+    data = Data(path, images, labels, num_classes, header_crc, file, crcs.view("<u4") if version == 2 else None, values, value_names)
     whole = size <= READ_AT_START
     crc = check_images(data) if whole else 0
     if magic == DATA_MAGIC and (whole or version == 2) and zlib.crc32(behind, crc) != int(header.view("<u4")[9]):
         raise DataError(f"{path} is damaged: its images or labels do not match their checksum")
     if num_classes and (labels.min() < 0 or labels.max() >= num_classes):
         raise DataError(f"{path} has labels outside 0 to {num_classes - 1}")
+    if values is not None and not np.isfinite(values).all():
+        raise DataError(f"{path}: image {np.argwhere(~np.isfinite(values))[0][0]} has a number that is not finite")
     return data
 
 

@@ -40,7 +40,9 @@ SAVED(13, int, num_heads_upsample, -1, "heads in the upward half; -1: num_heads"
 FREE(21, float, dropout, 0, "probability", 0, 0.99);
 SAVED(14, bool, class_cond, false, "condition on the labels of the data");
 SAVED(15, int, num_classes, 0, "classes (default: the data file's)", 0, 1e6);
-SAVED(50, float, class_dropout, 0, "probability of leaving out an image's class, for --guidance_scale", 0, 0.99);
+SAVED(58, int, cond_dim, 0, "condition on so many numbers an image, which the data file holds; 0: on none", 0, 4096);
+SAVED(50, float, class_dropout, 0, "probability of leaving out an image's class and numbers, for --guidance_scale", 0,
+      0.99);
 SAVED(16, bool, learn_sigma, false, "twice the output channels, for a learned variance");
 SAVED(17, bool, use_scale_shift_norm, false, "the embedding scales and shifts the second norm of a block");
 SAVED(18, bool, resblock_updown, false, "residual blocks change the resolution");
@@ -104,7 +106,10 @@ FLAG(string, mask, "", "a data file of 1 channel: above half the range, paint an
 FLAG(int, jump_length, 10, "inpaint: steps to go back, for what is new to fit to what is known", 1, 100000);
 FLAG(int, jump_n_sample, 10, "inpaint: how often the same steps are taken; 1: never back", 1, 1000);
 FLAG(ints, classes, "", "classes of the images, such as 3,5, in turns (default: all)");
-FLAG(float, guidance_scale, 1, "1: the class alone; above: away from no class; needs --class_dropout", 0, 1000);
+FLAG(string, values, "",
+     "numbers of the images, such as 0.3,1,0, or a .csv file with a row for each image, in turns (default in a run: "
+     "those of the data)");
+FLAG(float, guidance_scale, 1, "1: the condition alone; above: away from no condition; needs --class_dropout", 0, 1000);
 FLAG(int64_t, noise_seed, -1, "of the sampler's noise; -1: seed", -1, 9e15);
 
 HEADING(training, "Training");

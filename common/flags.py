@@ -227,6 +227,11 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
         return self.class_cond and self.class_dropout > 0
 
     @property
+    def can_be_guided(self) -> bool:
+        """Whether the model has learnt to do without what it is conditioned on."""
+        return self.class_dropout > 0 and (self.class_cond or self.cond_dim > 0)
+
+    @property
     def learned_variance(self) -> bool:
         return self.learn_sigma and (self.vlb_weight > 0 or self.use_kl)
 
@@ -262,6 +267,7 @@ OBJECTIVES_OWN = {name: f.metadata["objectives"].split("|") for name, f in FLAGS
 FREE_FLAGS = {name for name, f in FLAGS.items() if f.metadata.get("free")}  # saved, but may change from run to run
 SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
 SAMPLING_FLAGS += ["mid_t", "dynamic_threshold", "classes", "guidance_scale", "noise_seed", "strength", "jump_length", "jump_n_sample"]
+SAMPLING_FLAGS += ["values"]
 
 # Where model files keep flags in their header: the table's slots, and those of flags that are more than one number of four bytes. The model and the
 # diffusion come first, then what a checkpoint keeps besides.

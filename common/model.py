@@ -103,7 +103,7 @@ class EmbedSequential(nn.Sequential):
 
 
 class UNetModel(nn.Module):
-    """x (B, in_channels, H, W), timesteps (B) [, y (B) class labels] -> (B, out_channels, H, W)."""
+    """x (B, in_channels, H, W), timesteps (B) [, y (B) class labels] [, values (B, cond_dim)] -> (B, out_channels, H, W)."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -114,6 +114,9 @@ class UNetModel(nn.Module):
         self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
         if config.class_cond:
             self.label_emb = nn.Embedding(config.num_classes + config.null_class, 4 * width)
+        self.cond_dim = config.cond_dim
+        if config.cond_dim:  # no bias: zeros add nothing
+            self.cond_emb = nn.Linear(config.cond_dim, 4 * width, bias=False)
 
         def block(ch: int, level: int, heads: int) -> EmbedSequential:
             out = config.channels(level)
@@ -156,7 +159,7 @@ class UNetModel(nn.Module):
         angles = t[:, None].double() * self.frequencies.double()
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.time_embed[0].weight.dtype)
 
-    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None, values: torch.Tensor | None = None) -> torch.Tensor:
         def run(block: nn.Module, h: torch.Tensor) -> torch.Tensor:
             """With --use_checkpoint backward() computes it once more; dropout is a function of the draw, so no generator's state is kept."""
             if self.use_checkpoint and self.training:
@@ -167,6 +170,8 @@ class UNetModel(nn.Module):
             emb = self.time_embed(self.timestep_embedding(timesteps))
             if self.class_cond:
                 emb = emb + self.label_emb(y)
+            if self.cond_dim:
+                emb = emb + self.cond_emb(values)
             h, skips = F.pixel_unshuffle(x, self.patch) if self.patch > 1 else x, []
             for block in self.input_blocks:
                 h = run(block, h)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -32,11 +33,40 @@ def save_png(pixels: np.ndarray, path: str) -> None:
     files.atomic_write(path, [png_bytes(pixels)])
 
 
-def grid_pixels(images: torch.Tensor, enlarge: bool = True) -> np.ndarray:
-    """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged."""
+# Characters of 3 x 5 pixels, enough to write numbers. An octal digit is a row, from the top; its highest bit is left.
+LETTERS = {
+    "0": 0o75557, "1": 0o26227, "2": 0o71747, "3": 0o71717, "4": 0o55711, "5": 0o74717, "6": 0o74757, "7": 0o71111, "8": 0o75757, "9": 0o75717,
+    "-": 0o00700, "+": 0o02720, ".": 0o00002, "e": 0o35743,
+}  # fmt: skip
+LETTER_W, LETTER_H = 3, 5
+
+
+def caption_pixels(caption: str, width: int) -> np.ndarray:
+    """uint8 (LETTER_H, width): a caption in black on white, as much of it as there is room for."""
+    pixels = np.full((LETTER_H, width), 255, np.uint8)
+    for i, character in enumerate(caption[: width // (LETTER_W + 1)]):
+        rows = LETTERS.get(character, 0)
+        bits = [rows >> bit & 1 for bit in reversed(range(LETTER_W * LETTER_H))]
+        letter = np.reshape(bits, (LETTER_H, LETTER_W)).astype(np.uint8)
+        pixels[:, i * (LETTER_W + 1) :][:, :LETTER_W] = 255 * (1 - letter)
+    return pixels
+
+
+def value_captions(rows: list[list[float]], count: int) -> list[str]:
+    """What stands below each of `count` images, which take these rows of numbers in turns; [] without rows."""
+    return ["".join(f"{v:.2g} " for v in rows[i % len(rows)]) for i in range(count)] if rows else []
+
+
+def grid_pixels(images: torch.Tensor, enlarge: bool = True, captions: Sequence[str] = ()) -> np.ndarray:
+    """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged. captions: what stands below each, in numbers."""
     pixels, gap = to_pixels(images), 2
     zoom = max(1, 64 // max(pixels.shape[1:3])) if enlarge else 1
     pixels = pixels.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    if captions:
+        below = np.stack([caption_pixels(caption, pixels.shape[2]) for caption in captions])[..., None]
+        below = np.broadcast_to(below, (*below.shape[:3], pixels.shape[3]))
+        white = np.full((len(pixels), gap, *pixels.shape[2:]), 255, np.uint8)
+        pixels = np.concatenate([pixels, white, below], axis=1)
     N, H, W, C = pixels.shape
     columns = math.ceil(math.sqrt(N))
     grid = np.full((math.ceil(N / columns) * (H + gap) + gap, columns * (W + gap) + gap, C), 255, np.uint8)
@@ -46,17 +76,17 @@ def grid_pixels(images: torch.Tensor, enlarge: bool = True) -> np.ndarray:
     return grid
 
 
-def save_samples(images: torch.Tensor, path: str) -> None:
-    """Images in [-1, 1] as a grid (.png), or as a data file of float32 images (.bin)."""
+def save_samples(images: torch.Tensor, path: str, captions: Sequence[str] = ()) -> None:
+    """Images in [-1, 1] as a grid (.png) with these captions, or as a data file of float32 images (.bin)."""
     if not torch.isfinite(images).all():
         raise UserError(f"{path}: is not written, because the samples are not finite numbers; these weights are broken")
     if path.endswith(".bin"):
         write_data(path, images.numpy())
     else:
-        save_png(grid_pixels(images), path)
+        save_png(grid_pixels(images, captions=captions), path)
 
 
 def check_samples(config: Config, *inputs: str) -> None:
     """UserError if --output can't be written, or would replace more than older samples. inputs: what else is read."""
-    read = [*inputs, config.data_file, config.start_from, config.inpaint, config.mask]
+    read = [*inputs, config.data_file, config.start_from, config.inpaint, config.mask, config.values]
     files.check_output("--output", config.output, read, files.is_samples)

@@ -1191,6 +1191,36 @@ static inline void label_embedding_backward(GradOf<float> dx, float* dtable,    
     }
 }
 
+// out (B, C) = x + values (B, K) weight (C, K)^T: a linear layer without a bias, added to x
+static inline void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B,
+                                            int K, int C, Lane* = MAIN_LANE) {
+    for (int b = 0; b < B; b++) {
+        const float* values_row = row_of(values, b, K);
+        for (int c = 0; c < C; c++) {
+            const float* weight_row = row_of(weight, c, K);
+            float sum = 0;
+            for (int k = 0; k < K; k++) sum += values_row[k] * weight_row[k];
+            const size_t i = (size_t)b * C + c;
+            out[i] = x[i] + sum;
+        }
+    }
+}
+
+// dx = dout; dweight (C, K) = dout^T values. The values are given, so they have no gradient.
+static inline void values_embedding_backward(GradOf<float> dx, float* dweight, const float* dout, const float* values,
+                                             int B, int K, int C) {
+    std::fill_n(dweight, (size_t)C * K, 0.0f);
+    for (int b = 0; b < B; b++) {
+        const float* values_row = row_of(values, b, K);
+        for (int c = 0; c < C; c++) {
+            const size_t i = (size_t)b * C + c;
+            dx.dx[i] = with_addends(dx, i, dout[i]);
+            float* weight_row = row_of(dweight, c, K);
+            for (int k = 0; k < K; k++) weight_row[k] += dout[i] * values_row[k];
+        }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // diffusion. train_unet.cu has the formulas of levels, losses and samplers ("Diffusion"); these loops apply them.
 

@@ -182,6 +182,9 @@ static void begin_page(Run* run) {
     run->began = now() - run->summary.seconds;
     const std::string data = text("\ndata: %ld images", run->trainer.data.count);
     run->page.about = describe(run->trainer.net) + "\nhardware: " + device_name() + data;
+    std::string names = run->trainer.data.value_names;
+    std::ranges::replace(names, '\n', ' ');
+    if (run->config.cond_dim && !names.empty()) run->page.about += "\nbelow the samples: " + names;
     run->page.started = time(nullptr);
     write_page(run, "running");
     const std::lock_guard<PageTurn> turn(page_turn);

@@ -158,14 +158,46 @@ static std::string png_file(const std::vector<uint8_t>& pixels, int W, int H, in
            png_chunk("IEND", "");
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --- grids
+
+// Characters of 3 x 5 pixels, enough to write numbers. An octal digit is a row, from the top; its highest bit is left.
+constexpr int LETTER_W = 3, LETTER_H = 5;
+struct Letter {
+    char character;
+    int rows;
+};
+constexpr Letter LETTERS[] = {{'0', 075557}, {'1', 026227}, {'2', 071747}, {'3', 071717}, {'4', 055711},
+                              {'5', 074717}, {'6', 074757}, {'7', 071111}, {'8', 075757}, {'9', 075717},
+                              {'-', 000700}, {'+', 002720}, {'.', 000002}, {'e', 035743}};
+
+// Writes a caption in black into pixels (.., width, C), from (top, left) on, as far as `room` pixels reach.
+static void draw_caption(std::vector<uint8_t>* pixels, int width, int C, int top, int left, int room,
+                         const std::string& caption) {
+    const int most = room / (LETTER_W + 1); // a column of pixels is left free between two characters
+    for (int i = 0; i < std::min(most, (int)caption.size()); i++) {
+        int rows = 0; // a character that is not in the table, such as the space, is blank
+        for (const Letter& letter : LETTERS)
+            if (letter.character == caption[i]) rows = letter.rows;
+        for (int y = 0; y < LETTER_H; y++)
+            for (int x = 0; x < LETTER_W; x++) {
+                const int bit = (LETTER_H - 1 - y) * LETTER_W + LETTER_W - 1 - x;
+                const size_t column = left + i * (LETTER_W + 1) + x;
+                if (rows >> bit & 1) std::fill_n(pixels->begin() + ((top + y) * width + column) * C, C, 0);
+            }
+    }
+}
+
 // A PNG file of n images (H, W, C) in [-1, 1] in a square grid, small ones enlarged. Unless C is 3, it shows their
-// first channel in grey.
-static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C) {
+// first channel in grey. captions: what stands below each image, in numbers; or empty.
+static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C,
+                            const std::vector<std::string>& captions = {}) {
     const int columns = (int)std::ceil(std::sqrt((double)n));
     const int rows = (n + columns - 1) / columns;
     const int gap = 2; // white pixels around each image
     const int zoom = std::max(1, 64 / std::max(H, W));
-    const int cell_h = H * zoom + gap;
+    const int caption_h = captions.empty() ? 0 : LETTER_H + gap;
+    const int cell_h = H * zoom + gap + caption_h;
     const int cell_w = W * zoom + gap;
     const int channels = C == 3 ? 3 : 1;
     const int height = rows * cell_h + gap;
@@ -182,6 +214,9 @@ static std::string grid_png(const std::vector<float>& images, int n, int H, int 
                     const float limited = std::min(std::max(v, 0.0f), 255.0f);
                     pixels[((top + h) * width + left + w) * channels + c] = (uint8_t)std::lround(limited);
                 }
+        if (captions.empty()) continue;
+        const int below = (int)top + H * zoom + gap;
+        draw_caption(&pixels, width, channels, below, (int)left, W * zoom, captions[i]);
     }
     return png_file(pixels, width, height, channels);
 }

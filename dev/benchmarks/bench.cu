@@ -109,6 +109,7 @@ static Trainer make_bench_trainer(const Config& c) {
     cast_params(tr.copy, tr.params, tr.net.flat_size);
     tr.net.t = tr.t;
     tr.net.labels = (int*)(tr.batch[0].device + data.labels_at(c.batch_size / world.size));
+    tr.net.values = (float*)(tr.batch[0].device + data.values_at(c.batch_size / world.size));
     return tr;
 }
 

@@ -11,8 +11,8 @@ int main(int, char** argv) {
     const double step_ms = atof(argv[4]);
     const std::string how = argv[6];
     Dataset data = open_dataset(argv[1]);
-    Upload batch = make_upload(data.batch_bytes(B));
     Config config;
+    Upload batch = make_upload(data.batch_bytes(B, config));
     config.batch_size = B, config.seed = 1;
     const auto* map = (const uint8_t*)mmap(nullptr, data.image_at(data.count), PROT_READ, MAP_SHARED, data.file, 0);
     if (argv[5][0] == '1') posix_fadvise(data.file, 0, 0, POSIX_FADV_DONTNEED);

@@ -1,12 +1,14 @@
-// timestep_embedding.cu - what the network knows of t (and of the class): sinusoids, and a row of a table added to them two layers later.
+// timestep_embedding.cu - what the network knows of t (and of the class, and of numbers): sinusoids, and what is added to them two layers later.
 //
 //   out (B, dim) = [cos(t f_i) | sin(t f_i)], f_i = max_period^(-i / (dim / 2)), i < dim / 2       no gradient: t is not learned
 //   label: out (B, C) = x + table[label];  dx = dout, dtable[label] = the sum of dout (two samples of one class add up; a row without any is 0)
+//   values: out (B, C) = x + values (B, K) weight (C, K)^T;  dx = dout, dweight = dout^T values (the values are given)
 //   A few thousand numbers per step; what matters is that t f_i, up to 1000 radians, does not lose digits: half an ulp of 1000 is 3e-5.
 //   (unet.cu's Python half broadcasts (B,) against (1, half) and makes one wrong embedding of 32; see ../shared/ANCHORS.md.)
 //
 //   version 0   everything in float, as PyTorch's code does it
-//   shipped     timestep_embedding_forward: f_i rounded to float, the product and its sine in double; label_embedding_forward and _backward
+//   shipped     timestep_embedding_forward: f_i rounded to float, the product and its sine in double; label_embedding_forward and _backward,
+//               values_embedding_forward and _backward: a thread for an element, which sums in the order of k or of the samples
 //
 //   make -C dev timestep_embedding && dev/timestep_embedding       python dev/pairs/timestep_embedding.py [--bench]
 #include "harness.h"
@@ -34,6 +36,12 @@ static void check(Arrays& io) {
                             C);
     label_embedding_backward(io.plain_gradient("dx", {B, C}), io.parameter_gradient("table"), io.input<float>("dout"),
                              labels, B, io.dim("table", 0), C);
+
+    const int K = io.dim("values", 1);
+    const float *values = io.input<float>("values"), *x2 = io.input<float>("x2"), *dout2 = io.input<float>("dout2");
+    values_embedding_forward(io.output<float>("out2", {B, C}), x2, io.input<float>("weight"), values, B, K, C);
+    values_embedding_backward(io.plain_gradient("dx2", {B, C}), io.parameter_gradient("weight"), dout2, values, B, K,
+                              C);
 }
 
 static void bench() {

@@ -86,6 +86,7 @@ static void check(Arrays& io) {
         copy_to_device(tensor_data<float>(net, net->input), io.host("x"), n_in * sizeof(float));
         net->t = io.input<float>("t");
         net->labels = io.input<int>("labels");
+        if (config.cond_dim) net->values = io.input<float>("values");
         unet_forward(net, m.weights(), m.dropout, B);
         copy_to_host(out, tensor_data<float>(net, net->output), n_out * sizeof(float));
     };

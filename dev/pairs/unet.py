@@ -39,6 +39,8 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "labels": rng.integers(0, max(c.num_classes, 1), B).astype(np.int32),
         "dout": normal(rng, B, *c.image_size, c.out_channels),
     }
+    if c.cond_dim:
+        arrays["values"] = normal(rng, B, c.cond_dim)
     for name, shape in shapes_of(case["flags"]).items():
         is_norm = len(shape) == 1 and name.endswith("weight")
         arrays[name] = normal(rng, *shape, scale=np.prod(shape[1:]) ** -0.5 if len(shape) > 1 else 0.3, mean=float(is_norm))
@@ -62,7 +64,7 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
             module.register_forward_hook(partial(watch_gradient, f"d{name}.bias"))
     labels = torch.from_numpy(v["labels"]).long() if c.class_cond else None
     parameters = {name: v[name].view(p.shape) for name, p in model.named_parameters()}
-    return {"out": nhwc(torch.func.functional_call(model, parameters, (nchw(v["x"]), v["t"], labels)))}
+    return {"out": nhwc(torch.func.functional_call(model, parameters, (nchw(v["x"]), v["t"], labels, v.get("values"))))}
 
 
 def tolerance(case: Case, name: str) -> float:
@@ -114,7 +116,7 @@ CASES = [
         B=2,
         flags="--image_size 16x8 --in_channels 3 --num_channels 32 --channel_mult 1,2,3 --num_res_blocks 2"
         " --attention_resolutions 8,4 --num_head_channels -1 --num_heads 4 --num_heads_upsample 2 --conv_resample False"
-        " --use_new_attention_order False --max_period 1000 --class_cond True --num_classes 3",
+        " --use_new_attention_order False --max_period 1000 --class_cond True --num_classes 3 --cond_dim 5",
     ),
     dict(
         B=1,

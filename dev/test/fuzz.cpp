@@ -99,15 +99,17 @@ static std::vector<uint8_t> data_file(Header h, const uint8_t* body, size_t n, b
     const int32_t* s = h.slot + (ours ? 2 : 1);
     const bool table = ours && h.slot[1] == 2, labels = ours && h.slot[6];
     const double image = (double)s[1] * s[2] * s[3] * (ours ? h.slot[7] : 4), all_images = image * s[0];
-    const bool small = s[0] >= 0 && image >= 0 && all_images + 8.0 * s[0] < 1 << 20;
+    const double values = ours ? 4.0 * s[0] * h.slot[10] + h.slot[11] : 0; // numbers of the images, and their names
+    const bool small = s[0] >= 0 && image >= 0 && values >= 0 && all_images + 8.0 * s[0] + values < 1 << 20;
     if (!small) return file_of(h, body, n, 1024 + n);
     const size_t count = (size_t)s[0], behind = 1024 + (size_t)all_images;
-    std::vector<uint8_t> all = file_of(h, body, n, behind + 4 * count * (labels + table));
+    std::vector<uint8_t> all = file_of(h, body, n, behind + 4 * count * (labels + table) + (size_t)values);
     auto put = [&](size_t at, uint32_t v) { memcpy(&all[at], &v, 4); };
     for (size_t i = 0; labels && h.slot[6] > 0 && i < count; i++)
         if (all[behind + 4 * i] < 0xF0) put(behind + 4 * i, (uint32_t)(i % (size_t)h.slot[6]));
     for (size_t i = 0; table && i < count; i++)
-        put(behind + 4 * (labels * count + i), crc32(0, &all[1024] + i * (size_t)image, (size_t)image));
+        put(behind + 4 * (labels * count + i) + (size_t)values,
+            crc32(0, &all[1024] + i * (size_t)image, (size_t)image));
     const size_t from = table ? behind : 1024;
     put(36, crc32(0, all.data() + from, all.size() - from));
     put(32, 0);
@@ -120,8 +122,9 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
     Dataset d = open_dataset(path);
     Config c, batches;
     batches.batch_size = 3, batches.class_dropout = 0.5f, batches.num_classes = 2;
+    batches.cond_dim = d.K;
     if (d.image_bytes() < 1 << 16) {
-        Upload batch = make_upload(d.batch_bytes(3));
+        Upload batch = make_upload(d.batch_bytes(3, batches));
         for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33})
             load_batch(&batch, &d, batches, true, first, 3);
         device_free(batch.device);

@@ -16,7 +16,7 @@ from conftest import ROOT, TINY, flags
 
 import train_unet
 from common import model_files
-from common.data_files import read_data
+from common.data_files import read_data, write_data
 
 SOURCES = [
     "train_unet.cu",
@@ -67,8 +67,12 @@ def test_readers(run: Callable[..., Any], tmp_path: Path) -> None:
     labels = np.arange(11) % 3
     doc["write_data"](tmp_path / "data.bin", images, labels, 3)
     for read in (doc["read_data"], read_data):
-        again, again_labels, classes = read(str(tmp_path / "data.bin"))
+        again, again_labels, classes, *_ = read(str(tmp_path / "data.bin"))
         assert classes == 3 and np.array_equal(images, again) and np.array_equal(labels, again_labels)
+    values = np.random.default_rng(1).standard_normal((11, 2)).astype(np.float32)
+    write_data(str(tmp_path / "numbers.bin"), images, labels, 3, values, ["a", "bcd e"])
+    *_, again_values, names = doc["read_data"](tmp_path / "numbers.bin")
+    assert np.array_equal(values, again_values) and names == ["a", "bcd e"]
 
     run(flags(TINY, "--image_size 8 --data_file data.bin --max_steps 3 --class_cond True --class_dropout 0.1"))
     path = str(tmp_path / "out/model_0000003.bin")
@@ -87,7 +91,12 @@ def test_readers(run: Callable[..., Any], tmp_path: Path) -> None:
 def test_shapes() -> None:
     doc = readers()
     for preset in ("fashion32", "unet64", "adm64"):
-        for extra in ({}, {"conv_resample": True, "resblock_updown": False}, {"channel_mult": (1.0, 1.0), "attention_resolutions": ()}):
+        for extra in (
+            {},
+            {"conv_resample": True, "resblock_updown": False},
+            {"channel_mult": (1.0, 1.0), "attention_resolutions": ()},
+            {"cond_dim": 7},
+        ):
             config = model_files.valid(train_unet.preset_flags(preset) | extra)
             raw = model_files.pack_header(train_unet.ModelFile(config, np.zeros(1, np.float32))).tobytes()
             fields = {k: np.frombuffer(raw, kind, *(n or [1]), offset=at).tolist() for k, (at, kind, *n) in doc["HEADER"].items()}

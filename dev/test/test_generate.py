@@ -74,7 +74,7 @@ def exact_images(path: Path, *words: object) -> tuple[torch.Tensor, torch.Tensor
     file = twin.read_model(str(path), given)
     config = make_config(given, None, file)
     model = twin.build_model(config, file.weights_to_use(config.use_ema)).double()
-    exact = twin.sample(generate.Network(lambda x, t, y: model(x.double(), t.double(), y)), config, count)
+    exact = twin.sample(generate.Network(lambda given: model(**{k: v if k == "y" else v.double() for k, v in given.items()})), config, count)
     return exact, (generate.generate_torch(file, config, count) - exact).abs().max()
 
 
@@ -123,6 +123,18 @@ def test_onnx_draws_what_native_draws(tmp_path: Path) -> None:
     check_close(a, (images, error))
     check_close(b, (images, error))
     assert np.abs(a - b).max() < 8 * error
+
+
+def test_every_back_end_takes_numbers(tmp_path: Path) -> None:
+    """Of the images (--cond_dim), with guidance away from none; and without them a sentence."""
+    path, told = tmp_path / "m.bin", ["--values", "0.5,-1", "--guidance_scale", "2"]
+    make_model(path, **MODELS["strided"], cond_dim=2, class_dropout=0.1)
+    exact = exact_images(path, *told)
+    for kind in ("torch", "native", "onnx"):
+        check_close(images_of(path, tmp_path, *told, "--backend", kind), exact)
+    refused(["--model_filename", path, "--output", tmp_path / "x.png"], "--values", "2 numbers of the images")
+    generate.run([*map(str, ["--model_filename", path, "--num_samples", 2, "--steps", 2, "--output", tmp_path / "x.png", *told])])
+    assert generate.Image.open(tmp_path / "x.png").size == (2 * 66 + 2, 64 + 2 + 7 + 2)
 
 
 def test_apples_gpu_is_given_no_float64(tmp_path: Path, model: Path) -> None:

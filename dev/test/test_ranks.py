@@ -10,8 +10,11 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import ROOT, TINY, Result, checkpoints, environment, flags, model_name, read_log
+from conftest import ROOT, TINY, Result, checkpoints, environment, flags, make_images, model_name, read_log
+
+from common.data_files import write_data
 
 pytestmark = pytest.mark.skipif(not shutil.which("mpicxx") or not shutil.which("mpirun"), reason="there is no MPI here (libopenmpi-dev, openmpi-bin)")
 ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -53,12 +56,17 @@ RUNS = {
     "ect of a flow": f"--objective ect --ect_frame flow --ect_d 2 {CLASSES} --use_checkpoint True",
     "learned variance, t by their losses, blocks again": "--learn_sigma True --schedule_sampler loss-second-moment --diffusion_steps 4"
     " --noise_schedule cosine --timestep_respacing 4 --use_checkpoint True --use_scale_shift_norm True",
+    "numbers, guidance": "--cond_dim 2 --class_dropout 0.3 --guidance_scale 2",
     "steps that are skipped": "--lr 100 --weight_decay 100 --grad_clip 0 --max_bad_steps 9 --num_samples 1",
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_any_number_of_ranks_is_the_same_run(ranks: Callable, data: Path, tmp_path: Path, name: str) -> None:
+    if "--cond_dim" in RUNS[name]:
+        values = np.random.default_rng(0).standard_normal((24, 2))
+        data = tmp_path / "numbers.bin"
+        write_data(str(data), make_images(), values=values)
     given = flags(TINY, RUNS[name], "--data_file", data, "--val_data_file", data, "--batch_size 12 --microbatch 3 --max_steps 5 --save_interval 2")
     given = flags(given, "--val_interval 2 --sample_interval 3 --num_samples 5 --keep_best True")
     several = {"eps, averages, snapshots": (2, 4), "edm, classes, guidance": (2,)}.get(name, (4,))
