@@ -9,86 +9,86 @@
 //    389     2. The interface: all that the program asks of a device
 //    655     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    745     4. Configuration: flags, presets, help, what can work and what cannot
-//   1343     5. The network: a list of layers, made of guided-diffusion's flags
-//   2091     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2320     7. Forward and backward: two walks over the list
-//   2434     8. Diffusion: noise schedules, objectives, samplers
-//   2632         the level of a training sample, drawn, and its share of the loss
-//   2783         samplers
-//   3285     9. Data: .bin files that may be larger than memory, the order of their images
-//   3614    10. Model files: weights and checkpoints, initial weights
-//   3940    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3955         the learning rate, the verdict on a step, averages of the weights
-//   4034         what a trainer holds
-//   4139         a step
-//   4376    12. A run: log, guard, checkpoints, resume, samples
-//   4401         the log in memory, as the page shows it
-//   4507         what a run holds
-//   4574         the log and the status line
-//   4752         checkpoints, snapshots and grids
-//   4968         the start of a run: new, from a file's weights, or resumed
-//   5140         the loop over the steps
-//   5252         a run from its first to its last line
-//   5395         samples, without a run
-//   5564    13. main: the command line, then a run or samples
-//   5803         what ranks must have in common
-//   5868         main
-//   5984  Part II. The device
-//   5987    14. What all devices share: nonlinearities, patches of pixels
-//   6031    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6099    16. The GPU: what all kernels share
-//   6165         Launches, which may overlap
-//   6207         Decisions: what kernels are chosen with
-//   6245         Single instructions: shared memory, mbarriers, clusters
-//   6329         Activations: pieces of 16 bytes
-//   6541         each_kernel: a thread for an element
-//   6555         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6694         Swizzle: how rows lie in shared memory
-//   6712         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   6887         building blocks of Hopper's kernels (sm_90a)
-//   7135    17. Small operations: resampling, embeddings, diffusion
-//   7138         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7323         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7664         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8037    18. Group norm
-//   8040         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8437         groupnorm_backward_whole: an image's slab in shared memory
-//   8737    19. Attention
-//   8840         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9356         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9491         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//   9979    20. Convolution
-//  10007         ConvOut: results, 4 channels of a pixel at a time
-//  10194         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10252         conv_halo: 3x3, stride 1, any GPU
-//  10593         conv_gather: any kernel size and stride, any GPU
-//  10805         conv_few: the first and the last layer
-//  10932         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  11359         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  11434         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  11758         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12057         conv_weight_tma: weight gradients (sm_90a)
-//  12291    21. The optimiser
-//  12294         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  12470    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  12473         groupnorm_backward
-//  12571         attention: forward and, where a has dout, backward
-//  12611         convolution: forward and input gradient
-//  12915         convolution: weight gradients
-//  13196    23. The GPU: memory, copies, repeated work
-//  13413    24. Between ranks: from device to device
+//   1353     5. The network: a list of layers, made of guided-diffusion's flags
+//   2108     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2341     7. Forward and backward: two walks over the list
+//   2455     8. Diffusion: noise schedules, objectives, samplers
+//   2653         the level of a training sample, drawn, and its share of the loss
+//   2804         samplers
+//   3306     9. Data: .bin files that may be larger than memory, the order of their images
+//   3637    10. Model files: weights and checkpoints, initial weights
+//   3968    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   3983         the learning rate, the verdict on a step, averages of the weights
+//   4062         what a trainer holds
+//   4167         a step
+//   4404    12. A run: log, guard, checkpoints, resume, samples
+//   4429         the log in memory, as the page shows it
+//   4535         what a run holds
+//   4602         the log and the status line
+//   4783         checkpoints, snapshots and grids
+//   5001         the start of a run: new, from a file's weights, or resumed
+//   5175         the loop over the steps
+//   5287         a run from its first to its last line
+//   5433         samples, without a run
+//   5607    13. main: the command line, then a run or samples
+//   5846         what ranks must have in common
+//   5911         main
+//   6030  Part II. The device
+//   6033    14. What all devices share: nonlinearities, patches of pixels
+//   6077    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6145    16. The GPU: what all kernels share
+//   6211         Launches, which may overlap
+//   6253         Decisions: what kernels are chosen with
+//   6291         Single instructions: shared memory, mbarriers, clusters
+//   6375         Activations: pieces of 16 bytes
+//   6587         each_kernel: a thread for an element
+//   6601         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6740         Swizzle: how rows lie in shared memory
+//   6758         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   6933         building blocks of Hopper's kernels (sm_90a)
+//   7181    17. Small operations: resampling, embeddings, diffusion
+//   7184         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7369         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7710         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8083    18. Group norm
+//   8086         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8483         groupnorm_backward_whole: an image's slab in shared memory
+//   8783    19. Attention
+//   8886         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9402         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9537         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10025    20. Convolution
+//  10053         ConvOut: results, 4 channels of a pixel at a time
+//  10240         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10298         conv_halo: 3x3, stride 1, any GPU
+//  10639         conv_gather: any kernel size and stride, any GPU
+//  10851         conv_few: the first and the last layer
+//  10978         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  11405         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  11480         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  11804         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12103         conv_weight_tma: weight gradients (sm_90a)
+//  12337    21. The optimiser
+//  12340         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  12516    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  12519         groupnorm_backward
+//  12617         attention: forward and, where a has dout, backward
+//  12657         convolution: forward and input gradient
+//  12961         convolution: weight gradients
+//  13242    23. The GPU: memory, copies, repeated work
+//  13459    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 5980, train 5352, run_step 5188, train_step 4314, load_batch 3579, step_gradients 4227, forward_and_loss 4145,
-//     draw_levels 7676, q_sample_forward 7741, unet_forward 2344, loss_forward_backward 7848, unet_backward 2407,
-//     sum_gradients 12331, judge_step 12370, adamw_update 12450, next_step 12376, record_step 12381, collect_steps 5144
-//   pictures, from noise: sample_batch 3202, plan_route 3001, device_step 3043, euler_step 2813 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4227
-//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 6004, with_nonlinearity 6014
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2559
-//   an objective: its word in common/flags.h, make_objective 2611, draw_level 2697, level_at 3028, sampler_sigmas 2934
-//   a kind of layer: LayerKind 1393, forward_linear 1611 and backward_linear 1615 beside it, OPS 1743, add_resblock 1895 and its like
+//     main 6026, train 5390, run_step 5223, train_step 4342, load_batch 3601, step_gradients 4255, forward_and_loss 4173,
+//     draw_levels 7722, q_sample_forward 7787, unet_forward 2365, loss_forward_backward 7894, unet_backward 2428,
+//     sum_gradients 12377, judge_step 12416, adamw_update 12496, next_step 12422, record_step 12427, collect_steps 5179
+//   pictures, from noise: sample_batch 3223, plan_route 3022, device_step 3064, euler_step 2834 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4255
+//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 6050, with_nonlinearity 6060
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2580
+//   an objective: its word in common/flags.h, make_objective 2632, draw_level 2718, level_at 3049, sampler_sigmas 2955
+//   a kind of layer: LayerKind 1403, forward_linear 1623 and backward_linear 1627 beside it, OPS 1757, add_resblock 1909 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -835,12 +835,15 @@ struct Config {
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-constexpr int MORE_EMAS = 7;                // beside the first one
-constexpr double LARGEST_GAP_DIVISOR = 1e6; // of --ect_q^a: a smaller gap is lost in fp32's rounding
+constexpr int MORE_EMAS = 7; // averages of the weights beside the first one
+// --objective ect: the largest q^a, by which the gap between student and teacher is divided. A smaller gap is lost in
+// fp32's rounding.
+constexpr double LARGEST_GAP_DIVISOR = 1e6;
 // In the place of rates: the exponents of --ema_snapshots' power functions (Karras et al. 2024, appendix C).
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
-static const Flag* find_flag(const std::string& name) { // null: there is none
+// The row of a flag; null: there is no such flag.
+static const Flag* find_flag(const std::string& name) {
     const auto f = std::ranges::find(FLAGS, name, &Flag::name);
     return f == FLAGS.end() ? nullptr : &*f;
 }
@@ -922,7 +925,7 @@ static std::string wrong(Config* c, const char* name, const std::string& why) {
 // The flags of a preset that would undo or forbid what the command line asks for. They are left as they are.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
-    if (c.given("num_heads")) names.insert("num_head_channels");
+    if (c.given("num_heads")) names.insert("num_head_channels"); // which would win
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting goes with its prediction
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
@@ -960,7 +963,7 @@ static void print_help() {
            "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
            DEFAULT_PRESET);
-    const char* part = "";
+    const char* part = ""; // the heading of the flags that were printed last
     for (const Flag& f : FLAGS) {
         if (f.heading != part) printf("\n%s\n", f.heading); // here a new part begins
         part = f.heading;
@@ -995,7 +998,7 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
 // What to do instead of a flag that is none of ours.
 static std::string instead_of(const std::string& name) {
     auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
-    // guided-diffusion's flags for what is done in another way here.
+    // guided-diffusion's flags for what is done in another way here, or not at all.
     if (is({"model_path", "use_ddim"}))
         return "python generate.py takes it; here it is --sample N --init FILE --sampler";
     if (is({"large_size", "small_size", "base_samples"})) return "there are no upsamplers here, but --image_size";
@@ -1024,7 +1027,7 @@ static void parse_command_line(Config* c, int argc, char** argv) {
         }
         if (!arg.starts_with("--")) die("%s: is no flag; they look like --batch_size 16; --help lists them", argv[i]);
         const size_t equals = std::min(arg.find('='), arg.size()); // where the name ends
-        const std::string name = arg.substr(2, equals - 2);
+        const std::string name = arg.substr(2, equals - 2);        // without the two dashes
         const Flag* f = find_flag(name);
         if (!f) die("--%s: %s", name.c_str(), instead_of(name).c_str());
         if (c->given(name)) die("--%s: is given twice; once is enough", name.c_str());
@@ -1092,6 +1095,7 @@ static bool parse_list(const std::string& list, std::vector<float>* numbers) {
 }
 
 // The four functions that follow parse a part of a model's flags each. Result: why it can't be, in one sentence, or "".
+// 64 is 64x64; in HxW the height comes first.
 static std::string parse_image_size(Config* c) {
     int n = 0; // how many characters were read; 5 digits are no overflow
     const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
@@ -1102,8 +1106,8 @@ static std::string parse_image_size(Config* c) {
     return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
 }
 
+// How many channels each level has. Without the flag it is guided-diffusion's choice for images of this height.
 static std::string parse_channel_mult(Config* c) {
-    // guided-diffusion's own, by height of the image
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
     if (c->channel_mult.empty() && DEFAULTS.contains(c->H)) c->channel_mult = DEFAULTS.at(c->H);
@@ -1124,7 +1128,7 @@ static std::string parse_channel_mult(Config* c) {
     return "";
 }
 
-// Whether patches and levels divide the image.
+// Whether patches and levels divide the image: a patch becomes a pixel, and each further level halves the resolution.
 static std::string check_divisions(Config* c) {
     const int p = c->patch();
     const int patch_channels = c->in_channels * p * p;
@@ -1140,6 +1144,8 @@ static std::string check_divisions(Config* c) {
                       levels, p > 1 ? " in patches" : "", H, W));
 }
 
+// At which heights of the image there is attention. Each must be the height of a level; a typing error would else be a
+// model without attention.
 static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
@@ -1272,6 +1278,8 @@ static std::string check_model(Config* c) {
 
 // Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: "FILE: " if the rates come from one.
 static void parse_ema_rate(Config* c, const std::string& where) {
+    // A rate is from 0 to 1. A number above 1 is the exponent of a power function, which a user does not choose: it comes
+    // from a checkpoint, and is never the first.
     bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
     for (size_t k = 0; k < c->emas.size(); k++) {
         const float rate = c->emas[k];
@@ -1309,6 +1317,7 @@ static void check_microbatch(Config* c, const std::string& where) {
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
             B, N, nearest);
     }
+    // A microbatch must divide the share.
     const int share = B / N;
     const int before = c->microbatch;
     const bool works = before <= share && share % c->micro() == 0;
@@ -1316,6 +1325,7 @@ static void check_microbatch(Config* c, const std::string& where) {
         if (N > 1) c->microbatch = c->micro();
         return;
     }
+    // What the user asks for, or what one process did before, is not changed silently.
     if (c->given("microbatch") || N == 1) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
@@ -1391,18 +1401,18 @@ struct GradPlan {
 };
 
 enum LayerKind {
-    TIMESTEP,
-    LINEAR,
-    SILU,
-    LABEL,
-    VALUES,
-    CONV,
-    GROUPNORM,
-    ATTENTION,
-    DOWNSAMPLE,
-    UPSAMPLE,
-    PATCHES,
-    PIXELS
+    TIMESTEP,   // sinusoids of t: the embedding begins
+    LINEAR,     // of the embedding
+    SILU,       // of the embedding
+    LABEL,      // adds a row of a table, the class's, to the embedding
+    VALUES,     // adds a projection of the image's numbers (--cond_dim) to the embedding
+    CONV,       // 3x3 or 1x1, with what is added to its result
+    GROUPNORM,  // and the nonlinearity and the dropout behind it
+    ATTENTION,  // between the pixels of an image
+    DOWNSAMPLE, // average pool
+    UPSAMPLE,   // nearest neighbour
+    PATCHES,    // --patch_size: squares of pixels become channels,
+    PIXELS,     // and channels become squares of pixels
 };
 
 struct Layer {
@@ -1603,6 +1613,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 
 // What each kind of layer computes, forward and backward: a call of its operation, with what LayerArgs has for it.
 // CONV's weight gradients are not here: several layers' are computed together (see unet_backward).
+
+// The embedding's layers. Their tensors are fp32, of B rows.
 static void forward_timestep(LayerArgs& a) {
     const int max_period = a.net->config.max_period;
     timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.lane);
@@ -1646,6 +1658,7 @@ static void backward_values(LayerArgs& a) {
     values_embedding_backward(a.d1_fp32(), a.dweight, a.dout_fp32(), a.net->values, a.B, K, a.Cin);
 }
 
+// The layers between the images and the network's output.
 static void forward_conv(LayerArgs& a) {
     conv_forward(a.out, a.stats(), // what it writes
                  a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip);
@@ -1708,7 +1721,8 @@ static double attention_flops(const LayerArgs& a) {
     return products * 2 * a.B * a.tokens() * a.tokens() * a.Cout;
 }
 
-// Bytes of memory that the functions of a layer need beside their arrays.
+// Bytes of memory that the functions of a layer need beside their arrays. main: on the main lane; side: on the side lane,
+// where weight gradients are computed; sums: until the end of the backward pass.
 static Workspace no_workspace(const LayerArgs&) { return {}; }
 static Workspace linear_workspace(const LayerArgs& a) {
     return {.main = linear_backward_workspace(a.B, a.Cin, a.Cout)};
@@ -1949,8 +1963,8 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
 // The embedding. Its last layer projects it for all residual blocks at once: each of them adds its columns.
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
-    const int F = c.num_channels;
-    const int E = 4 * F;
+    const int F = c.num_channels; // how many sinusoids there are
+    const int E = 4 * F;          // how many numbers the embedding has
     int h = add_layer(net, {.kind = TIMESTEP, .name = "timestep_embedding"}, F);
     auto add = [&](LayerKind kind, const char* name, int weight = -1) {
         h = add_layer(net, {.kind = kind, .name = name, .x1 = h, .weight = weight}, E);
@@ -1985,12 +1999,14 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
 }
 
 // The encoder: at each level residual blocks (and attention), then half the resolution; returns what the decoder reads.
+// guided-diffusion numbers the blocks of all levels from input_blocks.0, the first convolution, on. In a block's name .0
+// is the residual block, or what halves the resolution, and .1 is attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
     int block = 0;
     auto next_name = [&] { return "input_blocks." + std::to_string(++block); };
     const int first = add_conv(net, {.name = "input_blocks.0.0", .x1 = x, .kernel = 3}, c.channels(0));
-    std::vector<int> skips{first};
+    std::vector<int> skips{first}; // the output of every block
     const size_t lowest = c.mult.size() - 1;
     for (size_t level = 0; level <= lowest; level++) {
         const int ch = c.channels(level);
@@ -2005,7 +2021,8 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
     return skips;
 }
 
-// The decoder: the encoder's tensors come back in reverse, concatenated to the running one.
+// The decoder: the encoder's tensors come back in reverse, concatenated to the running one. A level has one residual block
+// more than in the encoder, whose halving of the resolution has also left a tensor.
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -2051,7 +2068,7 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// The network of a configuration that check_model accepts.
+// The network of a configuration that check_model accepts. It has no memory yet (plan_memory).
 static UNet build_unet(const Config& c) {
     UNet net;
     net.config = c;
@@ -2111,7 +2128,9 @@ static void plan_gradients(UNet* net) {
         adds.resize(2, -1);
         return GradPlan{d, adds[0], adds[1]};
     };
-    contribute(net->output); // the loss
+    // The loss writes the gradient of the output. Then each layer finds the gradient of its output complete, since all
+    // layers that read it come later in the list.
+    contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
         if (waiting[l.out].empty()) continue; // the sinusoids
@@ -2140,6 +2159,7 @@ static void plan_gradients(UNet* net) {
 // Convolutions' weight gradients are computed beside the layers that follow in the backward pass, several of them in
 // one launch. So what they read must stay for so many steps of time; then a layer waits for them. Small images cost
 // little memory, so theirs may stay longer, and more of them share a launch.
+// Result: for how many steps of time what layer l's weight gradient reads stays in memory.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
@@ -2205,6 +2225,7 @@ static void plan_lifetimes(UNet* net) {
     };
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
     auto stats = [&](int tensor) { return net->tensor(tensor).stats; };
+    // What the forward pass of a layer reads and writes. A fused layer leaves nothing in memory.
     auto use_forward = [&](const Layer& l, int time) {
         use(time, {data(l.x1), data(l.x2), data(l.residual), data(l.emb), l.saved});
         if (l.kind == GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
@@ -2215,7 +2236,7 @@ static void plan_lifetimes(UNet* net) {
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
         const Op& op = OPS[l.kind];
-        use_forward(l, 1 + i + l.fused);
+        use_forward(l, 1 + i + l.fused); // a fused layer is computed by the next one
         // The embedding's layers are computed beside those before the first one that reads it.
         if (op.embedding) use_forward(l, 1 + first_emb_reader(net));
 
@@ -2274,7 +2295,7 @@ static void check_memory(UNet* net, bool training) {
     const double available = device_available() / GIB;
     const double needed = weights + net->arena_bytes / GIB;
     const int B = net->B;
-    int fits = B;
+    int fits = B; // the largest of B, B / 2, B / 4, ... that fits; 0: none does
     while (fits && weights + net->arena_bytes / GIB > available) {
         fits /= 2;
         place_buffers(net, fits);
@@ -3348,6 +3369,7 @@ struct Dataset : InputFile {
 // d->error says why.
 static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
+    // A file that was fine when it was opened may be changed, cut or damaged later.
     const char* why = d->try_read(to, n, d->image_at(i));
     const bool has_crc = !d->image_crc.empty();
     if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
@@ -3591,6 +3613,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
             posix_fadvise(d->file, d->image_at(i), d->image_bytes(), POSIX_FADV_WILLNEED);
         }
 
+    // The host's side of the upload is filled again when the batch before has left it.
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
     float* values = (float*)(batch->host + d->values_at(own));
@@ -3766,6 +3789,7 @@ struct ModelFile : InputFile {
 
 // Checks that all slots are 0 that have no meaning in this file.
 static void check_unused_slots(const ModelFile& m) {
+    // Lists fill their first slots only. The numbers of their elements were not checked yet, so they are limited here.
     const int* s = m.header.slot;
     const bool training = s[SLOT_CONTENTS] & HAS_TRAINING;
     const int levels = std::clamp(s[SLOT_LEVELS], 0, MOST_LEVELS);
@@ -3795,6 +3819,7 @@ static ModelFile open_model(const std::string& path) {
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
     must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
 
+    // The numbers that the file's size depends on.
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
     const bool training = contents & HAS_TRAINING;
@@ -3804,6 +3829,7 @@ static ModelFile open_model(const std::string& path) {
     must(contents_fit && params_fit && emas_fit, path,
          text("its header is damaged (contents %d, %ld parameters)", contents, n));
 
+    // The size, and the checksum of all that is there.
     const std::string earlier = ": move it away and use an earlier checkpoint";
     const int arrays = 1 + m.emas() + (training ? 2 : 0);
     const size_t size = 1024 + (arrays * n + m.history()) * sizeof(float);
@@ -3860,6 +3886,7 @@ static void check_size(const ModelFile& m, const UNet& net) {
     if (!holds) die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
 
+// Whether no value is infinite or NaN.
 static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
@@ -3887,6 +3914,7 @@ static void copy_slice(float* device, const std::vector<float>& flat, const Slic
 static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k) {
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of it in PyTorch's layout
+    // In the file there are no gaps between the tensors; in our flat arrays there are (place_params).
     size_t byte = 1024 + k * net.num_params * sizeof(float);
     for (const Param& p : net.params) {
         tensor.resize(p.size);
@@ -4480,7 +4508,7 @@ void LogSummary::add(const std::string& row) {
     const double loss = values[COLUMN_LOSS];
     const double ms = values[COLUMN_MS];
     const double logged = values[COLUMN_SECONDS];
-    // Older programs wrote no seconds. For their rows the times of the steps are added up.
+    // The length of the run. Older programs wrote no seconds. For their rows the times of the steps are added up.
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
@@ -4662,6 +4690,7 @@ static void write_waiting(Run* run) {
     run->pictures_tried = now();
     std::string failure;
     std::string name; // the latest picture that was tried
+    // Until one can't be written.
     while (!run->waiting_pictures.empty() && failure.empty()) {
         const auto picture = run->waiting_pictures.begin();
         name = picture->first;
@@ -4687,6 +4716,7 @@ static void write_or_wait(Run* run, const std::string& name, const std::string& 
 // of the run when it was done. A quarter of the noise levels that no sample of the step fell into has no loss.
 static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
+    // Nine digits bring a float back as it was; an empty field is no value.
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
@@ -4695,7 +4725,7 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     run->summary.add(row);
 }
 
-// What the status line says if there is room for all of it.
+// What the status line says if there is room for all of it. val: a validation loss, or NaN. eta: seconds to the end.
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
@@ -4732,6 +4762,7 @@ static void print_step(Run* run, double val) {
     const StepState& s = run->state;
     const double per_step = run->per_step;
     const double eta = per_step * (double)(c.max_steps - s.step);
+    // The first three steps are slower than the others.
     const bool is_timed = s.step >= run->first_step + 3;
     if (is_timed && !run->said_length) {
         run->said_length = true;
@@ -4792,6 +4823,7 @@ static std::string saved_so_far(const Run& run) {
 // again. failure, error: those of rank 0's AtomicFile. Result: whether the file was written.
 static bool is_written(Run* run, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
+    // The first failure, or the end of the patience, or the first success after failures.
     if (error && !run->no_room_since) {
         run->no_room_since = now();
         end_line(run);
@@ -4821,7 +4853,7 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
 static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
-    if (world.rank) {
+    if (world.rank) { // sends its slices, and hears whether rank 0 could write them
         for (float* slice : slices) whole_array(run->trainer, slice);
         return is_written(run, name, "", 0);
     }
@@ -4896,6 +4928,7 @@ static void save_checkpoint(Run* run) {
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
+    // Seven digits, so that a list of the names is in the order of the steps.
     const std::string name = text("model_%07ld.bin", s.step);
     if (!save_arrays(run, name, h, arrays, history)) return;
     run->saved_step = s.step;
@@ -4960,7 +4993,7 @@ static void report_bad_step(Run* run) {
            "so this step is skipped (%ld in a row, %ld in all)\n",
            s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
     if (s.bad_in_row < run->config.max_bad_steps) return;
-    write_log(run);
+    write_log(run); // its last rows show what happened
     stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
 }
 
@@ -4971,7 +5004,8 @@ static void report_bad_step(Run* run) {
 // its plain weights, unless --use_ema False. All averages start from the same weights.
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
-    const int array = m.has(HAS_EMA) && net.config.use_ema ? m.ema_array(0) : 0;
+    const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
+    const int array = takes_average ? m.ema_array(0) : 0;
     const std::vector<float> flat = m.size ? read_array(m, net, array) : init_params(net);
     copy_slice(tr->params, flat, slice_of(flat.size())); // all of it, at every rank
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
@@ -5044,6 +5078,7 @@ static void restore(Run* run, const ModelFile& m) {
 // A folder holds one run. A new run needs a folder in which there is none. A resumed run needs its own folder, or an
 // empty one. resume: the path of the checkpoint; "": the run is new.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
+    // A best.bin without checkpoints is another run's, which --keep_best would replace, unless this run goes on from it.
     const auto found = output.list();
     const bool has_checkpoint = !found.empty();
     std::error_code error;
@@ -5261,6 +5296,7 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (val.count && c.cond_dim && val.K != c.cond_dim)
         die("--val_data_file %s: has %d numbers an image and the model takes --cond_dim %d", val.path.c_str(), val.K,
             c.cond_dim);
+    // A model that is told classes needs them here, too, and has rows for so many of them.
     const bool labels_fit = !val.labels.empty() && val.classes <= c.num_classes;
     if (val.count && c.class_cond && !labels_fit)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
@@ -5279,11 +5315,13 @@ static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
 // Makes the output folder ready, at rank 0: from now on it is this run's alone.
 static void take_folder(Run* run, const std::string& resume) {
     const Config& c = run->config;
+    // The lock is held until the program ends, so that no other run writes here.
     if (run->folder.descriptor < 0) run->folder = make_folder(c.output_dir);
     const Folder& folder = run->folder;
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
     check_output_dir(c, folder, resume, run->first_step); // again, now that nobody else can change it
+    // What a process that was killed had begun to write.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
 }
@@ -5398,7 +5436,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
 // average. If the file has no average, or with --use_ema False: the weights (array 0).
 static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
-    std::string rates;
+    std::string rates; // of the averages that were no match
     for (int k = 0; k < m.emas(); k++) {
         const float rate = m.ema_rate(k);
         if (!c.given("ema_rate") || rate == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
@@ -5415,6 +5453,7 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
     if (!fits)
         die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(),
             d.H, d.W, d.C, c.H, c.W, channels);
+    // Of more images than --sample only the first ones are used.
     const int HW = c.H * c.W;
     const int C = c.in_channels;
     const int count = (int)std::min<int64_t>(d.count, c.sample);
@@ -5440,6 +5479,7 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
 
 // Whether a file holds something that a user may miss if samples replace it: a model, or data that are no samples.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
+    // All our files begin with a header of 1024 bytes, and its first slot says what they are.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     Header h;
     const bool long_enough = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
@@ -5462,6 +5502,7 @@ static Folder open_output(const Config& c, const std::string& resume) {
     };
     const bool has_ending = c.output.ends_with(".png") || c.output.ends_with(".bin");
     must(has_ending && c.output.size() > 4, "must end in .png (one grid) or .bin (float images)");
+    // The folder is opened now and used until the end, even if somebody renames it meanwhile.
     const std::filesystem::path path = c.output;
     const std::string name = path.filename().string();
     const Folder folder = open_folder(path.parent_path().string());
@@ -5501,6 +5542,7 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
                 const float* const value = &images[pixel * C + channel];
                 data.append((const char*)value, sizeof(float));
             }
+    // The header, with a checksum of the images and one of itself. There are no classes.
     const int data_crc = (int)crc32(0, data.data(), data.size());
     Header h;
     h.slot[SLOT_MAGIC] = DATA_MAGIC;
@@ -5545,7 +5587,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
     const double seconds = now() - start;
 
-    if (world.rank) return; // rank 0 has all images and writes them
+    // Rank 0 has all images and writes them.
+    if (world.rank) return;
     must(all_finite(images.data(), images.size()), c.output,
          "not written, because the samples are not finite; the weights in " + model.path + " are broken");
     const bool as_png = c.output.ends_with(".png");
@@ -5880,6 +5923,7 @@ static const char* default_preset(const Config& c, const Dataset& data) {
 // waits until they have ended. value: a number, or all. patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
+    // "all" is 0 here.
     const int number = atoi(value.c_str());
     const bool is_number = number >= 1 && std::to_string(number) == value;
     if (value != "all" && !is_number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
@@ -5922,6 +5966,7 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, Data
 
 // The program. Result: its exit code.
 static int run_program(int argc, char** argv) {
+    // The command line, and how many processes there are.
     start_process(argv);
     find_ranks();
     Config c;
@@ -5955,6 +6000,7 @@ static int run_program(int argc, char** argv) {
     const std::string where = model.size ? model.path + ": " : ""; // who has told the settings, in messages
     start_device(c.precision, c.device);
 
+    // Samples, without a run.
     if (c.sample) {
         if (!model.size) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);
