@@ -3787,18 +3787,24 @@ struct ModelFile : InputFile {
     }
 };
 
+// A field of a header must be a number from low to high.
+static void check_field(const std::string& path, const char* field, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high)
+        die("%s: its header is damaged (%s: %ld, where %ld to %ld is possible): move it away and use an earlier "
+            "checkpoint",
+            path.c_str(), field, value, low, high);
+}
+
 // Checks that all slots are 0 that have no meaning in this file.
 static void check_unused_slots(const ModelFile& m) {
     // Lists fill their first slots only. The numbers of their elements were not checked yet, so they are limited here.
     const int* s = m.header.slot;
     const bool training = s[SLOT_CONTENTS] & HAS_TRAINING;
-    const int levels = std::clamp(s[SLOT_LEVELS], 0, MOST_LEVELS);
-    const int resolutions = std::clamp(s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
     auto unused = [&](int first, int end) {
         check_unused(m.header, first, end, m.path, ": use an earlier checkpoint");
     };
-    unused(SLOT_MULT + levels, SLOT_RESOLUTIONS);
-    unused(SLOT_ATTENTION + resolutions, SLOT_MAX_PERIOD);
+    unused(SLOT_MULT + s[SLOT_LEVELS], SLOT_RESOLUTIONS);
+    unused(SLOT_ATTENTION + s[SLOT_RESOLUTIONS], SLOT_MAX_PERIOD);
     unused(SLOT_UNUSED, SLOT_STEP);
     if (training) unused(SLOT_UNUSED_TOO, SLOT_GUARD);
     else unused(SLOT_BATCH_SIZE, 256);
@@ -3823,11 +3829,9 @@ static ModelFile open_model(const std::string& path) {
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
     const bool training = contents & HAS_TRAINING;
-    const bool contents_fit = contents >= 0 && contents <= (HAS_EMA | HAS_TRAINING);
-    const bool params_fit = n >= 1 && n <= (int64_t)1 << 40;
-    const bool emas_fit = !training || (s[SLOT_EMAS] >= 0 && s[SLOT_EMAS] <= MORE_EMAS);
-    must(contents_fit && params_fit && emas_fit, path,
-         text("its header is damaged (contents %d, %ld parameters)", contents, n));
+    check_field(path, "contents", contents, 0, HAS_EMA | HAS_TRAINING);
+    check_field(path, "parameters", n, 1, (int64_t)1 << 40);
+    if (training) check_field(path, "further averages", s[SLOT_EMAS], 0, MORE_EMAS);
 
     // The size, and the checksum of all that is there.
     const std::string earlier = ": move it away and use an earlier checkpoint";
@@ -3839,6 +3843,8 @@ static ModelFile open_model(const std::string& path) {
     zeroed.slot[SLOT_CRC] = 0;
     const uint32_t crc = m.crc(crc32(0, zeroed.slot, 1024), 1024);
     must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
+    check_field(path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
+    check_field(path, "attention resolutions", s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
     check_unused_slots(m);
     return m;
 }
@@ -5708,8 +5714,6 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     const Header& h = model.header;
     const int levels = h.slot[SLOT_LEVELS];
     const int resolutions = h.slot[SLOT_RESOLUTIONS];
-    if (levels < 1 || levels > MOST_LEVELS || resolutions < 0 || resolutions > MOST_LEVELS)
-        die("%s: its header is damaged (%d levels, %d attention resolutions)", model.path.c_str(), levels, resolutions);
     std::string mult;
     for (int i = 0; i < levels; i++) mult += text("%s%.9g", i ? "," : "", h.get<float>(SLOT_MULT + i));
     std::string heights;
@@ -5831,9 +5835,13 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     const bool bad_counts = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
     const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
     const bool guard_works = g.n == (double)s.updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
-    if (!counts || !bad_counts || !guard_works)
-        die("%s: its header is damaged (step %ld, %ld updates, %ld skipped, %ld in a row): use an earlier checkpoint",
-            m.path.c_str(), s.step, s.updates, s.bad_total, s.bad_in_row);
+    std::string why; // the counters can't be right
+    if (!counts)
+        why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step, most_steps,
+                   s.updates, s.bad_total);
+    else if (!bad_counts) why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
+    else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
+    if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
     // The data file's checksum stands for its whole content; 0: a file of unet.cu's, which has none.
     const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
     const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;

@@ -277,6 +277,7 @@ CHECKPOINT_FLAGS = sorted(SLOTS, key=SLOTS.__getitem__)
 SAVED_FLAGS = [name for name in CHECKPOINT_FLAGS if SLOTS[name] < 64]
 
 MOST_EMAS = 8
+MOST_LEVELS = 8
 POWER_EMAS = tuple(float32(exponent) for exponent in (16.97, 6.94))  # in the place of a rate: --ema_snapshots'
 LARGEST_GAP_DIVISOR = 1e6  # of ect_q^a: a smaller gap is lost in fp32's rounding
 FOREIGN_PRESET = "adm"  # what a state_dict without a configuration, most likely guided-diffusion's, does not say

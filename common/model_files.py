@@ -22,7 +22,7 @@ from common import files
 from common.config import make_config, validate
 from common.files import MODEL_MAGIC, UNET_CU_MODEL_MAGIC
 from common.flags import (
-    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, FREE_FLAGS, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
+    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, FREE_FLAGS, MOST_EMAS, MOST_LEVELS, OBJECTIVES_OWN, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
 )  # fmt: skip
 from common.model import parameter_count, parameter_shapes, to_state_dict
 from common.program import UserError
@@ -181,13 +181,15 @@ def pack_header(file: ModelFile) -> np.ndarray:
 def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
     """The configuration and state in a header whose magic and contents are right."""
     values: dict[str, Any] = {name: header[name].tolist() for name in HEADER.names}
-    values["channel_mult"] = values["channel_mult"][: max(values["levels"], 0)]
-    values["attention_resolutions"] = values["attention_resolutions"][: max(values["resolutions"], 0)]
+    values["channel_mult"] = values["channel_mult"][: values["levels"]]
+    values["attention_resolutions"] = values["attention_resolutions"][: values["resolutions"]]
     values["ema_rate"] = [values["ema_rate"], *values["more_rates"][: max(values["more_emas"], 0)]]
     values["data_file"] = values["data_file"].decode(errors="replace")
     for name in CHECKPOINT_FLAGS:
         if name in WORDS:
-            values[name] = WORDS[name][values[name] % len(WORDS[name])]
+            if not 0 <= values[name] < len(WORDS[name]):
+                raise UserError(f"--{name} {values[name]}: must be one of {'|'.join(WORDS[name])}")
+            values[name] = WORDS[name][values[name]]
         elif FLAGS[name].type == "bool":
             values[name] = values[name] == 1
     training = bool(header["contents"] & HAS_TRAINING)
@@ -206,11 +208,14 @@ def tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 def check_state(config: Config, state: TrainingState) -> None:
     """UserError if a run can't stand there."""
-    n, mean_l, var_l, mean_g, var_g = state.guard
-    counted = state.updates >= 0 and 0 <= state.bad_in_row <= state.bad_total and state.updates + state.bad_total == state.step <= config.max_steps
-    if not (counted and n == state.updates and math.isfinite(sum(state.guard)) and min(var_l, var_g) >= 0):
-        told = f"{state.updates} updates, {state.bad_total} skipped, {state.bad_in_row} in a row, running means {state.guard}"
-        raise UserError(f"step {state.step}, {told}")
+    n, _, var_l, _, var_g = state.guard
+    if state.updates < 0 or state.updates + state.bad_total != state.step or state.step > config.max_steps:
+        told = f"{state.updates} updates and {state.bad_total} skipped steps must add up to it"
+        raise UserError(f"step {state.step} of at most {config.max_steps}, where {told}")
+    if not 0 <= state.bad_in_row <= state.bad_total:
+        raise UserError(f"{state.bad_in_row} skipped steps in a row, where {state.bad_total} were skipped in all")
+    if n != state.updates or not math.isfinite(sum(state.guard)) or min(var_l, var_g) < 0:
+        raise UserError(f"running means of loss and gradient norm that {state.updates} updates can't give")
 
 
 def bin_chunks(file: ModelFile) -> list[np.ndarray]:
@@ -236,6 +241,13 @@ def read_header(path: str) -> np.ndarray:
     return start.view(HEADER).reshape(())
 
 
+def check_field(path: str, field: str, value: int, low: int, high: int) -> None:
+    """ModelFileError if a field of a header is no number from low to high."""
+    if not low <= value <= high:
+        told = f"{field}: {value}, where {low} to {high} is possible"
+        raise ModelFileError(f"{path}: its header is damaged ({told}): move it away and use an earlier checkpoint")
+
+
 def read_bin(path: str, flags: dict[str, Any]) -> ModelFile:
     size, header = os.path.getsize(path), read_header(path)
     if header["magic"] == UNET_CU_MODEL_MAGIC:
@@ -246,8 +258,10 @@ def read_bin(path: str, flags: dict[str, Any]) -> ModelFile:
         raise ModelFileError(f"{path}: is a model file of version {header['version']}, this program reads version 1")
     count, contents, crc = int(header["parameters"]), int(header["contents"]), int(header["crc"])
     training, more = bool(contents & HAS_TRAINING), int(header["more_emas"])
-    if not 0 <= contents <= 3 or count < 1 or not 0 <= more < MOST_EMAS:
-        raise ModelFileError(f"{path}: its header is damaged (contents {contents}, {count} parameters)")
+    check_field(path, "contents", contents, 0, HAS_EMA | HAS_TRAINING)
+    check_field(path, "parameters", count, 1, 2**40)
+    if training:
+        check_field(path, "further averages", more, 0, MOST_EMAS - 1)
     names = ["weights"] + ["ema"] * bool(contents & HAS_EMA) + ["m", "v"] * training + [f"ema{k}" for k in range(2, 2 + more)] * training
     rows = max(int(header["diffusion_steps"]), 0) if training and header["schedule_sampler"] else 0
     expected = 1024 + 4 * (count * len(names) + rows * (HISTORY_LENGTH + 1))
@@ -258,6 +272,8 @@ def read_bin(path: str, flags: dict[str, Any]) -> ModelFile:
     arrays, history = values[: count * len(names)].reshape(-1, count), values[count * len(names) :].reshape(-1, HISTORY_LENGTH + 1)
     if checksum(header, [arrays, history]) != crc:
         raise ModelFileError(f"{path}: its checksum is wrong, so it was damaged; use another copy or checkpoint")
+    check_field(path, "levels", int(header["levels"]), 1, MOST_LEVELS)
+    check_field(path, "attention resolutions", int(header["resolutions"]), 0, MOST_LEVELS)
     config, state = trusted(path, unpack_header, header)
     if count != parameter_count(config):
         raise ModelFileError(f"{path}: holds {count} parameters, its model has {parameter_count(config)}")

@@ -399,6 +399,30 @@ def test_every_training_slot_wrong_in_turn(refused: Callable, checkpoint: Path, 
         assert "m.bin" in refused([*RESUME, "m.bin"]), f"slot {slot[0]}: {slot[1]}"
 
 
+# Slots whose value alone is wrong, and what is said of it.
+TOLD_SLOTS = [
+    ((2, 7), "contents: 7, where 0 to 3 is possible"), ((2, -1), "contents: -1,"), ((4, 0, "<i8"), "parameters: 0, where 1 to 1099511627776 is possible"),
+    ((98, 9), "further averages: 9, where 0 to 7 is possible"), ((98, -1), "further averages: -1,"), ((22, 9), "levels: 9, where 1 to 8 is possible"),
+    ((22, 0), "levels: 0,"), ((31, 9), "attention resolutions: 9, where 0 to 8 is possible"), ((31, -1), "attention resolutions: -1,"),
+    ((43, 9), "--objective 9: must be one of ddpm|edm|flow|ect"), ((42, -1), "--noise_schedule -1: must be one of linear|cosine"),
+    ((44, 3), "--predict 3: must be one of eps|x0|v"), ((78, 3), "--lr_schedule 3: must be one of constant|linear|cosine"),
+    ((81, 2), "2 updates and 0 skipped steps must add up to it"), ((83, 1), "1 skipped steps in a row, where 0 were skipped in all"),
+    ((90, NAN, "<f8"), "running means of loss and gradient norm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("slot, told", TOLD_SLOTS, ids=[f"{slot[0]}_{slot[1]}" for slot, _ in TOLD_SLOTS])
+def test_a_wrong_field_is_told_by_its_name(
+    refused: Callable, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot: tuple, told: str
+) -> None:
+    """One field, what the file holds, and what would be right; by both programs."""
+    (tmp_path / "m.bin").write_bytes(seal_model(with_slot(checkpoint.read_bytes(), *slot)))
+    refused([*RESUME, "m.bin"], "m.bin", told)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(twin.UserError, match=rf"m\.bin: .*{re.escape(told)}"):
+        twin.prepare_run(twin.parse_flags([*RESUME, "m.bin"], twin.FLAGS))
+
+
 def test_unused_slots_must_be_zero(refused: Callable, checkpoint: Path, tmp_path: Path) -> None:
     """Whatever is there means something to somebody, not to this program."""
     good = checkpoint.read_bytes()
