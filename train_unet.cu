@@ -9,86 +9,86 @@
 //    389     2. The interface: all that the program asks of a device
 //    655     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    745     4. Configuration: flags, presets, help, what can work and what cannot
-//   1353     5. The network: a list of layers, made of guided-diffusion's flags
-//   2108     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2341     7. Forward and backward: two walks over the list
-//   2455     8. Diffusion: noise schedules, objectives, samplers
-//   2653         the level of a training sample, drawn, and its share of the loss
-//   2804         samplers
-//   3306     9. Data: .bin files that may be larger than memory, the order of their images
-//   3637    10. Model files: weights and checkpoints, initial weights
-//   3968    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   3983         the learning rate, the verdict on a step, averages of the weights
-//   4062         what a trainer holds
-//   4167         a step
-//   4404    12. A run: log, guard, checkpoints, resume, samples
-//   4429         the log in memory, as the page shows it
-//   4535         what a run holds
-//   4602         the log and the status line
-//   4783         checkpoints, snapshots and grids
-//   5001         the start of a run: new, from a file's weights, or resumed
-//   5175         the loop over the steps
-//   5287         a run from its first to its last line
-//   5433         samples, without a run
-//   5607    13. main: the command line, then a run or samples
-//   5846         what ranks must have in common
-//   5911         main
-//   6030  Part II. The device
-//   6033    14. What all devices share: nonlinearities, patches of pixels
-//   6077    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6145    16. The GPU: what all kernels share
-//   6211         Launches, which may overlap
-//   6253         Decisions: what kernels are chosen with
-//   6291         Single instructions: shared memory, mbarriers, clusters
-//   6375         Activations: pieces of 16 bytes
-//   6587         each_kernel: a thread for an element
-//   6601         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6740         Swizzle: how rows lie in shared memory
-//   6758         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   6933         building blocks of Hopper's kernels (sm_90a)
-//   7181    17. Small operations: resampling, embeddings, diffusion
-//   7184         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7369         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7710         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8083    18. Group norm
-//   8086         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8483         groupnorm_backward_whole: an image's slab in shared memory
-//   8783    19. Attention
-//   8886         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9402         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9537         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10025    20. Convolution
-//  10053         ConvOut: results, 4 channels of a pixel at a time
-//  10240         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10298         conv_halo: 3x3, stride 1, any GPU
-//  10639         conv_gather: any kernel size and stride, any GPU
-//  10851         conv_few: the first and the last layer
-//  10978         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  11405         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  11480         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  11804         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12103         conv_weight_tma: weight gradients (sm_90a)
-//  12337    21. The optimiser
-//  12340         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  12516    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  12519         groupnorm_backward
-//  12617         attention: forward and, where a has dout, backward
-//  12657         convolution: forward and input gradient
-//  12961         convolution: weight gradients
-//  13242    23. The GPU: memory, copies, repeated work
-//  13459    24. Between ranks: from device to device
+//   1367     5. The network: a list of layers, made of guided-diffusion's flags
+//   2122     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2355     7. Forward and backward: two walks over the list
+//   2469     8. Diffusion: noise schedules, objectives, samplers
+//   2670         the level of a training sample, drawn, and its share of the loss
+//   2821         samplers
+//   3325     9. Data: .bin files that may be larger than memory, the order of their images
+//   3656    10. Model files: weights and checkpoints, initial weights
+//   3993    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4008         the learning rate, the verdict on a step, averages of the weights
+//   4087         what a trainer holds
+//   4192         a step
+//   4429    12. A run: log, guard, checkpoints, resume, samples
+//   4454         the log in memory, as the page shows it
+//   4560         what a run holds
+//   4627         the log and the status line
+//   4808         checkpoints, snapshots and grids
+//   5026         the start of a run: new, from a file's weights, or resumed
+//   5200         the loop over the steps
+//   5312         a run from its first to its last line
+//   5458         samples, without a run
+//   5632    13. main: the command line, then a run or samples
+//   5874         what ranks must have in common
+//   5939         main
+//   6059  Part II. The device
+//   6062    14. What all devices share: nonlinearities, patches of pixels
+//   6106    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6174    16. The GPU: what all kernels share
+//   6240         Launches, which may overlap
+//   6282         Decisions: what kernels are chosen with
+//   6320         Single instructions: shared memory, mbarriers, clusters
+//   6404         Activations: pieces of 16 bytes
+//   6616         each_kernel: a thread for an element
+//   6630         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6769         Swizzle: how rows lie in shared memory
+//   6787         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   6962         building blocks of Hopper's kernels (sm_90a)
+//   7210    17. Small operations: resampling, embeddings, diffusion
+//   7213         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7398         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7739         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8112    18. Group norm
+//   8115         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8512         groupnorm_backward_whole: an image's slab in shared memory
+//   8812    19. Attention
+//   8915         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9431         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9566         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10054    20. Convolution
+//  10082         ConvOut: results, 4 channels of a pixel at a time
+//  10269         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10327         conv_halo: 3x3, stride 1, any GPU
+//  10668         conv_gather: any kernel size and stride, any GPU
+//  10880         conv_few: the first and the last layer
+//  11007         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  11434         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  11509         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  11833         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12132         conv_weight_tma: weight gradients (sm_90a)
+//  12366    21. The optimiser
+//  12369         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  12545    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  12548         groupnorm_backward
+//  12646         attention: forward and, where a has dout, backward
+//  12686         convolution: forward and input gradient
+//  12990         convolution: weight gradients
+//  13271    23. The GPU: memory, copies, repeated work
+//  13488    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6026, train 5390, run_step 5223, train_step 4342, load_batch 3601, step_gradients 4255, forward_and_loss 4173,
-//     draw_levels 7722, q_sample_forward 7787, unet_forward 2365, loss_forward_backward 7894, unet_backward 2428,
-//     sum_gradients 12377, judge_step 12416, adamw_update 12496, next_step 12422, record_step 12427, collect_steps 5179
-//   pictures, from noise: sample_batch 3223, plan_route 3022, device_step 3064, euler_step 2834 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4255
-//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 6050, with_nonlinearity 6060
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2580
-//   an objective: its word in common/flags.h, make_objective 2632, draw_level 2718, level_at 3049, sampler_sigmas 2955
-//   a kind of layer: LayerKind 1403, forward_linear 1623 and backward_linear 1627 beside it, OPS 1757, add_resblock 1909 and its like
+//     main 6055, train 5415, run_step 5248, train_step 4367, load_batch 3620, step_gradients 4280, forward_and_loss 4198,
+//     draw_levels 7751, q_sample_forward 7816, unet_forward 2379, loss_forward_backward 7923, unet_backward 2442,
+//     sum_gradients 12406, judge_step 12445, adamw_update 12525, next_step 12451, record_step 12456, collect_steps 5204
+//   pictures, from noise: sample_batch 3242, plan_route 3040, device_step 3083, euler_step 2851 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4280
+//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 6079, with_nonlinearity 6089
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2595
+//   an objective: its word in common/flags.h, make_objective 2649, draw_level 2735, level_at 3067, sampler_sigmas 2972
+//   a kind of layer: LayerKind 1417, forward_linear 1637 and backward_linear 1641 beside it, OPS 1771, add_resblock 1923 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -855,6 +855,20 @@ static std::vector<std::string> choices(const Flag& f) {
     std::vector<std::string> words;
     for (std::string word; std::getline(list, word, '|');) words.push_back(word);
     return words;
+}
+
+// A flag has a word for which a place of the program has no meaning. Whoever adds a word to common/flags.h finds all
+// such places with this sentence: a new word is never silently taken for an old one.
+[[noreturn]] static void unknown_word(const char* flag, const std::string& word) {
+    die("--%s %s: a part of this program does not know that word yet; choose another one", flag, word.c_str());
+}
+
+// What a flag's word means in one place of the program, of these pairs (word, meaning).
+template <class T>
+static T meaning(const char* flag, const std::string& word, std::initializer_list<std::pair<const char*, T>> pairs) {
+    for (const auto& [known, meant] : pairs)
+        if (word == known) return meant;
+    unknown_word(flag, word);
 }
 
 // set_value sets a flag of each type from its text. Result: "", or what the text must be and is not.
@@ -2557,12 +2571,13 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
     const double scale = 1000.0 / T, first = 1e-4 * scale, last = 0.02 * scale;
+    const bool is_cosine = meaning<bool>("noise_schedule", c.noise_schedule, {{"linear", false}, {"cosine", true}});
     auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); };
     std::vector<double> result;
     double product = 1;
     for (int t = 0; t < T; t++) {
         double beta = first + (last - first) * t / (T - 1);
-        if (c.noise_schedule == "cosine") beta = std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
+        if (is_cosine) beta = std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
         product *= 1 - beta;
         result.push_back(product);
     }
@@ -2583,10 +2598,7 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     const Prediction eps{0, 1, 1 / signal, -sigma / signal, snr};
     const Prediction x0{1, 0, 0, 1, 1};
     const Prediction v{-sigma, signal, signal, -sigma, snr + 1}; // Salimans & Ho 2022, appendix D
-    Prediction p = eps;
-    if (c.predict == "x0") p = x0;
-    else if (c.predict == "v") p = v;
-    else if (c.predict != "eps") die("internal error: ddpm_level does not know --predict %s", c.predict.c_str());
+    const Prediction p = meaning<Prediction>("predict", c.predict, {{"eps", eps}, {"x0", x0}, {"v", v}});
     NoiseLevel level{};
     level.t = (float)(c.rescale_timesteps ? t * 1000 / c.diffusion_steps : t);
     level.signal = (float)signal;
@@ -2627,12 +2639,18 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     return levels;
 }
 
+static Frame frame_of(const Config& c) {
+    const char* flag = c.objective == "ect" ? "ect_frame" : "objective";
+    return meaning<Frame>(flag, c.frame(), {{"ddpm", Frame::DDPM}, {"edm", Frame::EDM}, {"flow", Frame::FLOW}});
+}
+
 // What the model is trained on. The variational bound is a sum over all T timesteps, of which a step draws one: so that
 // one counts T times. guided-diffusion counts it in bits, so it is divided by log 2.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0));
     const bool flow = c.objective == "flow";
     Objective o{};
+    o.frame = frame_of(c);
     o.levels = c.objective == "ddpm" ? device_copy(ddpm_levels(c)) : nullptr;
     o.steps = c.diffusion_steps;
     o.P_mean = flow ? c.t_mean : c.P_mean;
@@ -2641,10 +2659,9 @@ static Objective make_objective(const Config& c) {
     o.mse = c.use_kl ? 0 : 1;
     if (c.use_kl) o.bound = bits;
     else if (c.learned_variance()) o.bound = bits * c.vlb_weight;
-    if (c.frame() == "edm") o.frame = Frame::EDM;
-    if (c.frame() == "flow") o.frame = Frame::FLOW;
     if (c.objective != "ect") return o;
-    const TuningWeight weight = c.ect_weight == "gap" ? TuningWeight::GAP : TuningWeight::SNR;
+    const TuningWeight weight =
+        meaning<TuningWeight>("ect_weight", c.ect_weight, {{"gap", TuningWeight::GAP}, {"snr", TuningWeight::SNR}});
     o.tuning = Tuning{c.ect_q, c.ect_k, c.ect_b, c.ect_c, c.ect_stage(), weight};
     return o;
 }
@@ -2962,7 +2979,7 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
         return sigmas;
     }
     const bool consistency = c.sampler == "consistency";
-    const bool flow = c.frame() == "flow" && !consistency;
+    const bool flow = frame_of(c) == Frame::FLOW && !consistency;
     double high = c.sigma_max;
     double low = consistency ? c.mid_t : c.sigma_min;
     if (c.objective == "ddpm") { // it knows no others than those of its timesteps, and what lies between them
@@ -3011,11 +3028,12 @@ struct Route {
 // Adds the moves of a step from sigma s to n. before: the sigma at which the step before it began; 0: there was none.
 static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
     if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
-    if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
-    if (c.sampler == "euler") moves->push_back(euler_step(s, n));
-    if (c.sampler == "heun") add_heun_step(moves, s, n);
-    if (c.sampler == "dpmpp_2m") moves->push_back(dpmpp_2m_step(before, s, n));
-    if (c.sampler == "consistency") moves->push_back(consistency_step(s, n));
+    else if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
+    else if (c.sampler == "euler") moves->push_back(euler_step(s, n));
+    else if (c.sampler == "heun") add_heun_step(moves, s, n);
+    else if (c.sampler == "dpmpp_2m") moves->push_back(dpmpp_2m_step(before, s, n));
+    else if (c.sampler == "consistency") moves->push_back(consistency_step(s, n));
+    else unknown_word("sampler", c.sampler);
     if (!c.inpaint.empty()) moves->back().known_until = n;
 }
 
@@ -3047,8 +3065,9 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
 // What the network sees, and what its answer means, at any sigma. A model of T timesteps is told a t between two of its
 // own, linear in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& known, double sigma) {
-    if (c.frame() == "edm") return edm_level(sigma, c.sigma_data);
-    if (c.frame() == "flow") return flow_level(sigma);
+    const Frame frame = frame_of(c);
+    if (frame == Frame::EDM) return edm_level(sigma, c.sigma_data);
+    if (frame == Frame::FLOW) return flow_level(sigma);
     // known[i] <= sigma < known[i + 1]; beyond the ends: the first or the last two
     const size_t last = known.size() - 1;
     const auto above = std::upper_bound(known.begin() + 1, known.begin() + last, sigma);
@@ -4114,9 +4133,7 @@ static AdamW optimiser_settings(const Config& c) {
     h.eps = c.adam_eps;
     h.grad_clip = c.grad_clip;
     h.ema_rate = c.emas[0];
-    h.lr_schedule = 0; // constant
-    if (c.lr_schedule == "linear") h.lr_schedule = 1;
-    if (c.lr_schedule == "cosine") h.lr_schedule = 2;
+    h.lr_schedule = meaning<int>("lr_schedule", c.lr_schedule, {{"constant", 0}, {"linear", 1}, {"cosine", 2}});
     h.warmup_steps = c.warmup_steps;
     h.max_steps = c.max_steps;
     return h;
@@ -4162,7 +4179,9 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
         tr.teacher_t = device_alloc<float>(tr.net.B);
         tr.last_step = device_copy(std::vector<int64_t>{c.max_steps - 1});
     }
-    if (c.schedule_sampler == "uniform") return tr;
+    const bool by_losses =
+        meaning<bool>("schedule_sampler", c.schedule_sampler, {{"uniform", false}, {"loss-second-moment", true}});
+    if (!by_losses) return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
     tr.weights = device_alloc<double>(c.diffusion_steps); // zeros: every t is as likely
     tr.objective.weights = tr.weights;
@@ -5750,7 +5769,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     if (from_unet_cu) return take_unet_cu_file(c, model);
 
     take_parsed_flags(c, model);
-    if (is_tuned) take_from_file(c, path, "ect_frame", objective == EDM_NUMBER ? "edm" : "flow");
+    if (is_tuned) take_from_file(c, path, "ect_frame", header_value(*c, h, *find_flag("objective")));
     for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !resume)) continue;
@@ -5837,9 +5856,10 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     const bool guard_works = g.n == (double)s.updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
     std::string why; // the counters can't be right
     if (!counts)
-        why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step, most_steps,
-                   s.updates, s.bad_total);
-    else if (!bad_counts) why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
+        why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,
+                   most_steps, s.updates, s.bad_total);
+    else if (!bad_counts)
+        why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
     else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
     if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
     // The data file's checksum stands for its whole content; 0: a file of unet.cu's, which has none.
@@ -6007,6 +6027,7 @@ static int run_program(int argc, char** argv) {
     complete_config(&c, model, resumes, &data);
     const std::string where = model.size ? model.path + ": " : ""; // who has told the settings, in messages
     start_device(c.precision, c.device);
+    const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
 
     // Samples, without a run.
     if (c.sample) {
@@ -6014,7 +6035,7 @@ static int run_program(int argc, char** argv) {
         const std::string error = check_model(&c);
         if (!error.empty()) refuse(where + error);
         compare_ranks(c, model.path);
-        join_devices(c.exchange == "auto");
+        join_devices(directly);
         sample_and_stop(c, samples, model);
         return 0;
     }
@@ -6026,7 +6047,7 @@ static int run_program(int argc, char** argv) {
     take_data_shape(&c, data, where);
     if (resumes) check_resume(c, model, data);
     compare_ranks(c, model.path);
-    join_devices(c.exchange == "auto");
+    join_devices(directly);
     return train(c, data, output, resume, model);
 }
 
@@ -6127,7 +6148,7 @@ static int count_gpus() {
 
 static void start_device(const std::string& precision, int number) {
     if (number) die("--device %d: this is the CPU build; leave the flag out, or make train_unet_cuda", number);
-    if (precision == "bf16")
+    if (meaning<bool>("precision", precision, {{"auto", false}, {"fp32", false}, {"bf16", true}}))
         die("--precision bf16 (--use_fp16 True): the CPU build computes in fp32; leave the flag out, or use fp32");
 }
 
@@ -13321,7 +13342,7 @@ static void start_device(const std::string& precision, int number) {
            .clusters = version >= 90 && allowed.clusters,
            // Code for 9.0 is always sm_90a's, which has wgmma: the #error beside typedef bf16 sees to that.
            .wgmma = version == 90 && allowed.hopper};
-    device.bf16 = precision != "fp32";
+    device.bf16 = meaning<bool>("precision", precision, {{"auto", true}, {"fp32", false}, {"bf16", true}});
     int low, high;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));

@@ -156,7 +156,7 @@ class Diffusion:
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
         self.config, self.steps, self.channels = config, config.diffusion_steps, config.in_channels
-        if config.noise_schedule == "linear":
+        if config.meaning("noise_schedule", {"linear": True, "cosine": False}):
             betas = np.linspace(0.0001 * 1000 / self.steps, 0.02 * 1000 / self.steps, self.steps)
         else:  # cosine (Nichol & Dhariwal 2021)
             curve = np.cos((np.arange(self.steps + 1) / self.steps + 0.008) / 1.008 * np.pi / 2) ** 2
@@ -174,11 +174,14 @@ class Diffusion:
         """Where the signal's variance is alpha_bar: the three predictions, and Min-SNR's weights for them."""
         signal, sigma, snr = alpha_bar.sqrt(), (1 - alpha_bar).sqrt(), alpha_bar / (1 - alpha_bar)
         zero, one = torch.zeros_like(signal), torch.ones_like(signal)
-        target_x0, target_noise, x0_x, x0_out, relative = {
-            "eps": (zero, one, 1 / signal, -sigma / signal, snr),
-            "x0": (one, zero, zero, one, one),
-            "v": (-sigma, signal, signal, -sigma, snr + 1),  # Salimans & Ho 2022, appendix D
-        }[self.config.predict]
+        target_x0, target_noise, x0_x, x0_out, relative = self.config.meaning(
+            "predict",
+            {
+                "eps": (zero, one, 1 / signal, -sigma / signal, snr),
+                "x0": (one, zero, zero, one, one),
+                "v": (-sigma, signal, signal, -sigma, snr + 1),  # Salimans & Ho 2022, appendix D
+            },
+        )
         gamma = self.config.min_snr_gamma
         told = t.double() * 1000 / self.steps if self.config.rescale_timesteps else t.double()
         weight = snr.clamp(max=gamma) / relative if gamma > 0 else one
@@ -199,11 +202,12 @@ class Diffusion:
 
     def level(self, t: torch.Tensor) -> NoiseLevel:
         """Of what noise_levels draws."""
-        if self.config.objective == "ddpm":
+        frame = self.config.frame
+        if frame == "ddpm":
             return self.ddpm_level(self.tables[0][t], t)
-        if self.config.objective == "ect":
-            return self.edm_level(t) if self.config.frame == "edm" else self.flow_level(t / (1 + t))
-        return self.edm_level(t) if self.config.objective == "edm" else self.flow_level(t)
+        if frame == "edm":
+            return self.edm_level(t)
+        return self.flow_level(t / (1 + t) if self.config.objective == "ect" else t)  # ect draws sigma
 
     def teacher_sigma(self, t: torch.Tensor, step: int | None = None) -> torch.Tensor:
         """Geng et al. 2024: (B) r of the students' t, at this step (0-based) or in the run's last one."""
@@ -223,7 +227,7 @@ class Diffusion:
         student.target_noise = (parts[1] - student.x0_x * student.sigma) / student.x0_out
         student.target_teacher = parts[2] / student.x0_out
         snr = 1 / t**2 + 1 / self.config.sigma_data**2
-        student.weight = 1 / (t - r) if self.config.ect_weight == "gap" else snr
+        student.weight = self.config.meaning("ect_weight", {"gap": 1 / (t - r), "snr": snr})
         return student, teacher
 
     def level_at(self, sigma: float) -> NoiseLevel:
@@ -493,8 +497,9 @@ SAMPLERS: dict[str, Callable] = {"ddim": ddim, "ddpm": ddpm, "euler": euler, "he
 def sampler_steps(D: Denoiser, x: torch.Tensor, first: int = 0) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(step, x, what the network says about x_0 in it, the next x), from the sampler's x at step `first`."""
     before, D.asked = None, first * (2 if D.config.sampler == "heun" else 1)
+    take_step = D.config.meaning("sampler", SAMPLERS)
     for step, then in step_order(D.config, len(D.route) - 1, first):
-        x0, x_next = SAMPLERS[D.config.sampler](D, x, D.route[step], D.route[step + 1], before)
+        x0, x_next = take_step(D, x, D.route[step], D.route[step + 1], before)
         x_next = D.keep_known(x_next, D.route[step + 1], D.route[then])
         yield step, x, x0, x_next
         x, before = x_next, (x0, D.route[step].sigma) if then == step + 1 else None
@@ -550,7 +555,7 @@ def learning_rate(config: Config, step: int) -> float:
     warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps > 0 else 1.0
     progress = min(max((step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 0.0), 1.0)
     shape = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
-    return float(np.float32(config.lr * warm * shape[config.lr_schedule]))
+    return float(np.float32(config.lr * warm * config.meaning("lr_schedule", shape)))
 
 
 def judge(guard: tuple[float, ...], loss: float, grad_norm: float) -> tuple[str, tuple[float, ...]]:
@@ -572,7 +577,8 @@ class LossHistory:
 
     def __init__(self, config: Config, rows: np.ndarray | None):
         empty = np.zeros((config.diffusion_steps, HISTORY_LENGTH + 1), np.float32)
-        self.rows = None if config.schedule_sampler == "uniform" else empty if rows is None else rows.copy()
+        learnt = config.meaning("schedule_sampler", {"uniform": False, "loss-second-moment": True})
+        self.rows = None if not learnt else empty if rows is None else rows.copy()
 
     def probabilities(self) -> np.ndarray | None:
         """(T), for training_batch; None if all are the same, as they are as long as losses are missing."""
@@ -612,7 +618,7 @@ class Trainer:
         weights, m, v, *self.emas = (torch.tensor(a, device=self.device) for a in (start.weights, start.m, start.v, *start.averages_for(config)))
         self.precision = pick_precision(config, self.device)
         self.model, self.averaged = (build_model(config, w, self.device, self.precision) for w in (weights, self.emas[0]))
-        self.compiled = config.compile == "1" or (config.compile == "auto" and self.device.type == "cuda")
+        self.compiled = config.meaning("compile", {"0": False, "1": True, "auto": self.device.type == "cuda"})
         self.forward = torch.compile(self.model) if self.compiled else self.model
         self.weights = nn.Parameter(weights)
         self.weights.grad = torch.zeros_like(weights)

@@ -294,4 +294,5 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_precision(config: Config, device: torch.device) -> str:
-    return config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
+    fastest = "bf16" if device.type == "cuda" else "fp32"
+    return config.meaning("precision", {"auto": fastest, "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})  # fp16: of Core ML

@@ -114,10 +114,10 @@ def unet_settings(config: Config) -> dict[str, Any]:
 def scheduler_settings(config: Config) -> dict[str, Any]:
     """A scheduler's class and its arguments."""
     refuse_unless(config.objective != "ect", config, "objective", "their schedulers know no such model; .pt and .safetensors hold it")
-    if config.objective == "edm":  # their samplers of this kind do not clip what the network says
+    if config.frame == "edm":  # their samplers of this kind do not clip what the network says
         limits = {name: getattr(config, name) for name in ("sigma_min", "sigma_max", "sigma_data", "rho")}
         return {"_class_name": "EDMEulerScheduler"} | EDM_DEFAULTS | limits
-    if config.objective == "flow":  # nor does theirs; what both tell the network is 1000 t
+    if config.frame == "flow":  # nor does theirs; what both tell the network is 1000 t
         return {"_class_name": "FlowMatchEulerDiscreteScheduler"} | FLOW_DEFAULTS
     untrained = config.learn_sigma and not config.learned_variance
     refuse_unless(not untrained, config, "vlb_weight", "the variance that --learn_sigma True adds is untrained, and their schedulers would use it")
@@ -125,10 +125,10 @@ def scheduler_settings(config: Config) -> dict[str, Any]:
     variance = "learned_range" if config.learned_variance else "fixed_small" if config.sigma_small else "fixed_large"
     return {"_class_name": "DDPMScheduler"} | DDPM_DEFAULTS | betas | {
         "num_train_timesteps": config.diffusion_steps,
-        "beta_schedule": SCHEDULES[config.noise_schedule],
+        "beta_schedule": config.meaning("noise_schedule", SCHEDULES),
         "variance_type": variance,
         "clip_sample": config.clip_denoised,
-        "prediction_type": PREDICTIONS[config.predict],
+        "prediction_type": config.meaning("predict", PREDICTIONS),
     }  # fmt: skip
 
 

@@ -14,9 +14,11 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.program import UserError
+
+T = TypeVar("T")
 
 
 def float32(value: float) -> float:
@@ -235,10 +237,20 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
     def learned_variance(self) -> bool:
         return self.learn_sigma and (self.vlb_weight > 0 or self.use_kl)
 
+    def meaning(self, name: str, meanings: dict[str, T]) -> T:
+        """What a flag's word means in one place of the program. UserError if that place does not know it yet: a new word is never silently taken for an
+        old one."""
+        word = getattr(self, name)
+        if word not in meanings:
+            raise UserError(f"--{name} {word}: a part of this program does not know that word yet; choose another one")
+        return meanings[word]
+
     @property
     def frame(self) -> str:
         """What the network is shown and told, and what its answer means: those of objective ddpm, edm or flow."""
-        return self.ect_frame if self.objective == "ect" else self.objective
+        if self.objective == "ect":
+            return self.meaning("ect_frame", {"edm": "edm", "flow": "flow"})
+        return self.meaning("objective", {"ddpm": "ddpm", "edm": "edm", "flow": "flow"})
 
     @property
     def ect_stage(self) -> int:

@@ -10,9 +10,11 @@ import os
 import re
 import resource
 import select
+import shutil
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable
@@ -100,6 +102,43 @@ def test_both_programs_read_one_table(run: Callable) -> None:
     assert train_unet.FLAGS.keys() == {name for name, *_ in TABLE} - set(NOT_HERE) | {f.name for f in dataclasses.fields(Own)}
     with pytest.raises(train_unet.UserError, match="--bench: .*dev/benchmarks/bench_torch.py"):
         train_unet.parse_flags(["--bench", "20"], train_unet.FLAGS)
+
+
+UNHEARD = [
+    "--objective unheard", "--objective ect --ect_frame unheard", "--objective ect --ect_weight unheard", "--noise_schedule unheard",
+    "--predict unheard", "--lr_schedule unheard", "--schedule_sampler unheard", "--precision unheard", "--sampler unheard --sample_interval 1",
+    "--exchange unheard",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def with_unheard_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both programs, in a folder, with a word more for each flag that has words: as they are before somebody has written what it means."""
+    folder = tmp_path_factory.mktemp("unheard")
+    for name in ("common", "host", "dev/reference.h"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copytree(ROOT / name, folder / name) if (ROOT / name).is_dir() else shutil.copy(ROOT / name, folder / name)
+    for name in ("train_unet.py", "train_unet.cu"):
+        shutil.copy(ROOT / name, folder / name)
+    table = (ROOT / "common/flags.h").read_text()
+    (folder / "common/flags.h").write_text(re.sub(r'WORDS\("([^"]+)"\)', r'WORDS("\1|unheard")', table))
+    words = "g++ -x c++ -std=c++20 -O0 -fopenmp train_unet.cu -o train_unet".split()
+    subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", UNHEARD)
+def test_a_word_without_a_meaning_is_a_sentence(with_unheard_words: Path, data: Path, tmp_path: Path, given: str) -> None:
+    """A new word of a flag is never silently taken for an old one, wherever somebody forgot to say what it means."""
+    program, twin = [with_unheard_words / "train_unet"], [sys.executable, with_unheard_words / "train_unet.py", "--device", "cpu"]
+    for command in [program] if "exchange" in given else [program, twin]:
+        words = [*command, *flags(TINY, "--data_file", data, "--max_steps 1", given)]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        flag = next(word for word, value in zip(given.split(), given.split()[1:]) if value == "unheard")
+        assert done.returncode == 1 and f"{flag} unheard: a part of this program does not know that word yet" in done.stderr, done
+        assert done.stderr.count("\n") == 1, done
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
 def test_limits_are_as_exact_as_files(run: Callable, data: Path) -> None:

@@ -423,6 +423,17 @@ def test_a_wrong_field_is_told_by_its_name(
         twin.prepare_run(twin.parse_flags([*RESUME, "m.bin"], twin.FLAGS))
 
 
+def test_tuning_a_model_of_an_unknown_objective(
+    refused: Callable, checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.bin").write_bytes(seal_model(with_slot(checkpoint.read_bytes(), 43, 9)))
+    given = flags("--init m.bin --objective ect --data_file", data)
+    refused(given, "m.bin: --ect_frame 9: must be one of edm|flow")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(twin.UserError, match=r"m\.bin: .*--objective 9: must be one of ddpm|edm|flow|ect"):
+        twin.prepare_run(twin.parse_flags(given, twin.FLAGS))
+
+
 def test_unused_slots_must_be_zero(refused: Callable, checkpoint: Path, tmp_path: Path) -> None:
     """Whatever is there means something to somebody, not to this program."""
     good = checkpoint.read_bytes()
