@@ -535,6 +535,7 @@ def test_sampling_what_the_model_cannot(refused: Callable, tmp_path: Path) -> No
     refused(flags(given, "--sampler heun --timestep_respacing 1001"), "--timestep_respacing 1001", "1000")
 
 
+@pytest.mark.long
 def test_other_objectives_learn(run: Callable, data: Path, tmp_path: Path) -> None:
     """From 1 or so down, as eps does in test_training.py."""
     for name, words in {

@@ -146,6 +146,7 @@ def test_repaints_schedule(run: Callable, tmp_path: Path, n: int, length: int, t
     assert f" {len(downward)} evaluations each" in run([*words.split(), "--output", "s.bin"]).out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [dict(sampler="ddpm"), dict(sampler="dpmpp_2m", objective="flow"), dict(sampler="heun", objective="edm")])
 def test_going_back_helps(tmp_path: Path, settings: dict) -> None:
     """Of points from a mixture of normals one coordinate is known, and the other one painted with an exact network. RePaint is no exact method: the

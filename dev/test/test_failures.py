@@ -6,7 +6,7 @@ next start with --resume_checkpoint auto ends with the same bits as a run withou
 Calls of the system fail in the CPU build, by failing_calls.cpp. Those of CUDA and NCCL fail in the GPU build on a GPU made of software, by fake_cudart.cpp and
 fake_nccl.cpp, which take the same variables: make -C dev BUILD=emulated builds it.
 
-`make test_all` tries some, evenly spaced; `make test_faults` tries every N (TRAIN_UNET_FAILURES=all).
+`make test` tries some of those of a resumed run, evenly spaced, `make test_all` some of all; `make test_faults` tries every N (TRAIN_UNET_FAILURES=all).
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def try_all(laboratory: Laboratory, scenario: str, call: str, tries: int) -> lis
     return tried
 
 
-@pytest.mark.parametrize("scenario", [pytest.param("start", marks=pytest.mark.long), "resume", "sample"])
+@pytest.mark.parametrize("scenario", [pytest.param("start", marks=pytest.mark.long), "resume", pytest.param("sample", marks=pytest.mark.long)])
 @pytest.mark.parametrize("call", CALLS)
 def test_each_call_fails(laboratory: Laboratory, scenario: str, call: str) -> None:
     # A disk that is full for ever is waited for, 15 seconds at a run's end: unless ALL are tried, only the middle call fails for ever.

@@ -114,6 +114,7 @@ def test_native_draws_what_torch_draws(tmp_path: Path, name: str, sampler: str) 
     check_close(images_of(path, tmp_path, *words, "--backend", "native"), exact_images(path, *words))
 
 
+@pytest.mark.long  # what the exported network computes, test_onnx_file checks
 def test_onnx_draws_what_native_draws(tmp_path: Path) -> None:
     """The exported network, computed by onnxruntime, in train_unet.py's sampler, against the C++ program. The batch (2, then 1) is not that of the export."""
     path = tmp_path / "m.bin"
@@ -430,7 +431,7 @@ def run_mil(path: Path, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.filterwarnings("ignore:Function _TORCH_OPS_REGISTRY:DeprecationWarning")  # coremltools' own functions, which it calls
-@pytest.mark.parametrize("name, precision", [("old", "fp32"), ("everything", "fp16")])
+@pytest.mark.parametrize("name, precision", [pytest.param("old", "fp32", marks=pytest.mark.long), ("everything", "fp16")])
 def test_core_ml_package(tmp_path: Path, name: str, precision: str) -> None:
     """Converted on any machine; what the saved program computes, operation by operation, is what the model does.
 
@@ -781,7 +782,7 @@ def test_the_released_layout() -> None:
         assert (config.noise_schedule, config.diffusion_steps, config.num_head_channels, config.use_new_attention_order) == ("cosine", 1000, 64, True)
 
 
-@pytest.mark.parametrize("new_order, half", [(True, True), (False, False)])
+@pytest.mark.parametrize("new_order, half", [(True, True), pytest.param(False, False, marks=pytest.mark.long)])
 def test_a_released_state_dict_is_sampled_by_both(tmp_path: Path, new_order: bool, half: bool) -> None:
     """The released layout a third as wide (33 M parameters; with all 296 M it takes a minute and 3.5 GB a program), as published: a bare state_dict of
     fp32, or fp16, in a .pt; with the attention order of the 64x64 model, and of the others."""

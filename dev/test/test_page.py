@@ -235,6 +235,7 @@ def long_run(data: Path, tmp_path: Path) -> Iterator[subprocess.Popen]:
     process.wait()
 
 
+@pytest.mark.long  # the page is written every ten seconds
 def test_it_follows_a_run_that_draws_and_saves_nothing(long_run: subprocess.Popen, tmp_path: Path) -> None:
     first = until(lambda: (run := shown_run(tmp_path / "out"))["step"] and run, 25)
     assert first["state"] == "running" and len(first["rows"]) > 5 and first["rows"][-1][1] == first["step"]

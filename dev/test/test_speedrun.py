@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY_MODEL, TINY_RUN, binary_path, environment, make_images
 
-from common.program import UserError
+from common.program import UserError, run_program
 
 sys.path.insert(0, str(ROOT / "dev/benchmarks"))
 import quality
@@ -76,6 +76,7 @@ def test_crops_stay_inside() -> None:
     assert 0.25 < mirrored < 0.75
 
 
+@pytest.mark.long
 def test_a_run(tmp_path: Path, make_data: object) -> None:
     images = make_images(700, 1, 8, 8)
     file = make_data("d.bin", images, np.arange(700) % 7, 7)
@@ -103,7 +104,7 @@ def test_a_run(tmp_path: Path, make_data: object) -> None:
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_it_refuses(tmp_path: Path, make_data: object) -> None:
+def test_what_it_refuses(tmp_path: Path, make_data: object, capfd: pytest.CaptureFixture) -> None:
     few = make_data("few.bin", make_images(20, 1, 8, 8))
     for words, told in (
         (["--data_file", few], "at least 640"),
@@ -115,10 +116,9 @@ def test_what_it_refuses(tmp_path: Path, make_data: object) -> None:
         (["--rivals", "guided", "--recipes"], "it needs --rival_seconds"),
         (["--recipes"], "--recipes: names none"),
     ):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "dev/benchmarks/speedrun.py"), *map(str, words)], capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 1 and told in done.stderr and done.stderr.count("\n") == 1
+        code = run_program("speedrun", lambda _, words=words: speedrun.run([*map(str, words)]))
+        error = capfd.readouterr().err
+        assert code == 1 and told in error and error.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
