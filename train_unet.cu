@@ -10,85 +10,85 @@
 //    655     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    745     4. Configuration: flags, presets, help, what can work and what cannot
 //   1367     5. The network: a list of layers, made of guided-diffusion's flags
-//   2122     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2355     7. Forward and backward: two walks over the list
-//   2469     8. Diffusion: noise schedules, objectives, samplers
-//   2670         the level of a training sample, drawn, and its share of the loss
-//   2821         samplers
-//   3325     9. Data: .bin files that may be larger than memory, the order of their images
-//   3656    10. Model files: weights and checkpoints, initial weights
-//   3993    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4008         the learning rate, the verdict on a step, averages of the weights
-//   4087         what a trainer holds
-//   4192         a step
-//   4429    12. A run: log, guard, checkpoints, resume, samples
-//   4454         the log in memory, as the page shows it
-//   4560         what a run holds
-//   4627         the log and the status line
-//   4808         checkpoints, snapshots and grids
-//   5026         the start of a run: new, from a file's weights, or resumed
-//   5200         the loop over the steps
-//   5312         a run from its first to its last line
-//   5458         samples, without a run
-//   5632    13. main: the command line, then a run or samples
-//   5874         what ranks must have in common
-//   5939         main
-//   6059  Part II. The device
-//   6062    14. What all devices share: nonlinearities, patches of pixels
-//   6106    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6174    16. The GPU: what all kernels share
-//   6240         Launches, which may overlap
-//   6282         Decisions: what kernels are chosen with
-//   6320         Single instructions: shared memory, mbarriers, clusters
-//   6404         Activations: pieces of 16 bytes
-//   6616         each_kernel: a thread for an element
-//   6630         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6769         Swizzle: how rows lie in shared memory
-//   6787         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   6962         building blocks of Hopper's kernels (sm_90a)
-//   7210    17. Small operations: resampling, embeddings, diffusion
-//   7213         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7398         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7739         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8112    18. Group norm
-//   8115         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8512         groupnorm_backward_whole: an image's slab in shared memory
-//   8812    19. Attention
-//   8915         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9431         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9566         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10054    20. Convolution
-//  10082         ConvOut: results, 4 channels of a pixel at a time
-//  10269         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10327         conv_halo: 3x3, stride 1, any GPU
-//  10668         conv_gather: any kernel size and stride, any GPU
-//  10880         conv_few: the first and the last layer
-//  11007         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  11434         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  11509         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  11833         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12132         conv_weight_tma: weight gradients (sm_90a)
-//  12366    21. The optimiser
-//  12369         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  12545    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  12548         groupnorm_backward
-//  12646         attention: forward and, where a has dout, backward
-//  12686         convolution: forward and input gradient
-//  12990         convolution: weight gradients
-//  13271    23. The GPU: memory, copies, repeated work
-//  13488    24. Between ranks: from device to device
+//   2143     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2376     7. Forward and backward: two walks over the list
+//   2490     8. Diffusion: noise schedules, objectives, samplers
+//   2691         the level of a training sample, drawn, and its share of the loss
+//   2842         samplers
+//   3346     9. Data: .bin files that may be larger than memory, the order of their images
+//   3677    10. Model files: weights and checkpoints, initial weights
+//   4014    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4029         the learning rate, the verdict on a step, averages of the weights
+//   4108         what a trainer holds
+//   4213         a step
+//   4450    12. A run: log, guard, checkpoints, resume, samples
+//   4475         the log in memory, as the page shows it
+//   4581         what a run holds
+//   4648         the log and the status line
+//   4829         checkpoints, snapshots and grids
+//   5047         the start of a run: new, from a file's weights, or resumed
+//   5221         the loop over the steps
+//   5333         a run from its first to its last line
+//   5479         samples, without a run
+//   5653    13. main: the command line, then a run or samples
+//   5895         what ranks must have in common
+//   5960         main
+//   6080  Part II. The device
+//   6083    14. What all devices share: nonlinearities, patches of pixels
+//   6127    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6195    16. The GPU: what all kernels share
+//   6261         Launches, which may overlap
+//   6303         Decisions: what kernels are chosen with
+//   6341         Single instructions: shared memory, mbarriers, clusters
+//   6425         Activations: pieces of 16 bytes
+//   6637         each_kernel: a thread for an element
+//   6651         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6790         Swizzle: how rows lie in shared memory
+//   6808         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   6983         building blocks of Hopper's kernels (sm_90a)
+//   7231    17. Small operations: resampling, embeddings, diffusion
+//   7234         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7419         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7760         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8133    18. Group norm
+//   8136         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8533         groupnorm_backward_whole: an image's slab in shared memory
+//   8833    19. Attention
+//   8936         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9452         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9587         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10075    20. Convolution
+//  10103         ConvOut: results, 4 channels of a pixel at a time
+//  10290         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10348         conv_halo: 3x3, stride 1, any GPU
+//  10689         conv_gather: any kernel size and stride, any GPU
+//  10901         conv_few: the first and the last layer
+//  11028         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  11455         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  11530         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  11854         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12153         conv_weight_tma: weight gradients (sm_90a)
+//  12387    21. The optimiser
+//  12390         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  12566    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  12569         groupnorm_backward
+//  12667         attention: forward and, where a has dout, backward
+//  12707         convolution: forward and input gradient
+//  13011         convolution: weight gradients
+//  13292    23. The GPU: memory, copies, repeated work
+//  13509    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6055, train 5415, run_step 5248, train_step 4367, load_batch 3620, step_gradients 4280, forward_and_loss 4198,
-//     draw_levels 7751, q_sample_forward 7816, unet_forward 2379, loss_forward_backward 7923, unet_backward 2442,
-//     sum_gradients 12406, judge_step 12445, adamw_update 12525, next_step 12451, record_step 12456, collect_steps 5204
-//   pictures, from noise: sample_batch 3242, plan_route 3040, device_step 3083, euler_step 2851 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4280
-//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 6079, with_nonlinearity 6089
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2595
-//   an objective: its word in common/flags.h, make_objective 2649, draw_level 2735, level_at 3067, sampler_sigmas 2972
-//   a kind of layer: LayerKind 1417, forward_linear 1637 and backward_linear 1641 beside it, OPS 1771, add_resblock 1923 and its like
+//     main 6076, train 5436, run_step 5269, train_step 4388, load_batch 3641, step_gradients 4301, forward_and_loss 4219,
+//     draw_levels 7772, q_sample_forward 7837, unet_forward 2400, loss_forward_backward 7944, unet_backward 2463,
+//     sum_gradients 12427, judge_step 12466, adamw_update 12546, next_step 12472, record_step 12477, collect_steps 5225
+//   pictures, from noise: sample_batch 3263, plan_route 3061, device_step 3104, euler_step 2872 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4301
+//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 6100, with_nonlinearity 6110
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2616
+//   an objective: its word in common/flags.h, make_objective 2670, draw_level 2756, level_at 3088, sampler_sigmas 2993
+//   a kind of layer: LayerKind 1418, forward_linear 1638 and backward_linear 1642 beside it, OPS 1772, add_resblock 1943 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -1396,7 +1396,8 @@ struct Param {
     std::vector<int> shape; // as in PyTorch
     size_t size, offset;
     ParamInit init;
-    int heads; // of an attention's qkv, else 0
+    int heads;            // of an attention's qkv, else 0
+    bool of_conv = false; // a convolution's weight: see add_conv_params
 };
 
 // An activation (B, H, W, C).
@@ -1860,6 +1861,25 @@ static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit
     return weight;
 }
 
+// The same for a layer of kind CONV. Its weight is special in three ways: kernels read a copy of it in bf16 (param_group),
+// its gradient comes later than others (WeightGradients), and files hold its elements in another order (permute_param).
+static int add_conv_params(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
+    const int weight = add_params(net, name, shape, init, heads);
+    net->params[weight].of_conv = true;
+    return weight;
+}
+
+// Ends the program if a layer has another kind of weight than it must have.
+static void check_conv_params(const UNet& net) {
+    for (size_t i = 0; i < net.params.size(); i++) {
+        auto reads_it = [&](const Layer& l) { return l.kind == CONV && l.weight == (int)i; };
+        const bool is_read_by_conv = std::ranges::any_of(net.layers, reads_it);
+        if (net.params[i].of_conv != is_read_by_conv)
+            die("internal error: %s must come from add_conv_params if a layer of kind CONV has it, and else must not",
+                net.params[i].name.c_str());
+    }
+}
+
 // Appends a layer that writes a new tensor (H, W, C), which is returned.
 static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, bool fp32 = false) {
     const Op& op = OPS[l.kind];
@@ -1874,7 +1894,7 @@ static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, bool fp32 
 static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, bool fp32 = false) {
     const ConvShape s = layer_args(Walk{.net = net, .B = 1}, l).conv();
     const Shape shape{Cout, s.C1 + s.C2, l.kernel, l.kernel};
-    if (l.weight < 0) l.weight = add_params(net, l.name, shape, init, l.heads);
+    if (l.weight < 0) l.weight = add_conv_params(net, l.name, shape, init, l.heads);
     return add_layer(net, l, Cout, s.out_H(), s.out_W(), fp32);
 }
 
@@ -1951,7 +1971,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
 
     // The second convolution adds the input. Its parameters come before those of the shortcut in the state_dict.
     Layer conv2{.name = name + ".out_layers.3", .x1 = h, .kernel = 3};
-    conv2.weight = add_params(net, conv2.name, {Cout, Cout, 3, 3}, INIT_ZERO);
+    conv2.weight = add_conv_params(net, conv2.name, {Cout, Cout, 3, 3}, INIT_ZERO);
     const Layer shortcut{.name = name + ".skip_connection", .x1 = x1, .x2 = x2};
     conv2.residual = Cin == Cout ? x1 : add_conv(net, shortcut, Cout);
     add_conv(net, conv2, Cout);
@@ -2063,7 +2083,7 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
 static int param_group(const Param& p) {
     if (p.name.ends_with(".emb_layers.1.weight")) return 0;
     if (p.name.ends_with(".emb_layers.1.bias")) return 1;
-    return p.shape.size() == 4 && act_bytes() < sizeof(float) ? 3 : 2;
+    return p.of_conv && act_bytes() < sizeof(float) ? 3 : 2;
 }
 
 // Where each parameter lies. From group 2 on each begins at a multiple of 64 floats.
@@ -2109,6 +2129,7 @@ static UNet build_unet(const Config& c) {
     // The layer that projects the embedding for all blocks is complete now: how wide it is, and where its weights are.
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
+    check_conv_params(net);
     place_params(&net);
     Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out);
     const auto first_param = std::ranges::find(net.params, 0u, &Param::offset);
@@ -3879,7 +3900,7 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
     if (p.heads && !c.use_new_attention_order) {
         I = 3;
         J = p.heads;
-    } else if (p.shape.size() == 4) {
+    } else if (p.of_conv) {
         N = p.shape[0];
         I = p.shape[2] * p.shape[3];
         J = p.shape[1];

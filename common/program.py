@@ -152,9 +152,10 @@ def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
         sentence, code = "interrupted", exit_code(e)
     except UserError as e:
         sentence = str(e)
+    except BrokenPipeError:  # nobody reads any more, as behind | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries to write the rest once more at its end
+        return 128 + signal.SIGPIPE
     except OSError as e:
-        if isinstance(e, BrokenPipeError):  # or Python tries to write the rest once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sentence = f"{e.filename or 'a file'}: {e.strerror}"
     except ModuleNotFoundError as e:
         sentence = how_to_install(e.name or "")

@@ -240,6 +240,8 @@ static void compare_runs(const Config& c) {
     const Folder target = open_folder(path.parent_path().string());
     must(target.descriptor >= 0, "--output " + output,
          text("its folder can't be opened (%s); name one that is there", strerror(target.error)));
+    const bool is_page_of_run = path.filename() == "index.html" && target.has("log.csv");
+    must(!is_page_of_run, "--output " + output, "is the page of the run in its folder; choose another name");
     const std::string failure = try_write_file(target, path.filename().string(), page_of(runs));
     must(failure.empty(), output, failure);
     printf("%s: %zu runs on one page\n", output.c_str(), runs.size());

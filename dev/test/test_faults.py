@@ -212,6 +212,16 @@ def test_closed_streams_of_the_other_programs(data: Path, tmp_path: Path) -> Non
     assert (tmp_path / "x.png").exists() and (tmp_path / "x.bin").exists()
 
 
+@pytest.mark.parametrize("name", ["train_unet.py", "generate.py", "prepare_data.py", "dev/benchmarks/quality.py"])
+def test_help_that_nobody_reads_to_its_end(tmp_path: Path, name: str) -> None:
+    """`--help | head -1`: no sentence about a pipe, which is no mistake of the user's."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, ROOT / name, "--help"], cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == "" and done.returncode in (0, 128 + signal.SIGPIPE)  # argparse takes no notice
+
+
 def test_the_twin_saves_when_nobody_reads(data: Path, tmp_path: Path) -> None:
     process = start([*TWIN, *LONG, "--data_file", data], tmp_path)
     wait_for(process, "step 2/")

@@ -329,6 +329,34 @@ def test_extreme_settings_survive_a_file(run: Callable, data: Path, flag: str, v
     assert "nothing to do" in run(["--resume_checkpoint", "latest", "--max_steps", "1"]).out
 
 
+@pytest.mark.long
+def test_only_convolutions_weights_are_turned(tmp_path: Path) -> None:
+    """A parameter of four dimensions that no convolution has lies in memory as in files; and what a layer has and what it must have is compared."""
+    source = f"""
+        #define TRAIN_UNET_NO_MAIN
+        #include "{ROOT}/train_unet.cu"
+        int main() {{
+            UNet net;
+            const int own = add_params(&net, "own", {{2, 3, 4, 4}});
+            check_conv_params(net);
+            std::vector<float> memory(96), file(96);
+            std::iota(memory.begin(), memory.end(), 0.0f);
+            permute_param(net.config, net.params[own], file.data(), memory.data(), true);
+            puts(file == memory ? "as it is" : "turned");
+            const int conv = add_conv_params(&net, "conv", {{2, 3, 4, 4}}, INIT_UNIFORM);
+            permute_param(net.config, net.params[conv], file.data(), memory.data(), true);
+            puts(file == memory ? "as it is" : "turned");
+            fflush(stdout);
+            check_conv_params(net); // no layer has it
+        }}"""
+    (tmp_path / "own.cpp").write_text(source)
+    words = "g++ -x c++ -std=c++20 -O0 -fopenmp -w own.cpp -o own".split()
+    subprocess.run(words, cwd=tmp_path, check=True)
+    done = subprocess.run([tmp_path / "own"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "as it is\nturned\n")
+    assert done.stderr.startswith("train_unet: internal error: conv.weight must come from add_conv_params"), done.stderr
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # files that are wrong
 

@@ -378,6 +378,8 @@ def test_compare_runs(run: Callable, refused: Callable, open_page: Callable, dat
     refused(["--compare_runs", "runs/a"], "folders with commas")
     refused(["--compare_runs", "runs/a,runs/b's", "--output", "x.png"], ".html")
     refused(["--compare_runs", "runs/a,runs/b's", "--lr", "1"], "--lr")
+    for replaced in "runs/a/index.html", "runs/../runs/b's/index.html":
+        refused(["--compare_runs", "runs/a,runs/b's", "--output", replaced], f"--output {replaced}: is the page of the run in its folder")
     (tmp_path / "pages").mkdir()
     run(["--compare_runs", "runs/a,runs/b's", "--output", "pages/index.html"])
     page = open_page(tmp_path / "pages", viewport={"width": 1200, "height": 900})
