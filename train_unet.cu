@@ -6,89 +6,89 @@
 // Map (make map renews the line numbers)
 //    171  Part I. The program
 //    174     1. Types at the interface: what operations are called with
-//    389     2. The interface: all that the program asks of a device
-//    655     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    745     4. Configuration: flags, presets, help, what can work and what cannot
-//   1367     5. The network: a list of layers, made of guided-diffusion's flags
-//   2143     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2376     7. Forward and backward: two walks over the list
-//   2490     8. Diffusion: noise schedules, objectives, samplers
-//   2691         the level of a training sample, drawn, and its share of the loss
-//   2842         samplers
-//   3346     9. Data: .bin files that may be larger than memory, the order of their images
-//   3677    10. Model files: weights and checkpoints, initial weights
-//   4014    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4029         the learning rate, the verdict on a step, averages of the weights
-//   4108         what a trainer holds
-//   4213         a step
-//   4450    12. A run: log, guard, checkpoints, resume, samples
-//   4475         the log in memory, as the page shows it
-//   4581         what a run holds
-//   4648         the log and the status line
-//   4829         checkpoints, snapshots and grids
-//   5047         the start of a run: new, from a file's weights, or resumed
-//   5221         the loop over the steps
-//   5333         a run from its first to its last line
-//   5479         samples, without a run
-//   5653    13. main: the command line, then a run or samples
-//   5895         what ranks must have in common
-//   5960         main
-//   6080  Part II. The device
-//   6083    14. What all devices share: nonlinearities, patches of pixels
-//   6127    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6195    16. The GPU: what all kernels share
-//   6261         Launches, which may overlap
-//   6303         Decisions: what kernels are chosen with
-//   6341         Single instructions: shared memory, mbarriers, clusters
-//   6425         Activations: pieces of 16 bytes
-//   6637         each_kernel: a thread for an element
-//   6651         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6790         Swizzle: how rows lie in shared memory
-//   6808         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   6983         building blocks of Hopper's kernels (sm_90a)
-//   7231    17. Small operations: resampling, embeddings, diffusion
-//   7234         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7419         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7760         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8133    18. Group norm
-//   8136         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8533         groupnorm_backward_whole: an image's slab in shared memory
-//   8833    19. Attention
-//   8936         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9452         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9587         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10075    20. Convolution
-//  10103         ConvOut: results, 4 channels of a pixel at a time
-//  10290         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10348         conv_halo: 3x3, stride 1, any GPU
-//  10689         conv_gather: any kernel size and stride, any GPU
-//  10901         conv_few: the first and the last layer
-//  11028         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  11455         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  11530         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  11854         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12153         conv_weight_tma: weight gradients (sm_90a)
-//  12387    21. The optimiser
-//  12390         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  12566    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  12569         groupnorm_backward
-//  12667         attention: forward and, where a has dout, backward
-//  12707         convolution: forward and input gradient
-//  13011         convolution: weight gradients
-//  13292    23. The GPU: memory, copies, repeated work
-//  13509    24. Between ranks: from device to device
+//    395     2. The interface: all that the program asks of a device
+//    661     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    751     4. Configuration: flags, presets, help, what can work and what cannot
+//   1376     5. The network: a list of layers, made of guided-diffusion's flags
+//   2152     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2385     7. Forward and backward: two walks over the list
+//   2500     8. Diffusion: noise schedules, objectives, samplers
+//   2702         the level of a training sample, drawn, and its share of the loss
+//   2860         samplers
+//   3365     9. Data: .bin files that may be larger than memory, the order of their images
+//   3699    10. Model files: weights and checkpoints, initial weights
+//   4036    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4051         the learning rate, the verdict on a step, averages of the weights
+//   4130         what a trainer holds
+//   4236         a step
+//   4473    12. A run: log, guard, checkpoints, resume, samples
+//   4498         the log in memory, as the page shows it
+//   4604         what a run holds
+//   4671         the log and the status line
+//   4852         checkpoints, snapshots and grids
+//   5070         the start of a run: new, from a file's weights, or resumed
+//   5245         the loop over the steps
+//   5357         a run from its first to its last line
+//   5503         samples, without a run
+//   5677    13. main: the command line, then a run or samples
+//   5917         what ranks must have in common
+//   5982         main
+//   6102  Part II. The device
+//   6105    14. What all devices share: nonlinearities, patches of pixels
+//   6149    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6217    16. The GPU: what all kernels share
+//   6283         Launches, which may overlap
+//   6325         Decisions: what kernels are chosen with
+//   6363         Single instructions: shared memory, mbarriers, clusters
+//   6447         Activations: pieces of 16 bytes
+//   6659         each_kernel: a thread for an element
+//   6673         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6812         Swizzle: how rows lie in shared memory
+//   6830         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7005         building blocks of Hopper's kernels (sm_90a)
+//   7253    17. Small operations: resampling, embeddings, diffusion
+//   7256         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7441         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7782         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8155    18. Group norm
+//   8158         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8555         groupnorm_backward_whole: an image's slab in shared memory
+//   8855    19. Attention
+//   8958         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9473         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9608         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10096    20. Convolution
+//  10124         ConvOut: results, 4 channels of a pixel at a time
+//  10311         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10369         conv_halo: 3x3, stride 1, any GPU
+//  10710         conv_gather: any kernel size and stride, any GPU
+//  10922         conv_few: the first and the last layer
+//  11049         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  11476         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  11551         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  11875         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12174         conv_weight_tma: weight gradients (sm_90a)
+//  12408    21. The optimiser
+//  12411         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  12587    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  12590         groupnorm_backward
+//  12688         attention: forward and, where a has dout, backward
+//  12728         convolution: forward and input gradient
+//  13032         convolution: weight gradients
+//  13313    23. The GPU: memory, copies, repeated work
+//  13530    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6076, train 5436, run_step 5269, train_step 4388, load_batch 3641, step_gradients 4301, forward_and_loss 4219,
-//     draw_levels 7772, q_sample_forward 7837, unet_forward 2400, loss_forward_backward 7944, unet_backward 2463,
-//     sum_gradients 12427, judge_step 12466, adamw_update 12546, next_step 12472, record_step 12477, collect_steps 5225
-//   pictures, from noise: sample_batch 3263, plan_route 3061, device_step 3104, euler_step 2872 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4301
-//   a nonlinearity beside SiLU: Nonlinearity 202, Silu 6100, with_nonlinearity 6110
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2616
-//   an objective: its word in common/flags.h, make_objective 2670, draw_level 2756, level_at 3088, sampler_sigmas 2993
-//   a kind of layer: LayerKind 1418, forward_linear 1638 and backward_linear 1642 beside it, OPS 1772, add_resblock 1943 and its like
+//     main 6098, train 5460, run_step 5293, train_step 4411, load_batch 3660, step_gradients 4324, forward_and_loss 4242,
+//     draw_levels 7794, q_sample_forward 7859, unet_forward 2409, loss_forward_backward 7966, unet_backward 2472,
+//     sum_gradients 12448, judge_step 12487, adamw_update 12567, next_step 12493, record_step 12498, collect_steps 5249
+//   pictures, from noise: sample_batch 3282, plan_route 3080, device_step 3123, euler_step 2890 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4324
+//   a nonlinearity beside SiLU: Nonlinearity 208, Silu 6122, with_nonlinearity 6132
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2626
+//   an objective: its word in common/flags.h, make_objective 2681, draw_level 2767, level_at 3107, sampler_sigmas 3012
+//   a kind of layer: LayerKind 1427, forward_linear 1647 and backward_linear 1651 beside it, OPS 1781, add_resblock 1952 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -176,17 +176,23 @@
 #ifdef __CUDACC__
 #define HD __host__ __device__ // what both sides compute
 #define INLINE __device__ __forceinline__
-typedef void act; // an element of an activation: float or bf16, which the operations know
-constexpr int STEPS_AHEAD = 64, STEPS_AGREED = 16; // of the host before the log; between ranks' agreements on a stop
-// Without --preset: for images of that size, or no data file; for other sizes.
-static const char *const DEFAULT_PRESET = "quick64", *const PRESET_32 = "unet64", *const PRESET_64 = "quick64";
-static const char* const PRESET_ELSE = "unet64";
+typedef void act;                // an element of an activation: float or bf16, which the operations know
+constexpr int STEPS_AHEAD = 64;  // how many steps the host may be ahead of what the log has seen
+constexpr int STEPS_AGREED = 16; // how many steps there are between two agreements of the ranks on a stop
+// Presets that hold without --preset, see default_preset.
+static const char* const DEFAULT_PRESET = "quick64"; // without a data file
+static const char* const PRESET_32 = "unet64";       // for images of 32x32
+static const char* const PRESET_64 = "quick64";      // for images of 64x64
+static const char* const PRESET_ELSE = "unet64";     // for images of other sizes
 #else
 #define HD
 #define INLINE inline
 typedef float act;
-constexpr int STEPS_AHEAD = 1, STEPS_AGREED = 1;
-static const char *const DEFAULT_PRESET = "quick32", *const PRESET_32 = "quick32", *const PRESET_64 = "emoji64";
+constexpr int STEPS_AHEAD = 1;
+constexpr int STEPS_AGREED = 1;
+static const char* const DEFAULT_PRESET = "quick32";
+static const char* const PRESET_32 = "quick32";
+static const char* const PRESET_64 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
 #endif
 
@@ -922,6 +928,9 @@ static std::string shortest(float number) {
     return value;
 }
 
+// The size of an image as --image_size takes it: 64, or 48x64.
+static std::string size_text(int H, int W) { return H == W ? std::to_string(H) : text("%dx%d", H, W); }
+
 // The value of a flag, as one would type it.
 static std::string flag_value(const Config& c, const Flag& f) {
     if (const int* n = f.at<int>(c)) return std::to_string(*n);
@@ -1292,8 +1301,8 @@ static std::string check_model(Config* c) {
 
 // Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: "FILE: " if the rates come from one.
 static void parse_ema_rate(Config* c, const std::string& where) {
-    // A rate is from 0 to 1. A number above 1 is the exponent of a power function, which a user does not choose: it comes
-    // from a checkpoint, and is never the first.
+    // A rate is from 0 to 1. A number above 1 is the exponent of a power function, which a user does not choose: it
+    // comes from a checkpoint, and is never the first.
     bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
     for (size_t k = 0; k < c->emas.size(); k++) {
         const float rate = c->emas[k];
@@ -1736,8 +1745,8 @@ static double attention_flops(const LayerArgs& a) {
     return products * 2 * a.B * a.tokens() * a.tokens() * a.Cout;
 }
 
-// Bytes of memory that the functions of a layer need beside their arrays. main: on the main lane; side: on the side lane,
-// where weight gradients are computed; sums: until the end of the backward pass.
+// Bytes of memory that the functions of a layer need beside their arrays. main: on the main lane; side: on the side
+// lane, where weight gradients are computed; sums: until the end of the backward pass.
 static Workspace no_workspace(const LayerArgs&) { return {}; }
 static Workspace linear_workspace(const LayerArgs& a) {
     return {.main = linear_backward_workspace(a.B, a.Cin, a.Cout)};
@@ -2033,8 +2042,8 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
 }
 
 // The encoder: at each level residual blocks (and attention), then half the resolution; returns what the decoder reads.
-// guided-diffusion numbers the blocks of all levels from input_blocks.0, the first convolution, on. In a block's name .0
-// is the residual block, or what halves the resolution, and .1 is attention.
+// guided-diffusion numbers the blocks of all levels from input_blocks.0, the first convolution, on. In a block's name
+// .0 is the residual block, or what halves the resolution, and .1 is attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
     int block = 0;
@@ -2055,8 +2064,8 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
     return skips;
 }
 
-// The decoder: the encoder's tensors come back in reverse, concatenated to the running one. A level has one residual block
-// more than in the encoder, whose halving of the resolution has also left a tensor.
+// The decoder: the encoder's tensors come back in reverse, concatenated to the running one. A level has one residual
+// block more than in the encoder, whose halving of the resolution has also left a tensor.
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -2395,10 +2404,11 @@ static void forward_layer(const Walk& walk, const Layer& l) {
 }
 
 // The forward pass: net's output (B, H, W, out_channels), from its input, net->t (B) and, with class_cond, net->labels
-// (B), with cond_dim, net->values (B, cond_dim). The embedding's layers come first in the list. They are computed beside the layers that follow, up to the first
-// one that reads the embedding.
+// (B), with cond_dim, net->values (B, cond_dim). The embedding's layers come first in the list. They are computed
+// beside the layers that follow, up to the first one that reads the embedding.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
-    const int L = (int)net->layers.size(), reader = first_emb_reader(net);
+    const int L = (int)net->layers.size();
+    const int reader = first_emb_reader(net);
     Walk walk{net, weights, dropout, B};
     int i = 0;
     run_beside(0, [&](Lane* lane) {
@@ -2421,10 +2431,9 @@ struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Lane*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
-    double load = 0; // of a full launch, what waits makes up this much
-    int last = -1;   // the layer that came last
-    std::vector<int> ticket =
-        std::vector<int>(net->layers.size(), -1); // for wait_for_side, of each layer that was sent
+    double load = 0;           // of a full launch, what waits makes up this much
+    int last = -1;             // the layer that came last
+    std::vector<int> ticket{}; // for wait_for_side, of each layer that was sent, else -1
 
     // Puts what waits on its way. All layers from the last one on have been sent then.
     void send() {
@@ -2464,6 +2473,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
                           const std::function<void(size_t, Lane*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
     WeightGradients weight_gradients{net, done};
+    weight_gradients.ticket.assign(net->layers.size(), -1);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue; // nothing that it could learn depends on it
@@ -2648,7 +2658,8 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         // is q's variance (Ho et al. 2020, eq. 7). At t = 0 that is 0, and the one of t = 1 is taken.
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1;
         const double beta = 1 - a / b, next = alpha_bar[1];
-        const double small = t ? beta * (1 - b) / (1 - a) : (1 - next / a) * (1 - a) / (1 - next);
+        double small = beta * (1 - b) / (1 - a);
+        if (t == 0) small = (1 - next / a) * (1 - a) / (1 - next);
         const double mean_x0 = beta * std::sqrt(b) / (1 - a); // x_0's part of q's mean
         const double log_ratio = std::log(beta / small);
         level.kl = (float)(std::pow(mean_x0 * level.x0_out, 2) / small);
@@ -2814,15 +2825,21 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     if (!level.first) {
         // (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. In double: for high t, u is so small that of exp(-u) - 1 + u nothing
         // but u^2 / 2 is left.
-        const double less = expm1(-(double)u), pull = (1 + less) * level.kl * d;
-        return BoundTerm{(float)(0.5 * (less + u + pull * d)), (float)pull, (float)(0.5 * slope * (-less - pull * d))};
+        const double less = expm1(-(double)u); // exp(-u) - 1
+        const double pull = (1 + less) * level.kl * d;
+        const double value = 0.5 * (less + u + pull * d);
+        const double d_variance = 0.5 * slope * (-less - pull * d);
+        return BoundTerm{(float)value, (float)pull, (float)d_variance};
     }
     // A value covers 1 / 255 to both sides of x_0, which lies x0_out * -d from the mean. The probability is the
     // difference of the distribution function at both ends, in units of the deviation.
-    const double centered = -(double)level.x0_out * d, inverse = exp(-0.5 * ((double)level.log_var + u));
-    const double high = inverse * (centered + 1.0 / 255), low = inverse * (centered - 1.0 / 255);
-    double dense_high, dense_low;
-    const double below_high = normal_cdf(high, &dense_high), below_low = normal_cdf(low, &dense_low);
+    const double centered = -(double)level.x0_out * d;
+    const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the deviation
+    const double high = inverse * (centered + 1.0 / 255);
+    const double low = inverse * (centered - 1.0 / 255);
+    double dense_high, dense_low; // the density at both ends
+    const double below_high = normal_cdf(high, &dense_high);
+    const double below_low = normal_cdf(low, &dense_low);
     double p = below_high - below_low;
     if (x0 > 0.999f) { // 255 stands for all that lies above, too
         p = 1 - below_low;
@@ -2834,8 +2851,9 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     }
     if (p < 1e-12) return BoundTerm{27.631021f, 0, 0}; // -log(1e-12), as guided-diffusion limits it
     // By u the ends move as -1/2 of themselves.
-    return BoundTerm{(float)-log(p), (float)((dense_high - dense_low) * inverse * level.x0_out / p),
-                     (float)((dense_high * high - dense_low * low) * 0.5 * slope / p)};
+    const double d_mean = (dense_high - dense_low) * inverse * level.x0_out / p;
+    const double d_variance = (dense_high * high - dense_low * low) * 0.5 * slope / p;
+    return BoundTerm{(float)-log(p), (float)d_mean, (float)d_variance};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2887,7 +2905,8 @@ static Move ddim_step(double s, double n, double eta) {
 // of one between them that the network chooses (Nichol & Dhariwal 2021, eq. 15). The last step adds none.
 static Move ddpm_step(const Config& c, double s, double n) {
     const double small = posterior_deviation(s, n);
-    const double large = n > 0 ? std::sqrt((s * s - n * n) * (1 + n * n) / (1 + s * s)) : 0;
+    double large = 0;
+    if (n > 0) large = std::sqrt((s * s - n * n) * (1 + n * n) / (1 + s * s));
     Move move = euler_step(s, n * n / s);
     move.noise = c.sigma_small ? small : large;
     if (c.learned_variance() && n > 0) {
@@ -3224,8 +3243,8 @@ static std::span<const float> values_of_image(const Config& c, const Sampler& s,
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
 }
 
-// Puts the numbers of images first .. first + B - 1 where the network reads them. With guidance zeros follow, one row for
-// each image: they stand for no numbers.
+// Puts the numbers of images first .. first + B - 1 where the network reads them. With guidance zeros follow, one row
+// for each image: they stand for no numbers.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     std::vector<float> values;
     for (int b = 0; b < B; b++) {
@@ -3345,8 +3364,8 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 // =====================================================================================================================
 // 9. Data: .bin files that may be larger than memory, the order of their images
 // A data file is a header, images (N, C, H, W) of uint8 or float32, labels (N), and numbers of each image (N, K)
-// (docs/FORMATS.md). It stays on the disk: a step reads its own images, which the system was asked to fetch some batches
-// earlier. Labels and numbers are kept in memory. unet.cu's files are read, too.
+// (docs/FORMATS.md). It stays on the disk: a step reads its own images, which the system was asked to fetch some
+// batches earlier. Labels and numbers are kept in memory. unet.cu's files are read, too.
 //
 // In the order in which they run: take_data_dir makes a data file of a folder of pictures, if --data_dir names one;
 // open_dataset checks the file, once; load_batch brings a step's images to the device, and calls image_at_position
@@ -3563,7 +3582,7 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
 
 // The command that makes a data file of --data_dir's pictures, in words.
 static std::vector<std::string> prepare_command(const Config& c, const std::string& program, const std::string& file) {
-    const std::string size = c.H == c.W ? std::to_string(c.H) : text("%dx%d", c.H, c.W);
+    const std::string size = size_text(c.H, c.W);
     const std::string channels = std::to_string(c.in_channels);
     return {"python3",      program, "--data_dir", c.data_dir, "--output_name", file, //
             "--image_size", size,    "--channels", channels};
@@ -3633,8 +3652,8 @@ static int64_t image_at_position(const Dataset& d, const Config& c, bool trainin
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
-// Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, cond_dim). It is of B samples,
-// at positions first .. first + B - 1 of the stream, of which `own` are this rank's. In training these are its
+// Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, cond_dim). It is of B
+// samples, at positions first .. first + B - 1 of the stream, of which `own` are this rank's. In training these are its
 // microbatches, one behind the other, and some images lose their class and their numbers (--class_dropout); else they
 // are all.
 // Result: whether all images could be used. If not, nothing was sent.
@@ -3667,7 +3686,10 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
         const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);
         const bool left_out = random.w[0] < classless;
         if (left_out) labels[k] = c.num_classes; // which stands for no class
-        for (int j = 0; j < c.cond_dim; j++) values[k * c.cond_dim + j] = left_out ? 0 : d->values[i * c.cond_dim + j];
+        for (int j = 0; j < c.cond_dim; j++) {
+            const float value = d->values[i * c.cond_dim + j];
+            values[k * c.cond_dim + j] = left_out ? 0 : value;
+        }
     }
     send(batch);
     return true;
@@ -4165,7 +4187,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
     tr.net = build_unet(c);
     tr.data = data;
-    plan_memory(&tr.net, std::max(c.micro(), c.guided() ? 2 : 1), true);
+    const int copies = c.guided() ? 2 : 1; // of an image in a grid: with guidance the network is asked twice
+    plan_memory(&tr.net, std::max(c.micro(), copies), true);
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
@@ -5124,7 +5147,8 @@ static void restore(Run* run, const ModelFile& m) {
 // A folder holds one run. A new run needs a folder in which there is none. A resumed run needs its own folder, or an
 // empty one. resume: the path of the checkpoint; "": the run is new.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
-    // A best.bin without checkpoints is another run's, which --keep_best would replace, unless this run goes on from it.
+    // A best.bin without checkpoints is another run's, which --keep_best would replace, unless this run goes on from
+    // it.
     const auto found = output.list();
     const bool has_checkpoint = !found.empty();
     std::error_code error;
@@ -5350,8 +5374,8 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     return val;
 }
 
-// Without --values the images of a run's grids have the numbers of the first images of its data: of the validation data,
-// if there are any, which are not trained on.
+// Without --values the images of a run's grids have the numbers of the first images of its data: of the validation
+// data, if there are any, which are not trained on.
 static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!s->value_rows.empty()) return;
     const int64_t rows = std::min<int64_t>(d.count, c.num_samples);
@@ -5760,8 +5784,7 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     for (int i = 0; i < resolutions; i++) heights += text("%s%d", i ? "," : "", h.slot[SLOT_ATTENTION + i]);
     const int height = h.slot[SLOT_HEIGHT];
     const int width = h.slot[SLOT_WIDTH];
-    const bool square = height == width;
-    take_from_file(c, model.path, "image_size", square ? std::to_string(height) : text("%dx%d", height, width));
+    take_from_file(c, model.path, "image_size", size_text(height, width));
     take_from_file(c, model.path, "channel_mult", mult);
     take_from_file(c, model.path, "attention_resolutions", heights);
 }
@@ -5822,8 +5845,7 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
 // where: "FILE: " if a model file does; otherwise "". Then checks that the data fits the model.
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
-        const bool square = d.H == d.W;
-        if (!c->given("image_size")) c->image_size = square ? std::to_string(d.H) : text("%dx%d", d.H, d.W);
+        if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
         // The resolutions of a preset need not occur in images of this size. Then there is attention at the lowest
         // level.
         if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
@@ -9020,9 +9042,8 @@ template <class Tile> struct OwnRows {
         const int lane = threadIdx.x % 32;
         const int row = warp_row<Tile>() + lane % 16;
         rows = own + row * Tile::PITCH + lane / 16 * Tile::V;
-        if (!Tile::KEEP) return;
-        UNROLL_FOR (int k = 0; k < SLOTS; k++) {
-            read(k);
+        if constexpr (Tile::KEEP) {
+            UNROLL_FOR (int k = 0; k < SLOTS; k++) read(k);
         }
     }
     // Reads the columns 16 k ... 16 k + 15.
