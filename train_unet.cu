@@ -58,31 +58,31 @@
 //   9473         attention_forward_general and attention_backward_general: heads of any size, any GPU
 //   9608         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 //  10096    20. Convolution
-//  10124         ConvOut: results, 4 channels of a pixel at a time
-//  10311         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10369         conv_halo: 3x3, stride 1, any GPU
-//  10710         conv_gather: any kernel size and stride, any GPU
-//  10922         conv_few: the first and the last layer
-//  11049         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  11476         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  11551         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  11875         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12174         conv_weight_tma: weight gradients (sm_90a)
-//  12408    21. The optimiser
-//  12411         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  12587    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  12590         groupnorm_backward
-//  12688         attention: forward and, where a has dout, backward
-//  12728         convolution: forward and input gradient
-//  13032         convolution: weight gradients
-//  13313    23. The GPU: memory, copies, repeated work
-//  13530    24. Between ranks: from device to device
+//  10129         ConvOut: results, 4 channels of a pixel at a time
+//  10355         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10415         conv_halo: 3x3, stride 1, any GPU
+//  10806         conv_gather: any kernel size and stride, any GPU
+//  11057         conv_few: the first and the last layer
+//  11226         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  11776         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  11875         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  12263         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12562         conv_weight_tma: weight gradients (sm_90a)
+//  12796    21. The optimiser
+//  12799         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  12975    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  12978         groupnorm_backward
+//  13076         attention: forward and, where a has dout, backward
+//  13116         convolution: forward and input gradient
+//  13420         convolution: weight gradients
+//  13701    23. The GPU: memory, copies, repeated work
+//  13918    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 6098, train 5460, run_step 5293, train_step 4411, load_batch 3660, step_gradients 4324, forward_and_loss 4242,
 //     draw_levels 7794, q_sample_forward 7859, unet_forward 2409, loss_forward_backward 7966, unet_backward 2472,
-//     sum_gradients 12448, judge_step 12487, adamw_update 12567, next_step 12493, record_step 12498, collect_steps 5249
+//     sum_gradients 12836, judge_step 12875, adamw_update 12955, next_step 12881, record_step 12886, collect_steps 5249
 //   pictures, from noise: sample_batch 3282, plan_route 3080, device_step 3123, euler_step 2890 and the other samplers' steps
 //   why several GPUs compute the bits of one: step_gradients 4324
 //   a nonlinearity beside SiLU: Nonlinearity 208, Silu 6122, with_nonlinearity 6132
@@ -10094,49 +10094,56 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 
 // =====================================================================================================================
 // 20. Convolution
-// 1x1 and 3x3 convolutions as products of matrices (implicit GEMM): weights (Cout, taps x Cin) times patches (taps x
-// Cin, pixels), where column p of the patches holds what the filter sees around pixel p. The patches never exist in
-// global memory: a block copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies
-// from there.
+// 1x1 and 3x3 convolutions, computed as products of matrices (implicit GEMM):
 //
-// Words of this section:
-//   tap     one of the filter's kernel x kernel positions (kh, kw), counted as kh * kernel + kw
-//   slice   the input channels that a block has in shared memory at once
+//   out[pixel, co] = sum over taps and input channels ci of   weight[co, tap, ci] * x[source(pixel, tap), ci]
+//
+//   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
+//
+// Column p of the patches holds what the filter sees around pixel p. The patches never exist in global memory: a block
+// copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies from there.
+//
+// The head of this file explains tap, tile, halo, slice, stage, ring, fragment and swizzle. A tap (kh, kw) has the
+// number kh * kernel + kw. Two words more:
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
-//   tile    the output pixels (and channels) that a block computes together
-//   halo    a tile's pixels in the input, with a border of one pixel, which a 3x3 filter reads as well
-//   k       the side of a product that is summed: input channels here, pixels for weight gradients; 16 an instruction
+//   k       the side of a product that is summed: input channels here, pixels for weight gradients. An instruction of
+//           the tensor cores sums 16 of them.
 //
-// Which kernels there are (conv_product and conv_weight_batch choose):
+// The kernels (conv_product and conv_weight_batch in section 22 choose; conv_forward there lists the whole road from a
+// layer to an instruction of the tensor cores):
 //   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
 //                                bf16, or floats as two halves each and three products (take_apart_places)
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. bf16, stride 1, and no
 //                                upsampled input
-//   conv_few                     makes 1x1 convolutions of the network's first layer and of its last one's gradients
+//   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
-// Forward pass and input gradient are the same kernels. The gradient is a convolution of dout with the weights (Cout,
-// taps, Cin) in other roles: Cout and Cin are exchanged (ldmatrix.trans turns the weights on their way to the
-// registers), and the taps come in reverse. All kernels end alike: fp32 sums go through shared memory and become rows
-// of pixels x channels. There bias, embedding, residual or addends are added, the one rounding to bf16 happens, and the
-// sums for the next group norm are taken, of what was stored.
+// An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
+// what goes in is dout, Cout and Cin change places, and the taps come in reverse. The weights stay in memory as they
+// are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
+//
+// All kernels end alike. The fp32 sums of a tile go through shared memory and become rows of pixels x channels. There
+// bias, embedding, residual or addends are added, and the result is rounded to bf16, once. The sums for the next group
+// norm are taken of the rounded values, since these are what it will read.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// Where results go, and what is added to them. Channels [0, C1) go to one tensor, the C2 behind them to another: these
-// are the gradients of two concatenated inputs. In the forward pass the addend is the residual. In the backward pass
-// bias, emb and stats are null.
+// Where results go, and what is added to them. Channels [0, C1) go to part1, the C2 behind them to part2: these are the
+// gradients of two concatenated inputs. In the forward pass the addend is the residual. In the backward pass bias, emb
+// and stats are null.
 struct ConvOut {
     Grad part1, part2 = {};
-    int C1, C2 = 0, B;
-    const float *bias = nullptr, *emb = nullptr; // (C1), (B, C1) in rows of emb_stride
+    int C1, C2 = 0;
+    int B;                       // images
+    const float* bias = nullptr; // (C1)
+    const float* emb = nullptr;  // (B, C1), in rows of emb_stride: the embedding, added to all pixels of an image
     int emb_stride = 0;
     double* stats = nullptr; // sums and sums of squares of what is stored, a part for each tile of an image
     int* parts = nullptr;    // on the host: the launch writes here how many parts an image has
     ConvSkip skip = {};      // computed and added instead of an addend
 };
 
-// One convolution, as every kernel for it is told. For an input's gradient what goes in is dout: C1 is then the layer's
-// Cout, and Cout its number of input channels.
+// One convolution, as every kernel for it is told. BACKWARD, what goes in is dout: C1 is then the layer's Cout, and
+// Cout its number of input channels.
 struct ConvCall {
     ConvShape s;
     int B, H, W;                 // images, rows and columns of what comes out
@@ -10144,20 +10151,20 @@ struct ConvCall {
     const act *x1, *x2, *weight; // weight: (s.Cout, taps, s.C1 + s.C2), of the layer
     ConvOut out;
     // The launch of a portable kernel sets these:
-    int tiles_h = 1, tiles_w = 0;    // tiles of an image, down and across
-    int channel_blocks = 0;          // blocks for the output channels
-    int slices = 0;                  // of C1
-    int taps = 0, source_pixels = 0; // conv_gather: taps; pixels of an image of the input
+    int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
+    int channel_blocks = 0;       // blocks for the output channels
+    int slices = 0;               // of C1
+    int taps = 0;                 // conv_gather: of the filter
+    int source_pixels = 0;        // conv_gather: pixels of an image of the input
 };
 
-// What one thread needs to know to store channels c .. c + 3 of image n: where, what is added to all pixels alike
-// (shift: bias and embedding), and where the addends lie. count is 4, or less at the end of channels that are no
-// multiple of 4.
+// What one thread knows to store channels c .. c + 3 of image n.
 template <class T> struct OutputLane {
-    int pitch, count;
-    T* out;
-    const T *add1, *add2;
-    float shift[4];
+    int pitch;            // channels of a pixel, in the part that these channels go to
+    int count;            // 4; fewer at the end of channels that are no multiple of 4; 0: nothing is stored
+    T* out;               // where channel c of pixel 0 goes
+    const T *add1, *add2; // the same place in the addends, or null
+    float shift[4];       // bias + embedding, added to all pixels alike
 
     INLINE OutputLane(const ConvOut& o, int c, int n) {
         const bool second = c >= o.C1;
@@ -10175,10 +10182,13 @@ template <class T> struct OutputLane {
     }
 };
 
-// Who does what in a block of conv_halo and conv_gather. A warp has 64 pixels and WARP_CHANNELS channels. PIXEL_WARPS
-// warps have all pixels of the block, of IMAGES images; there are as many for each WARP_CHANNELS of the CHANNELS output
-// channels. On small images K_GROUPS such sets of warps each multiply a part of the input channels, and their sums are
-// added at the end: more warps for few pixels.
+// Who does what in a block of conv_halo and conv_gather: a tile of CHANNELS output channels and of pixels of IMAGES
+// images. A warp computes 64 pixels x WARP_CHANNELS channels. PIXEL_WARPS warps cover the pixels of the tile, and there
+// are as many again for every further WARP_CHANNELS channels. On small images there are K_GROUPS such sets of warps,
+// each of which multiplies a part of the input channels; their sums are added at the end. So there are more warps for
+// few pixels.
+//
+//   warp of a block = pixel_warp + PIXEL_WARPS * (channel_warp + CHANNELS / WARP_CHANNELS * k_group)
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
     static constexpr int IMAGES = IMAGES_, PIXEL_WARPS = PIXEL_WARPS_, K_GROUPS = K_GROUPS_;
     static constexpr int CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_;
@@ -10197,45 +10207,51 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
 };
 
-// Stores a lane's part of a round: 4 channels of N pixels, which lie at pixel(0) .. pixel(N - 1) in the output (-1:
-// nowhere). staged: their fp32 sums in shared memory; those of the K groups are `region` floats apart. sum, square: the
-// values stored are added to them. addends: what add1 holds, loaded long before.
+// Stores what a lane has of a round: 4 channels of N pixels. Pixel i of them goes to pixel index_of(i) of the output;
+// -1: nowhere.
+//   staged    the fp32 sums of the lane's first pixel in shared memory, of the first K group; those of the other K
+//             groups lie k_group_floats further on, twice as far, ...
+//   addends   what lies in l.add1 at these pixels; it was loaded long before, to hide the latency
+//   sum, square   the values as stored are added here, for the statistics
 // An addend may be the output itself. So all loads of a batch come before its first store.
-template <class Tile, bool FORWARD, class T, int N>
-INLINE void store_tile(float4& sum, float4& square, const float* staged, int region, const OutputLane<T>& l, bool stats,
-                       const Four<T> (&addends)[N], auto pixel) {
+template <class Tile, bool BACKWARD, class T, int N>
+INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
+                         bool stats, const Four<T> (&addends)[N], auto index_of) {
     constexpr int AT_MOST = N % 8 ? 4 : 8;
-    constexpr int BATCH = N < AT_MOST ? N : AT_MOST; // pixels whose loads are on their way together
-    constexpr int GROUPS = Tile::K_GROUPS;
-    constexpr int STRIDE = Tile::STEP * Tile::PITCH; // floats from a lane's pixel to its next one
+    constexpr int BATCH = N < AT_MOST ? N : AT_MOST;     // pixels whose loads are on their way together
+    constexpr int NEXT_PIXEL = Tile::STEP * Tile::PITCH; // floats from a lane's pixel to its next one
     static_assert(N % BATCH == 0);
     if (l.count == 0) return;
-    if (std::is_same_v<T, float> && l.pitch % 4) { // the network's output, to which nothing is added
+
+    // The network's output: channels are no multiple of 4, and nothing is added.
+    if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 float v = l.shift[k];
-                for (int g = 0; g < GROUPS; g++) v += staged[g * region + i * STRIDE + k];
-                if (k < l.count && pixel(i) >= 0) l.out[(size_t)pixel(i) * l.pitch + k] = (T)v;
+                for (int g = 0; g < Tile::K_GROUPS; g++) v += staged[g * k_group_floats + i * NEXT_PIXEL + k];
+                if (k < l.count && index_of(i) >= 0) l.out[(size_t)index_of(i) * l.pitch + k] = (T)v;
             }
         return;
     }
-    UNROLL_FOR (int i = 0; i < N; i += BATCH) {
-        float4 v[BATCH];
+
+    UNROLL_FOR (int first = 0; first < N; first += BATCH) {
+        float4 v[BATCH]; // of pixel first + k: the sums of all K groups, bias and embedding
         UNROLL_FOR (int k = 0; k < BATCH; k++) {
-            v[k] = *(const float4*)(staged + (i + k) * STRIDE);
-            UNROLL_FOR (int g = 1; g < GROUPS; g++)
-                v[k] = v[k] + *(const float4*)(staged + g * region + (i + k) * STRIDE);
-            if (FORWARD) v[k] = v[k] + (const float4&)l.shift;
+            v[k] = *(const float4*)(staged + (first + k) * NEXT_PIXEL);
+            UNROLL_FOR (int g = 1; g < Tile::K_GROUPS; g++) {
+                v[k] = v[k] + *(const float4*)(staged + g * k_group_floats + (first + k) * NEXT_PIXEL);
+            }
+            if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        if (l.add1) // one branch, not one for each pixel: branches would part the stores
+        if (l.add1) // one branch, not one for each pixel: the compiler would not join stores of different branches
             UNROLL_FOR (int k = 0; k < BATCH; k++)
-                if (pixel(i + k) >= 0) v[k] = v[k] + to_floats(addends[i + k]);
-        if (!FORWARD && l.add2)
+                if (index_of(first + k) >= 0) v[k] = v[k] + to_floats(addends[first + k]);
+        if (BACKWARD && l.add2)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
-                if (pixel(i + k) >= 0) v[k] = v[k] + load4(l.add2 + (size_t)pixel(i + k) * l.pitch);
-        UNROLL_FOR (int k = 0; k < BATCH; k++)
-            v[k] = pixel(i + k) >= 0 ? store4(l.out + (size_t)pixel(i + k) * l.pitch, v[k]) : float4{};
-        if (FORWARD && stats)
+                if (index_of(first + k) >= 0) v[k] = v[k] + load4(l.add2 + (size_t)index_of(first + k) * l.pitch);
+        UNROLL_FOR (int k = 0; k < BATCH; k++) // v becomes what was stored, as it was rounded
+            v[k] = index_of(first + k) >= 0 ? store4(l.out + (size_t)index_of(first + k) * l.pitch, v[k]) : float4{};
+        if (!BACKWARD && stats)
             UNROLL_FOR (int k = 0; k < BATCH; k++) {
                 sum = sum + v[k];
                 square = square + v[k] * v[k];
@@ -10243,68 +10259,96 @@ INLINE void store_tile(float4& sum, float4& square, const float* staged, int reg
     }
 }
 
+// The block's sums for the statistics: each channel's are added up, in double, over the STAT_ROWS threads that had some
+// of its pixels. These threads have put their sums into shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2).
+template <class Tile>
+INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
+    constexpr int CHANNELS = Tile::CHANNELS;
+    constexpr int ROWS = Tile::STAT_ROWS;
+    for (int i = threadIdx.x; i < Tile::IMAGES * CHANNELS * 2; i += Tile::THREADS) {
+        const int image = i / (CHANNELS * 2);
+        const int n = n0 + image;
+        const int c = c0 + i / 2 % CHANNELS;
+        if (n >= o.B || c >= o.C1) continue;
+        double total = 0;
+        for (int r = 0; r < ROWS; r++) total += shared[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
+        o.stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = total;
+    }
+}
+
 // The end of conv_halo and conv_gather. A warp's fragments acc[8 pixels][16 channels] hold neighbouring pixels in each
 // thread. Through shared memory, in ROUNDS rounds, they become rows of neighbouring channels, and there the sums of the
-// K groups meet. pixel(k): where the k-th of the warp's 64 pixels lies in the output; -1: nowhere. tile: the number of
-// the block's tile among the `tiles` of image n0, and of the further images in the block.
-template <class Tile, class TO, int ROUNDS, bool FORWARD, int M>
+// K groups meet.
+//
+//   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
+//   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
+//
+//   n0, c0        the tile's first image and first channel
+//   tile, tiles   the number of the tile within its image, and the tiles of an image: each is a part of the statistics
+//   pixel         pixel(k): where the k-th of the warp's 64 pixels lies in the output; -1: nowhere
+template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
-    constexpr int ROUND_PIXELS = 64 / ROUNDS;                            // of a warp
-    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;        // of a lane: every STEP-th one
-    constexpr int REGION = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // floats of a K group
+    constexpr int ROUND_PIXELS = 64 / ROUNDS;                                    // of a warp
+    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // of a lane: every STEP-th one
+    constexpr int WARP_FLOATS = ROUND_PIXELS * Tile::PITCH;                      // a warp's part of shared memory
+    constexpr int K_GROUP_FLOATS = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // that of a K group
     constexpr int IMAGE_WARPS = Tile::PIXEL_WARPS / Tile::IMAGES;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int pixel_warp = Tile::pixel_warp(warp), k_group = Tile::k_group(warp), image = pixel_warp / IMAGE_WARPS;
-    // The K groups share the pixels of a round. first: this lane's first pixel, of the warp's.
-    const int row = lane / Tile::LANES, first = k_group * (N * Tile::STEP) + row;
-    const int channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS + lane % Tile::LANES * 4;
-    float* const staged = (float*)shared + warp % Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int pixel_warp = Tile::pixel_warp(warp);
+    const int k_group = Tile::k_group(warp);
+    const int image = pixel_warp / IMAGE_WARPS;
+
+    // What this lane stores: 4 channels, from `channel` of the tile on, of the N pixels first, first + STEP, ... of
+    // each round. The K groups share the pixels of a round.
+    const int row = lane / Tile::LANES;
+    const int first = k_group * (N * Tile::STEP) + row;
+    const int lane_channel = lane % Tile::LANES * 4;
+    const int channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS + lane_channel;
     OutputLane<TO> l(o, c0 + channel, n0 + image);
-    if (row >= Tile::STEP) l.count = 0;
-    float4 sum = {}, square = {};
+    if (row >= Tile::STEP) l.count = 0; // lanes are left over if LANES does not divide 32
+
+    float* const staged = (float*)shared + warp % Tile::POSITIONS * WARP_FLOATS;
+    float4 sum = {};
+    float4 square = {};
     copies_arrived<0>();
-    __syncthreads(); // the operands have been read
+    __syncthreads(); // the operands have been read; the sums take their place
     UNROLL_FOR (int round = 0; round < ROUNDS; round++) {
-        auto own_pixel = [&](int i) { return pixel(round * ROUND_PIXELS + first + i * Tile::STEP); };
+        auto index_of = [&](int i) { return pixel(round * ROUND_PIXELS + first + i * Tile::STEP); };
         Four<TO> addends[N];
         if (l.count && l.add1)
             UNROLL_FOR (int i = 0; i < N; i++)
-                if (own_pixel(i) >= 0) addends[i] = *(const Four<TO>*)(l.add1 + (size_t)own_pixel(i) * l.pitch);
+                if (index_of(i) >= 0) addends[i] = *(const Four<TO>*)(l.add1 + (size_t)index_of(i) * l.pitch);
+
+        // Fragment d of acc: (channel g, pixels 2q, 2q + 1), (channel g + 8, the same pixels); q = lane % 4.
         if (round) __syncthreads();
-        float* const mine = staged + k_group * REGION + lane % 4 * 2 * Tile::PITCH + lane / 4;
+        float* const fragments = staged + k_group * K_GROUP_FLOATS + lane % 4 * 2 * Tile::PITCH + lane / 4;
         UNROLL_FOR (int r = 0; r < 8 / ROUNDS; r++)
             UNROLL_FOR (int m = 0; m < M; m++) {
                 const float* d = acc[round * (8 / ROUNDS) + r][m];
-                float* const to = mine + r * 8 * Tile::PITCH + m * 16;
-                to[0] = d[0];
-                to[Tile::PITCH] = d[1];
-                to[8] = d[2];
-                to[Tile::PITCH + 8] = d[3];
+                float* const place = fragments + r * 8 * Tile::PITCH + m * 16;
+                place[0] = d[0];
+                place[Tile::PITCH] = d[1];
+                place[8] = d[2];
+                place[Tile::PITCH + 8] = d[3];
             }
         if (Tile::K_GROUPS > 1) __syncthreads();
         else __syncwarp();
-        store_tile<Tile, FORWARD>(sum, square, staged + first * Tile::PITCH + lane % Tile::LANES * 4, REGION, l,
-                                  o.stats, addends, own_pixel);
+        store_pixels<Tile, BACKWARD>(sum, square, staged + first * Tile::PITCH + lane_channel, K_GROUP_FLOATS, l,
+                                     o.stats, addends, index_of);
     }
     if (!o.stats) return;
-    __syncthreads(); // staged has been read; now each thread's sums come there: (IMAGES, STAT_ROWS, CHANNELS, 2)
-    constexpr int CHANNELS = Tile::CHANNELS, ROWS = Tile::STAT_ROWS;
+    __syncthreads(); // staged has been read; the threads' sums take its place
     if (row < Tile::STEP) {
         const int stat_row = (pixel_warp % IMAGE_WARPS * Tile::K_GROUPS + k_group) * Tile::STEP + row;
-        float4* const to = (float4*)shared + ((image * ROWS + stat_row) * CHANNELS + channel) / 2;
-        to[0] = make_float4(sum.x, square.x, sum.y, square.y);
-        to[1] = make_float4(sum.z, square.z, sum.w, square.w);
+        const int pair = (image * Tile::STAT_ROWS + stat_row) * Tile::CHANNELS + channel;
+        float4* const pairs = (float4*)shared + pair / 2;
+        pairs[0] = make_float4(sum.x, square.x, sum.y, square.y);
+        pairs[1] = make_float4(sum.z, square.z, sum.w, square.w);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < Tile::IMAGES * CHANNELS * 2; i += Tile::THREADS) {
-        const int image = i / (CHANNELS * 2), n = n0 + image, c = c0 + i / 2 % CHANNELS;
-        if (n >= o.B || c >= o.C1) continue;
-        double total = 0;
-        for (int r = 0; r < ROWS; r++)
-            total += ((float*)shared)[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
-        o.stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = total;
-    }
+    store_tile_stats<Tile>((const float*)shared, o, n0, c0, tile, tiles);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10333,11 +10377,13 @@ template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
 }
 
 // A fragment by ldmatrix. place: where this lane's row begins, of the four matrices of 8 x 8 that ldmatrix loads.
+// TRANSPOSED: a row in shared memory runs along the fragment's rows, not along k, and each matrix is transposed.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
         const uint32_t from = (place ^ part * 16) + offset;
-        if (TRANSPOSED) ldmatrix_trans(a + 4 * part, a + 4 * part + 2, from);
-        else ldmatrix(a + 4 * part, a + 4 * part + 2, from);
+        uint32_t* const registers = a + 4 * part;
+        if (TRANSPOSED) ldmatrix_trans(registers, registers + 2, from);
+        else ldmatrix(registers, registers + 2, from);
     }
 }
 // Two fragments B at once: four matrices are two fragments.
@@ -10402,6 +10448,8 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //   A pixel's row is swizzled with a key that depends on its halo COLUMN alone. So any 8 neighbouring pixels of an
 //   image row can be read without bank conflicts, whatever kw is; and the next image row is a constant number of bytes
 //   on.
+//   From the top down: conv_halo launches conv_halo_kernel, whose main loop calls multiply_step for each step, and that
+//   calls multiply_tap for each tap and 16 output channels: eight mma_bf16 (or 24 mma_fp16), one for each image row.
 // Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 of its pixels, once for nine taps, and all weights of its channels.
 
 // IMAGES = 1: 2 x 2 warps of 8 x 8 pixels each. IMAGES = 2: a warp for each of two images. Every warp has all CHANNELS.
@@ -10413,13 +10461,17 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int IMAGES = IMAGES_;
     static constexpr int CHANNELS = CHANNELS_;
     static constexpr int PER_SM = PER_SM_;
-    static constexpr int ROWS = IMAGES == 1 ? 2 : 1, COLS = ROWS; // warps down and across an image
+    static constexpr int WARPS_DOWN = IMAGES == 1 ? 2 : 1; // of an image
+    static constexpr int WARPS_ACROSS = WARPS_DOWN;
+    static constexpr int TILE_H = WARPS_DOWN * 8; // pixels
+    static constexpr int TILE_W = WARPS_ACROSS * 8;
     // A slice: 64 bytes of a pixel, or more if each K group would have less than 16 channels.
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
     static constexpr int K16 = SLICE / 16 / K_GROUPS_; // products of 16 input channels that a K group has of a slice
     // The halo.
-    static constexpr int H = ROWS * 8 + 2, W = COLS * 8 + 2;
+    static constexpr int H = TILE_H + 2;
+    static constexpr int W = TILE_W + 2;
     static constexpr int PIXELS = IMAGES * H * W;
     // Shared memory.
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;
@@ -10435,10 +10487,11 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Where a pixel of the halo lies in the input: its index * 8 + the swizzle key of its column; negative: outside the
-// image.
+// Where a pixel of the halo lies in the input, and how its row is swizzled, in one number: its index * 8 + the swizzle
+// key of its column. Negative: the pixel is outside the image. (w0: the halo's column 0, in the image.)
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
-    const int w = w0 + column, up = p.s.upsample; // upsample: the input has half of the output's rows and columns
+    const int w = w0 + column;
+    const int up = p.s.upsample; // 1: the input has half of the output's rows and columns
     const int index = (n * (p.H >> up) + (h >> up)) * (p.W >> up) + (w >> up);
     const bool inside = n < p.B && h >= 0 && h < p.H && w >= 0 && w < p.W;
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(column);
@@ -10452,8 +10505,9 @@ template <class Tile> struct HaloCopies {
     static constexpr int HALF = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
     const ConvCall& p;
     const uint32_t halos;
-    int* const sources; // of each pixel of the halo: its index in the input * 8 + its swizzle key; negative: no pixel
-    const int chunk = (int)threadIdx.x % CHUNKS, first_pixel = (int)threadIdx.x / CHUNKS;
+    int* const sources; // the halo_source of each pixel
+    const int chunk = (int)threadIdx.x % CHUNKS;
+    const int first_pixel = (int)threadIdx.x / CHUNKS;
 
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
@@ -10461,7 +10515,8 @@ template <class Tile> struct HaloCopies {
     // Before the first copy: where the pixels of the halo of the tile at (n0, h0, w0) lie in the input.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
-            const int n = n0 + i / Tile::W / Tile::H, h = h0 + i / Tile::W % Tile::H - 1;
+            const int n = n0 + i / Tile::W / Tile::H;
+            const int h = h0 + i / Tile::W % Tile::H - 1;
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
@@ -10477,7 +10532,8 @@ template <class Tile> struct HaloCopies {
         const int c = slice * Tile::SLICE + chunk * 8;
         const int pixel = first_pixel + i * PIXELS_AT_ONCE;
         const int source = sources[pixel];
-        const bool channel_inside = c < p.C1, valid = channel_inside && source >= 0; // not valid: zeros
+        const bool channel_inside = c < p.C1;
+        const bool valid = channel_inside && source >= 0; // not valid: zeros
         const T* const x = (const T*)p.x1 + (channel_inside ? c : 0);
         const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
@@ -10485,12 +10541,16 @@ template <class Tile> struct HaloCopies {
     // Where this lane's row for ldmatrix lies in a halo: two fragments of 8 neighbouring pixels. first: the pixel in
     // column 0 of their image row. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
     static INLINE uint32_t lane_place(int first, int first_column, int first_k) {
-        const int lane = threadIdx.x & 31, row_of_matrix = lane & 7, upper_k = lane >> 3 & 1, next_row = lane >> 4;
-        const int column = first_column + row_of_matrix, pixel = first + next_row * Tile::W + column;
+        const int lane = threadIdx.x & 31;
+        const int row_of_matrix = lane & 7;
+        const int upper_k = lane >> 3 & 1;
+        const int next_row = lane >> 4;
+        const int column = first_column + row_of_matrix;
+        const int pixel = first + next_row * Tile::W + column;
         const int key = swizzle_key<Tile::PIXEL_BYTES / 16>(column);
         return channels_on<T>(pixel * Tile::PIXEL_BYTES + chunk_place<T>(upper_k, key), first_k);
     }
-    // Calls f(address) for each chunk of this thread's.
+    // For take_apart_copies: calls f(address) for each chunk that this thread copies.
     INLINE auto places(int slice) const {
         return [this, slice](auto f) {
             UNROLL_FOR (int i = 0; i < 2 * HALF; i++)
@@ -10501,13 +10561,13 @@ template <class Tile> struct HaloCopies {
 
 // The ring of weights in shared memory, a stage for each kw, and what one thread copies of them: its chunk of every
 // ROWS_AT_ONCE-th row. A stage has three matrices, of the taps kh = 0, 1, 2:
-//   forward      weight is (Cout, taps, C1) in global memory: a row is an output channel, its chunks are the slice
-//   TRANSPOSED   weight is (C1, taps, Cout), and the taps come in reverse: a row is an input channel of the slice, its
-//                chunks are the block's output channels (C1, Cout: of this product, of the gradient's input and output)
-template <class Tile, bool TRANSPOSED> struct HaloWeights {
+//   forward    weight is (Cout, taps, C1) in global memory: a row is an output channel, its chunks are the slice
+//   BACKWARD   weight is (C1, taps, Cout), and the taps come in reverse: a row is an input channel of the slice, its
+//              chunks are the block's output channels (C1, Cout: of this product, of the gradient's input and output)
+template <class Tile, bool BACKWARD> struct HaloWeights {
     typedef typename Tile::T T;
-    static constexpr int ROWS = TRANSPOSED ? Tile::SLICE : Tile::CHANNELS;
-    static constexpr int CHUNKS = (TRANSPOSED ? Tile::CHANNELS : Tile::SLICE) / 8;
+    static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
+    static constexpr int CHUNKS = (BACKWARD ? Tile::CHANNELS : Tile::SLICE) / 8;
     static constexpr int ROW_BYTES = CHUNKS * 8 * sizeof(T);
     static constexpr int TAP_BYTES = ROWS * ROW_BYTES;
     static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // by one copy of all threads
@@ -10516,7 +10576,8 @@ template <class Tile, bool TRANSPOSED> struct HaloWeights {
     static constexpr bool NO_THREAD_LEFT_OVER = Tile::THREADS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0;
     const ConvCall& p;
     const int c0; // the block's first output channel
-    const int chunk = (int)threadIdx.x % CHUNKS, first_row = (int)threadIdx.x / CHUNKS;
+    const int chunk = (int)threadIdx.x % CHUNKS;
+    const int first_row = (int)threadIdx.x / CHUNKS;
     const uint32_t first_place; // of this thread's first copy
     const int first_weight;     // index in p.weight of what it copies first
 
@@ -10524,8 +10585,9 @@ template <class Tile, bool TRANSPOSED> struct HaloWeights {
         : p(p),
           c0(c0),
           first_place(ring + first_row * ROW_BYTES + chunk_place<T>(chunk, key(first_row))),
-          first_weight(TRANSPOSED ? first_row * 9 * p.Cout + c0 + chunk * 8 : (c0 + first_row) * 9 * p.C1 + chunk * 8) {
-    }
+          first_weight(BACKWARD //
+                           ? first_row * 9 * p.Cout + c0 + chunk * 8
+                           : (c0 + first_row) * 9 * p.C1 + chunk * 8) {}
     static INLINE int key(int row) { return swizzle_key<ROW_BYTES / 16>(row); }
 
     // Copy i < COPIES of a thread is row `first_row + row(i)` of tap kh(i).
@@ -10542,13 +10604,14 @@ template <class Tile, bool TRANSPOSED> struct HaloWeights {
     }
     INLINE void copy(int slice, int kw, int i) const {
         const int k0 = slice * Tile::SLICE;
-        const int tap = TRANSPOSED ? 8 - (kh(i) * 3 + kw) : kh(i) * 3 + kw;
-        const int k = k0 + (TRANSPOSED ? row(i) + first_row : chunk * 8); // input channel
-        const int c = c0 + (TRANSPOSED ? chunk * 8 : row(i) + first_row); // output channel
-        const bool valid = k < p.C1 && c < p.Cout;                        // not valid: zeros
-        int C = TRANSPOSED ? p.Cout : p.C1;                               // channels of a tap in global memory
+        const int place_of_tap = kh(i) * 3 + kw;
+        const int tap = BACKWARD ? 8 - place_of_tap : place_of_tap;
+        const int k = k0 + (BACKWARD ? row(i) + first_row : chunk * 8); // input channel
+        const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
+        const bool valid = k < p.C1 && c < p.Cout;                      // not valid: zeros
+        int C = BACKWARD ? p.Cout : p.C1;                               // channels of a tap in global memory
         asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
-        const int further = TRANSPOSED ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
+        const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
         const T* const weight = (const T*)p.weight;
         const uint32_t index = valid ? first_weight + further : 0;
         copy_channels(place(kw, i), 0, weight + index, valid, owns(i));
@@ -10556,8 +10619,11 @@ template <class Tile, bool TRANSPOSED> struct HaloWeights {
     // Where this lane's row for ldmatrix lies in a tap's weights. The matrices of a fragment are
     // (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_k) {
-        const int lane = threadIdx.x & 31, row_of_matrix = lane & 7, upper_c = lane >> 3 & 1, upper_k = lane >> 4;
-        if (TRANSPOSED) {
+        const int lane = threadIdx.x & 31;
+        const int row_of_matrix = lane & 7;
+        const int upper_c = lane >> 3 & 1;
+        const int upper_k = lane >> 4;
+        if (BACKWARD) {
             const int k = first_k + row_of_matrix + upper_k * 8;
             return k * ROW_BYTES + chunk_place<T>(upper_c, key(k));
         }
@@ -10568,14 +10634,20 @@ template <class Tile, bool TRANSPOSED> struct HaloWeights {
     // lane: where this lane's row of the first fragment lies.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
-        if (TRANSPOSED) {
-            const int channel_bytes = m * 16 * sizeof(T);
-            const uint32_t columns =
-                CHUNKS % 4 ? lane + channel_bytes : (lane ^ channel_bytes % 128) + channel_bytes / 128 * 128;
-            load_fragment<T, true>(a, columns, tap + k * 16 * ROW_BYTES);
-        } else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
+        if (!BACKWARD) {
+            load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
+            return;
+        }
+        // The next channels of the same row. With 2 or 6 chunks to a row its key is 0 or 1, and 16 channels are an even
+        // number of chunks: an addition leaves the key alone. With more chunks it is an XOR within 128 bytes, as in
+        // channels_on.
+        const int channel_bytes = m * 16 * sizeof(T);
+        uint32_t columns;
+        if (CHUNKS % 4) columns = lane + channel_bytes;
+        else columns = (lane ^ channel_bytes % 128) + channel_bytes / 128 * 128;
+        load_fragment<T, true>(a, columns, tap + k * 16 * ROW_BYTES);
     }
-    // Calls f(address) for each chunk of this thread's.
+    // For take_apart_copies: calls f(address) for each chunk that this thread copies.
     INLINE auto places(int kw) const {
         return [this, kw](auto f) {
             UNROLL_FOR (int i = 0; i < COPIES; i++)
@@ -10590,33 +10662,41 @@ template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
                          const FragmentB<T> (&b)[10], float scale) {
     if constexpr (PARTS<T> == 1) {
-        UNROLL_FOR (int r = 0; r < 8; r++) mma_bf16(acc[r][m], a, b[r + kh]);
+        UNROLL_FOR (int r = 0; r < 8; r++) {
+            mma_bf16(acc[r][m], a, b[r + kh]);
+        }
     } else
         UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums are under way, as in multiply
-            UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) sum[first + i / 4][i % 4] = 0;
+            UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) {
+                sum[first + i / 4][i % 4] = 0;
+            }
             UNROLL_FOR (int part = 0; part < 3; part++) // low x high', high x low', high x high'
                 UNROLL_FOR (int r = first; r < first + 4; r++)
                     mma_fp16(sum[r], a + 4 * (part == 0), b[r + kh] + 2 * (part == 1));
-            UNROLL_FOR (int i = 0; i < 16 && kh == 2; i++)
-                acc[first + i / 4][m][i % 4] += sum[first + i / 4][i % 4] * scale;
+            UNROLL_FOR (int i = 0; i < 16 && kh == 2; i++) {
+                const int r = first + i / 4;
+                acc[r][m][i % 4] += sum[r][i % 4] * scale;
+            }
         }
 }
 
 // A step: a warp's products of one kw with a slice. Copies stand between them: copy_in_gap(0), copy_in_gap(1), ...
-template <class Tile, bool TRANSPOSED, int M, class Copy>
+template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
-    typedef HaloWeights<Tile, TRANSPOSED> Weights;
-    // bf16 goes through all output channels for each tap. Floats go through the taps for each 16 output channels, since
-    // the three taps are summed before they are added to acc.
+    typedef HaloWeights<Tile, BACKWARD> Weights;
+    // The i-th product. bf16 goes through all output channels for each tap. Floats go through the taps for each 16
+    // output channels, since the three taps are summed before they are added to acc.
     auto kh_of = [](int i) { return PARTS<T> == 1 ? i / M : i % 3; };
     auto m_of = [](int i) { return PARTS<T> == 1 ? i % M : i / 3; };
     UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
         FragmentA<T> a[2];
-        FragmentB<T> b[10];
+        FragmentB<T> b[10]; // the rows 0 .. 9 of the halo under this kw
         Weights::load(a[0], weights, kw, kh_of(0), m_of(0), k);
-        UNROLL_FOR (int r = 0; r < 10; r += 2)
-            load_fragments<T, false>(b[r], b[r + 1], channels_on<T>(x, 16 * k), r * Tile::W * Tile::PIXEL_BYTES);
+        UNROLL_FOR (int r = 0; r < 10; r += 2) {
+            const int row = r * Tile::W * Tile::PIXEL_BYTES;
+            load_fragments<T, false>(b[r], b[r + 1], channels_on<T>(x, 16 * k), row);
+        }
         float sum[8][4];
         UNROLL_FOR (int i = 0; i < 3 * M; i++) {
             const int next = i + 1; // its weights are on their way during this product
@@ -10627,39 +10707,53 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
     }
 }
 
+// A block computes a tile of pixels x CHANNELS channels. A warp computes 8 x 8 of these pixels; with K groups it
+// multiplies only its part of each slice. Phases:
+//   1. The first copies are started.
+//   2. For each slice three steps: wait for the operands, multiply, and meanwhile copy for later steps.
+//   3. store_product: sums become results.
 // TO: the type of the output.
-template <class Tile, bool TRANSPOSED, class TO>
+template <class Tile, bool BACKWARD, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvCall p) {
     typedef typename Tile::T T;
     typedef HaloCopies<Tile> Halo;
-    typedef HaloWeights<Tile, TRANSPOSED> Weights;
+    typedef HaloWeights<Tile, BACKWARD> Weights;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
 
     // The block's tile: channels from c0 on, pixels from (h0, w0) on, images from n0 on.
-    const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS, tile = blockIdx.x / p.channel_blocks;
-    const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::ROWS * 8, Tile::COLS * 8, Tile::IMAGES);
+    const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS;
+    const int tile = blockIdx.x / p.channel_blocks;
+    const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::TILE_H, Tile::TILE_W, Tile::IMAGES);
 
     // The first copies: the halo of slice 0 and its weights for kw = 0 and 1.
     const Halo halo(p, shared);
     const Weights weights(p, base + Tile::WEIGHTS_AT, c0);
-    NO_UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) weights.copy(0, 0, i);
+    NO_UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) {
+        weights.copy(0, 0, i);
+    }
     halo.find_sources(n0, h0, w0);
     __syncthreads();
-    NO_UNROLL_FOR (int i = 0; i < 2 * Halo::HALF; i++) halo.copy(0, i);
+    NO_UNROLL_FOR (int i = 0; i < 2 * Halo::HALF; i++) {
+        halo.copy(0, i);
+    }
     copies_committed();
-    NO_UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) weights.copy(0, 1, i);
+    NO_UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) {
+        weights.copy(0, 1, i);
+    }
     copies_committed();
 
     // The warp's pixels within the tile, and its part of a slice; where this lane's rows for ldmatrix lie.
     constexpr int M = Tile::WARP_CHANNELS / 16;
-    const int warp = (int)threadIdx.x >> 5, pixel_warp = Tile::pixel_warp(warp);
-    const int image = pixel_warp / (Tile::ROWS * Tile::COLS);
-    const int warp_row = pixel_warp / Tile::COLS % Tile::ROWS * 8, warp_col = pixel_warp % Tile::COLS * 8;
+    const int warp = (int)threadIdx.x >> 5;
+    const int pixel_warp = Tile::pixel_warp(warp);
+    const int image = pixel_warp / (Tile::WARPS_DOWN * Tile::WARPS_ACROSS);
+    const int warp_h = pixel_warp / Tile::WARPS_ACROSS % Tile::WARPS_DOWN * 8;
+    const int warp_w = pixel_warp % Tile::WARPS_ACROSS * 8;
     const int first_k = Tile::k_group(warp) * Tile::K16 * 16;
     uint32_t lane_pixels[3]; // for each kw
     UNROLL_FOR (int kw = 0; kw < 3; kw++)
-        lane_pixels[kw] = base + Halo::lane_place((image * Tile::H + warp_row) * Tile::W, warp_col + kw, first_k);
+        lane_pixels[kw] = base + Halo::lane_place((image * Tile::H + warp_h) * Tile::W, warp_w + kw, first_k);
     const uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_k);
 
     float acc[8][M][4] = {}; // [image row][16 channels]: channels x 8 pixels
@@ -10681,29 +10775,31 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                     if (kw < 2 && i * GAPS / Halo::HALF == gap) halo.copy(slice + 1, kw * Halo::HALF + i);
             };
             const uint32_t x = lane_pixels[kw] + slice % 2 * Tile::HALO_BYTES;
-            multiply_step<Tile, TRANSPOSED>(acc, x, lane_weights, kw, pixel_scale * weight_scale, copy_in_gap);
+            multiply_step<Tile, BACKWARD>(acc, x, lane_weights, kw, pixel_scale * weight_scale, copy_in_gap);
             copies_committed();
         }
     }
 
-    const int n = n0 + image, tiles = p.tiles_h * p.tiles_w;
+    const int n = n0 + image;
+    const int tiles = p.tiles_h * p.tiles_w;
     auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside
-        const int h = h0 + warp_row + k / 8, w = w0 + warp_col + k % 8;
+        const int h = h0 + warp_h + k / 8;
+        const int w = w0 + warp_w + k % 8;
         return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
     };
-    store_product<Tile, TO, Tile::ROUNDS, !TRANSPOSED>(acc, shared, p.out, n0, c0, tile % tiles, tiles, output_pixel);
+    store_product<Tile, TO, Tile::ROUNDS, BACKWARD>(acc, shared, p.out, n0, c0, tile % tiles, tiles, output_pixel);
 }
 
-template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void conv_halo(const ConvCall& c) {
+template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void conv_halo(const ConvCall& c) {
     ConvCall p = c;
-    p.tiles_h = ceil_div(p.H, Tile::ROWS * 8);
-    p.tiles_w = ceil_div(p.W, Tile::COLS * 8);
+    p.tiles_h = ceil_div(p.H, Tile::TILE_H);
+    p.tiles_w = ceil_div(p.W, Tile::TILE_W);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
     p.slices = ceil_div(p.C1, Tile::SLICE);
     const int tiles = p.tiles_h * p.tiles_w;
     const int blocks = ceil_div(p.B, Tile::IMAGES) * tiles * p.channel_blocks;
     if (p.out.parts) *p.out.parts = tiles;
-    launch_behind(conv_halo_kernel<Tile, TRANSPOSED, TO>, blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
+    launch_behind(conv_halo_kernel<Tile, BACKWARD, TO>, blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10719,30 +10815,36 @@ template <class Tile, bool TRANSPOSED, class TO = typename Tile::T> static void 
 //     | of 128 bytes           | x CHANNELS x slice   |    of floats. Those of a second input follow the first input's.
 //     +------------------------+----------------------+
 //
-//   A warp multiplies 64 of the pixels by WARP_CHANNELS of the channels.
+//   A warp multiplies 64 of the pixels by WARP_CHANNELS of the channels: for each 16 k it loads M fragments of weights
+//   (A) and 8 of pixels (B), and `multiply` has one mma_bf16 (or three mma_fp16) for each pair of them.
 // Costs: the input is read once for every tap; after the first time from the L2 cache.
 
 // The offset of tap: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
 // BACKWARD, the other way round: input pixel (h, w) is read by the output pixel (y, x) with (y, x) * stride =
 // (h + dy, w + dx), if there is one.
-template <bool BACKWARD> INLINE void tap_offset(const ConvShape& s, int tap, int& dy, int& dx) {
-    const int kh = tap / s.kernel - s.kernel / 2, kw = tap % s.kernel - s.kernel / 2;
-    dy = BACKWARD ? -kh : kh;
-    dx = BACKWARD ? -kw : kw;
+struct TapOffset {
+    int dy, dx;
+};
+template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap) {
+    const int dy = tap / s.kernel - s.kernel / 2;
+    const int dx = tap % s.kernel - s.kernel / 2;
+    if (BACKWARD) return {-dy, -dx};
+    return {dy, dx};
 }
 // Which pixel the one that is `i` further on than (h, w) reads, as an index within its image; -1: it is in the padding,
 // or there is none. The division by W is a product with W_inverse: exact, since the numbers are small.
 template <bool BACKWARD>
-INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, int dy, int dx) {
+INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
     h += rows_down;
     w += i - rows_down * (BACKWARD ? s.W : s.out_W());
-    const int y = (BACKWARD ? h : h * s.stride) + dy;
-    const int x = (BACKWARD ? w : w * s.stride) + dx;
+    const int y = (BACKWARD ? h : h * s.stride) + offset.dy;
+    const int x = (BACKWARD ? w : w * s.stride) + offset.dx;
     // BACKWARD with stride 2: only even (y, x) are an output pixel's, that of half the coordinates.
     const int odd = s.stride - 1;
     const int halve = BACKWARD ? odd : 0;
-    const int rows = BACKWARD ? s.out_H() : s.H, columns = BACKWARD ? s.out_W() : s.W;
+    const int rows = BACKWARD ? s.out_H() : s.H;
+    const int columns = BACKWARD ? s.out_W() : s.W;
     const bool inside = y >= 0 && x >= 0 && y < rows << halve && x < columns << halve;
     const bool is_pixel = inside && !(BACKWARD && (y | x) & odd);
     return is_pixel ? (y >> halve) * columns + (x >> halve) : -1;
@@ -10764,7 +10866,9 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int SLICE = ROW / sizeof(T); // channels of a slice
     static constexpr int WEIGHTS_AT = PIXELS * ROW;
     static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * ROW;
-    static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
+    // Blocks on a multiprocessor: the compiler limits registers so that they fit.
+    static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
+    static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
 };
 
 // The weights of a stage, as HaloWeights has them: forward, a row is an output channel and its chunks are the slice;
@@ -10778,14 +10882,37 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
     static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // of a thread
     static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread have the same swizzle key");
 
+    // A thread copies its rows of a stage: the first one goes to place + stage. k0: the slice's first channel in its
+    // input, which has C channels; weight_k0: the same channel among those of both inputs, as weights count them.
+    static INLINE void copy(const ConvCall& p, uint32_t place, uint32_t stage, int c0, int tap, int k0, int weight_k0,
+                            int C) {
+        const int chunk = (int)threadIdx.x % CHUNKS;
+        const int row = (int)threadIdx.x / CHUNKS;
+        const T* const weight = (const T*)p.weight;
+        UNROLL_FOR (int i = 0; i < COPIES; i++) {
+            const int r = row + i * ROWS_AT_ONCE;
+            const int c = c0 + (BACKWARD ? chunk * 8 : r); // output channel
+            const int k = BACKWARD ? r : chunk * 8;        // input channel, in the slice
+            const bool valid = c < p.Cout && k0 + k < C;   // not valid: zeros
+            const uint32_t index = BACKWARD ? ((weight_k0 + k) * p.taps + tap) * p.Cout + c
+                                            : (c * p.taps + tap) * (p.C1 + p.C2) + weight_k0 + k;
+            const int offset = stage + i * ROWS_AT_ONCE * ROW_BYTES;
+            copy_channels(place, offset, weight + (valid ? index : 0), valid);
+        }
+    }
     // Where this lane's row for ldmatrix lies, for the fragment of the warp's first 16 channels and of the first 16 k.
     // Its matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_channel) {
-        const int lane = threadIdx.x & 31, row_of_matrix = lane & 7, upper_c = lane >> 3 & 1, upper_k = lane >> 4;
-        if (BACKWARD)
-            return (upper_k * 8 + row_of_matrix) * ROW_BYTES +
-                   chunk_place<T>(first_channel / 8 + upper_c, row_of_matrix);
-        return (first_channel + upper_c * 8 + row_of_matrix) * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
+        const int lane = threadIdx.x & 31;
+        const int row_of_matrix = lane & 7;
+        const int upper_c = lane >> 3 & 1;
+        const int upper_k = lane >> 4;
+        if (BACKWARD) {
+            const int k = upper_k * 8 + row_of_matrix;
+            return k * ROW_BYTES + chunk_place<T>(first_channel / 8 + upper_c, row_of_matrix);
+        }
+        const int c = first_channel + upper_c * 8 + row_of_matrix;
+        return c * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     }
     // The fragment of the m-th 16 of the warp's channels and the k-th 16 input channels of the slice.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int m, int k) {
@@ -10794,11 +10921,16 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
     }
 };
 
+// A block computes PIXELS pixels x CHANNELS channels; a warp has 64 pixels x WARP_CHANNELS channels of them. Phases:
+// STAGES - 1 steps are copied; for each step (wait for its operands, copy a later step's, multiply); store_product.
 template <class Tile, bool BACKWARD>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvCall p) {
     typedef typename Tile::T T;
     typedef GatherWeights<Tile, BACKWARD> Weights;
-    constexpr int PIXELS = Tile::PIXELS, STAGES = Tile::STAGES, SLICE = Tile::SLICE, ROW = Tile::ROW;
+    constexpr int PIXELS = Tile::PIXELS;
+    constexpr int STAGES = Tile::STAGES;
+    constexpr int SLICE = Tile::SLICE;
+    constexpr int ROW = Tile::ROW;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x;
@@ -10807,29 +10939,36 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS;
     const int tile = blockIdx.x / p.channel_blocks % p.tiles_w;
     const int n = blockIdx.x / p.channel_blocks / p.tiles_w;
-    const int slices1 = ceil_div(p.C1, SLICE), slices = slices1 + ceil_div(p.C2, SLICE);
+    const int slices1 = ceil_div(p.C1, SLICE);
+    const int slices = slices1 + ceil_div(p.C2, SLICE);
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
     // Both are multiples of 8, so all of a thread's rows have the same swizzle key.
-    constexpr int CHUNKS = SLICE / 8, PIXELS_AT_ONCE = Tile::THREADS / CHUNKS, COPIES = PIXELS / PIXELS_AT_ONCE;
-    const int chunk = tid % CHUNKS, row = tid / CHUNKS;
-    const int w_chunk = tid % Weights::CHUNKS, w_row = tid / Weights::CHUNKS;
-    const uint32_t pixels_to = base + row * ROW + chunk_place<T>(chunk, row & 7);
-    const uint32_t weights_to =
+    constexpr int CHUNKS = SLICE / 8;
+    constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
+    constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
+    const int chunk = tid % CHUNKS;
+    const int row = tid / CHUNKS;
+    const int w_chunk = tid % Weights::CHUNKS;
+    const int w_row = tid / Weights::CHUNKS;
+    const uint32_t own_pixels = base + row * ROW + chunk_place<T>(chunk, row & 7);
+    const uint32_t own_weights =
         base + Tile::WEIGHTS_AT + w_row * Weights::ROW_BYTES + chunk_place<T>(w_chunk, w_row & 7);
     const bool direct = p.taps == 1 && p.s.stride == 1; // each pixel reads the one in its place
 
     int source[COPIES]; // of the pixels that this thread copies, under this tap
-    int tap = -1, slice = 0;
+    int tap = -1;
+    int slice = 0;
     auto start_tap = [&] {
         tap++;
-        int dy, dx;
-        tap_offset<BACKWARD>(p.s, tap, dy, dx);
-        const int h0 = tile * PIXELS / p.W, w0 = tile * PIXELS - h0 * p.W;
+        const TapOffset offset = tap_offset<BACKWARD>(p.s, tap);
+        const int h0 = tile * PIXELS / p.W;
+        const int w0 = tile * PIXELS - h0 * p.W;
         UNROLL_FOR (int i = 0; i < COPIES; i++) {
-            const int k = row + i * PIXELS_AT_ONCE, pixel = tile * PIXELS + k;
-            source[i] = direct ? pixel : source_pixel<BACKWARD>(p.s, 1.0f / p.W, h0, w0, k, dy, dx);
+            const int k = row + i * PIXELS_AT_ONCE; // pixel of the tile
+            const int pixel = tile * PIXELS + k;    // of the image
+            source[i] = direct ? pixel : source_pixel<BACKWARD>(p.s, 1.0f / p.W, h0, w0, k, offset);
             if (pixel >= p.H * p.W) source[i] = -1;
         }
     };
@@ -10841,24 +10980,16 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         const int weight_k0 = (second ? p.C1 : 0) + k0;            // and in the weights
         const int C = second ? p.C2 : p.C1;
 
-        const bool chunk_inside = k0 + chunk * 8 < C;
-        const T* const x = (const T*)(second ? p.x2 : p.x1) + (chunk_inside ? k0 + chunk * 8 : 0);
+        const int c = k0 + chunk * 8;
+        const bool chunk_inside = c < C;
+        const T* const input = (const T*)(second ? p.x2 : p.x1);
+        const T* const x = input + (chunk_inside ? c : 0);
         UNROLL_FOR (int i = 0; i < COPIES; i++) {
             const bool valid = chunk_inside && source[i] >= 0; // not valid: zeros
             const uint32_t pixel = valid ? n * p.source_pixels + source[i] : 0;
-            copy_channels(pixels_to, stage + i * PIXELS_AT_ONCE * ROW, pixel_of(x, pixel, C), valid);
+            copy_channels(own_pixels, stage + i * PIXELS_AT_ONCE * ROW, pixel_of(x, pixel, C), valid);
         }
-        const T* const weight = (const T*)p.weight;
-        UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) {
-            const int r = w_row + i * Weights::ROWS_AT_ONCE;
-            const int c = c0 + (BACKWARD ? w_chunk * 8 : r); // output channel
-            const int k = BACKWARD ? r : w_chunk * 8;        // input channel, in the slice
-            const bool valid = c < p.Cout && k0 + k < C;
-            const uint32_t index = BACKWARD ? ((weight_k0 + k) * p.taps + tap) * p.Cout + c
-                                            : (c * p.taps + tap) * (p.C1 + p.C2) + weight_k0 + k;
-            const int to = stage + i * Weights::ROWS_AT_ONCE * Weights::ROW_BYTES;
-            copy_channels(weights_to, to, weight + (valid ? index : 0), valid);
-        }
+        Weights::copy(p, own_weights, stage, c0, tap, k0, weight_k0, C);
         if (++slice == slices) slice = 0;
     };
     for (int step = 0; step < STAGES - 1; step++) {
@@ -10868,8 +10999,12 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
 
     // Where this lane's rows for ldmatrix lie in a stage. Pixels, two fragments at once: (pixels 0-7, k 0-7),
     // (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
-    const int lane = tid & 31, warp = tid >> 5, pixel_warp = Tile::pixel_warp(warp);
-    const int row_of_matrix = lane & 7, upper_k = lane >> 3 & 1, next_8 = lane >> 4;
+    const int lane = tid & 31;
+    const int warp = tid >> 5;
+    const int pixel_warp = Tile::pixel_warp(warp);
+    const int row_of_matrix = lane & 7;
+    const int upper_k = lane >> 3 & 1;
+    const int next_8 = lane >> 4;
     const int lane_pixel = pixel_warp * 64 + next_8 * 8 + row_of_matrix;
     uint32_t lane_pixels = base + lane_pixel * ROW + chunk_place<T>(upper_k, row_of_matrix);
     const int first_channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS;
@@ -10883,8 +11018,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_arrived<STAGES - 2>();
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         take_apart_copies<T, Tile::THREADS / 32>(
-            pixel_scale, places<COPIES, PIXELS_AT_ONCE * ROW>(pixels_to + stage), weight_scale,
-            places<Weights::COPIES, Weights::ROWS_AT_ONCE * Weights::ROW_BYTES>(weights_to + stage));
+            pixel_scale, places<COPIES, PIXELS_AT_ONCE * ROW>(own_pixels + stage), weight_scale,
+            places<Weights::COPIES, Weights::ROWS_AT_ONCE * Weights::ROW_BYTES>(own_weights + stage));
         __syncthreads(); // this step's operands have arrived everywhere; everyone is done with the step before
         if (step + STAGES - 1 < steps) copy_step(step + STAGES - 1);
         copies_committed();
@@ -10903,7 +11038,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         const int pixel = tile * PIXELS + pixel_warp * 64 + k;
         return pixel < p.H * p.W ? n * p.H * p.W + pixel : -1;
     };
-    store_product<Tile, T, ROUNDS, !BACKWARD>(acc, shared, p.out, n, c0, tile, p.tiles_w, output_pixel);
+    store_product<Tile, T, ROUNDS, BACKWARD>(acc, shared, p.out, n, c0, tile, p.tiles_w, output_pixel);
 }
 
 // Tiles lie within one image, so that all their pixels have the same embedding and count for the same statistics.
@@ -10928,17 +11063,25 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 //     last layer's input gradient      weights, turned (C, 9 F), x rows of the output's gradient
 //     weight gradients of both         rows^T x the tensor of C channels
 //   bf16 has 8 bits, fp32 values have more. So a value v becomes two bf16 numbers, upper = bf16(v) and lower = bf16(v -
-//   upper); their sum differs from v by 2^-17 at most, less than the result's rounding. A row is then (upper parts, 0 |
-//   lower parts, 0), and the weights stand in both halves.
+//   upper); their sum differs from v by 2^-17 at most, less than the result's rounding. The weights stand in both
+//   halves of their rows.
+//
+//     a row of a pixel, R values     bf16:  | 9 F upper parts, 0 ... | 9 F lower parts, 0 ... |
+//                                    fp32:  | 9 F values, 0 ... |
+//     value tap * F + f is channel f of the pixel under the tap; 0 outside the image
 // Costs: the rows are written and read: for unet64 as many bytes as a tensor of 64 channels.
 
 struct ConvFew {
-    const float* x;           // (B, H, W, F)
-    const void* weight;       // first layer: (C, 9, F); last layer: (F, 9, C); or null
-    void *rows, *weight_rows; // (B, H, W, R), (C, R)
-    int B, H, W, F, C, R;     // F: the few channels; C: those of the other side; R: of a row
-    int parts;                // how many numbers a value becomes: 1, or 2 in bf16
-    bool last;                // the network's last layer, else its first
+    const float* x;     // (B, H, W, F)
+    const void* weight; // first layer: (C, 9, F); last layer: (F, 9, C); or null
+    void* rows;         // (B, H, W, R)
+    void* weight_rows;  // (C, R)
+    int B, H, W;
+    int F;     // the few channels
+    int C;     // the channels of the other side
+    int R;     // values of a row
+    int parts; // how many numbers a value becomes: 1, or 2 in bf16
+    bool last; // the network's last layer, else its first
     // What the product of a weight gradient gives. First layer: product (C, R). Last: product (R, C), bias (R).
     float *product, *bias;
     float *dweight, *dbias; // where the gradients belong
@@ -10947,19 +11090,28 @@ struct ConvFew {
 // Where weight k = tap * F + f of channel c lies in the layer's own weights. The last layer's rows serve its input
 // gradient, so its taps are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
-    return p.last ? ((size_t)(k % p.F) * 9 + 8 - k / p.F) * p.C + c : (size_t)c * 9 * p.F + k;
+    if (!p.last) return (size_t)c * 9 * p.F + k;
+    const size_t f = k % p.F;
+    const size_t tap = k / p.F;
+    return (f * 9 + 8 - tap) * p.C + c;
 }
 
-// A thread writes the same V values, or their upper and their lower parts, of many pixels' rows.
+// Writes the rows of all pixels and, if there are weights, those of the weights. A thread writes the same V values, or
+// their upper and their lower parts, of many pixels' rows.
+//   threadIdx.x   which V values of a half of the row
+//   threadIdx.y   which of the pixels that the block writes at once
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
-    const int first = threadIdx.x * V, half = p.R / p.parts;
+    const int first = threadIdx.x * V;
+    const int half = p.R / p.parts;
     int tap[V];      // of each value; from tap 9 on there is none
     int distance[V]; // from the pixel's own first value in x, in floats
-    int t = first / p.F, f = first % p.F;
+    int t = first / p.F;
+    int f = first % p.F;
     UNROLL_FOR (int j = 0; j < V; j++) {
+        const int down = t / 3 - 1;
         tap[j] = t;
-        distance[j] = ((t / 3 - 1) * p.W + t % 3 - 1) * p.F + f;
+        distance[j] = (down * p.W + t % 3 - 1) * p.F + f;
         if (++f == p.F) {
             f = 0;
             t++;
@@ -10967,12 +11119,20 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     }
     await_previous_kernel();
     for (int pixel = blockIdx.x * blockDim.y + threadIdx.y; pixel < p.B * p.H * p.W; pixel += gridDim.x * blockDim.y) {
-        const uint32_t W = p.W, H = p.H, line = pixel / W, h = line % H, w = pixel - line * W;
+        const uint32_t W = p.W;
+        const uint32_t H = p.H;
+        const uint32_t line = pixel / W;
+        const uint32_t h = line % H;
+        const uint32_t w = pixel - line * W;
         // A bit for each tap: does it lie inside the image? Of a row of the filter, and of all three rows.
         const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W);
-        const uint32_t inside = (h > 0 ? columns : 0) + (columns << 3) + (h + 1 < H ? columns << 6 : 0);
+        const uint32_t upper_row = h > 0 ? columns : 0;
+        const uint32_t upper_and_middle = upper_row + (columns << 3);
+        const uint32_t inside = upper_and_middle + (h + 1 < H ? columns << 6 : 0);
         float v[V];
-        UNROLL_FOR (int j = 0; j < V; j++) v[j] = inside >> tap[j] & 1 ? p.x[(uint32_t)pixel * p.F + distance[j]] : 0;
+        UNROLL_FOR (int j = 0; j < V; j++) {
+            v[j] = inside >> tap[j] & 1 ? p.x[(uint32_t)pixel * p.F + distance[j]] : 0;
+        }
         T* const row = (T*)p.rows + (size_t)pixel * p.R + first;
         *(uint4*)row = pack(v);
         if constexpr (sizeof(T) == 2) {
@@ -10982,29 +11142,39 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     }
     if (!p.weight) return;
     const int threads = gridDim.x * blockDim.x * blockDim.y;
-    for (int i = (blockIdx.x * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x; i < p.C * p.R; i += threads) {
+    const int thread = (blockIdx.x * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+    for (int i = thread; i < p.C * p.R; i += threads) {
         const int k = i % half;
         ((T*)p.weight_rows)[i] = k < 9 * p.F ? ((const T*)p.weight)[few_weight_at(p, i / p.R, k)] : (T)0.0f;
     }
 }
 
-// The weight gradient from its product: the upper and the lower parts' add up.
+// The weight gradient from its product: those of the upper and of the lower parts add up. A thread computes weight k of
+// channel c, neighbouring threads what lies side by side in the product.
 static __global__ void conv_few_gradient(const ConvFew p) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, K = 9 * p.F, c = p.last ? i % p.C : i / K,
-              k = p.last ? i / p.C : i % K, half = p.R / 2;
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int K = 9 * p.F;
+    const int c = p.last ? i % p.C : i / K;
+    const int k = p.last ? i / p.C : i % K;
+    const int half = p.R / 2; // from an upper part to its lower part in a row
     await_previous_kernel();
     if (p.last && i < p.F) {
-        const float* const at = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
-        p.dbias[i] = p.parts == 2 ? at[0] + at[half] : at[0];
+        const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
+        p.dbias[i] = p.parts == 2 ? sum[0] + sum[half] : sum[0];
     }
     if (i >= p.C * K) return;
-    const float* const at = p.last ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
-    p.dweight[few_weight_at(p, c, k)] = p.parts == 2 ? at[0] + at[p.last ? (size_t)half * p.C : half] : at[0];
+    const float* const sum = p.last ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
+    float gradient = sum[0];
+    if (p.parts == 2) gradient += sum[p.last ? (size_t)half * p.C : half];
+    p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
 static bool conv_is_first(const ConvShape& s) { return s.fp32_in || s.C1 % 32; }
 static bool conv_is_last(const ConvShape& s) { return s.fp32_out || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
+
+// All of a ConvFew but its inputs and gradients. Rows, then the rows of the weights or the product and the bias (never
+// both) lie in `memory`.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
@@ -11019,28 +11189,35 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
     p.weight_rows = memory + (size_t)p.B * p.H * p.W * p.R * act_bytes();
-    p.product = (float*)p.weight_rows; // one of the two is wanted
+    p.product = (float*)p.weight_rows; // in the same place: no call needs both
     p.bias = p.product + (size_t)p.C * p.R;
     return p;
 }
-// What the layer becomes: a convolution of the rows, or, for the weight gradient of the last layer, one to the rows.
+// What the layer becomes: a 1x1 convolution of the rows, or, for the weight gradient of the last layer, one to the
+// rows.
 static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const ConvFew p = plan_few(s, nullptr);
     const bool to_rows = p.last && weight_gradient;
-    return ConvShape{p.B, p.H, p.W, to_rows ? p.C : p.R, 0, to_rows ? p.R : p.C, 1, 1, 0};
+    const int Cin = to_rows ? p.C : p.R;
+    const int Cout = to_rows ? p.R : p.C;
+    return ConvShape{p.B, p.H, p.W, Cin, 0, Cout, 1, 1, 0};
 }
 static size_t few_bytes(const ConvShape& s) {
     const ConvFew p = plan_few(s, nullptr);
-    return ((size_t)(p.bias - (float*)nullptr) + p.R) * sizeof(float) / 256 * 256 + 256;
+    const size_t floats = (size_t)(p.bias - (float*)nullptr) + p.R;
+    return floats * sizeof(float) / 256 * 256 + 256;
 }
+// Writes the rows of x, and those of the weights if there are any.
 static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory,
                              Lane* lane = MAIN_LANE) {
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x;
     p.weight = weight;
-    const int pieces = p.R / p.parts / act_vec(), pixels = std::max(1, 256 / pieces);
+    const int pieces = p.R / p.parts / act_vec();                                // of half a row: a thread each
+    const int pixels = std::max(1, 256 / pieces);                                // that a block writes at once
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
-    launch_on(lane, 1, device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>, blocks, dim3(pieces, pixels), 0, p);
+    auto* const kernel = device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>;
+    launch_on(lane, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
     lane->joined |= weight != nullptr; // what comes next loads its weights before it waits for what wrote them
     return p;
 }
@@ -11067,6 +11244,7 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //   (WeightBatch).
 // Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
+// A layer's weight gradient, as its kernels are told. In the code "split" is the number of a range.
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
     // (splits + B, Cout): the sum of dout over those pixels of image n that range s has, in row s + n. No other pair
@@ -11119,10 +11297,14 @@ struct WeightPlace {
         if (row8) *row8 = make_float2(v.z, v.w);
     }
 };
-// Those of fragment i of a tile of 64 x 64 weights. i < 1024 counts (warp, fragment of the warp's 2 x 4, lane).
+// The WeightPlace of fragment i of a tile of 64 x 64 weights. i < 1024 counts (warp, fragment of the warp's 2 x 4,
+// lane).
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
-    const int lane = i % 32, fragment = i / 32 % 8, warp = i / 256;
-    const int co_tile = tile / p.channel_tiles, t = tile % p.channel_tiles;
+    const int lane = i % 32;
+    const int fragment = i / 32 % 8;
+    const int warp = i / 256;
+    const int co_tile = tile / p.channel_tiles;
+    const int t = tile % p.channel_tiles;
     const bool second = t >= p.tiles1; // a tile of the second input's channels
     const int ci_tile = second ? t - p.tiles1 : t;
     const int co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4 + co_tile * 64;
@@ -11130,8 +11312,9 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int Cin = p.shape.C1 + p.shape.C2;
     const bool inside = ci < (second ? p.shape.C2 : p.shape.C1);
     float* const row = p.dweight + ((size_t)co * p.taps + tap) * Cin + (second ? p.shape.C1 : 0) + ci;
+    float* const row8 = row + (size_t)8 * p.taps * Cin;
     return WeightPlace{inside && co < p.shape.Cout ? (float2*)row : nullptr,
-                       inside && co + 8 < p.shape.Cout ? (float2*)(row + (size_t)8 * p.taps * Cin) : nullptr};
+                       inside && co + 8 < p.shape.Cout ? (float2*)row8 : nullptr};
 }
 
 // The end of a portable kernel. each(put) calls put(tile, tap, i, v) for all of a thread's fragments; whether that goes
@@ -11140,7 +11323,8 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
         each([&](int tile, int tap, int i, float4 v) {
-            store_whole(p.partial + (((size_t)split * p.tiles + tile) * p.taps + tap) * 1024 + i, v);
+            const size_t tile_and_tap = ((size_t)split * p.tiles + tile) * p.taps + tap;
+            store_whole(p.partial + tile_and_tap * 1024 + i, v);
         });
 }
 
@@ -11153,57 +11337,70 @@ HD static inline int weight_sum_groups(int splits) {
     return splits > 8 ? 2 : 1;
 }
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
-static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
-    const auto [p, block] = batch.own();
-    const int x = threadIdx.x, y = threadIdx.y;
-    const int bias_blocks = bias_sum_blocks(p.shape.Cout), groups = weight_sum_groups(p.splits);
-    if (block >= bias_blocks) {
-        __shared__ float4 rows[8][32];
-        const int n = p.tiles * p.taps * 1024; // fragments of a range
-        const int group = y % groups;
-        const int i = ((block - bias_blocks) * (8 / groups) + y / groups) * 32 + x;
-        const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
-        float4 sum = {};
-        await_previous_kernel();
-        UNROLL_8_FOR (int s = to.row ? group : p.splits; s < p.splits; s += groups)
-            sum = sum + p.partial[(size_t)s * n + i];
-        if (groups > 1) {
-            rows[y][x] = sum;
-            __syncthreads();
-            if (group) return;
-            for (int k = 1; k < groups; k++) sum = sum + rows[y + k][x];
-        }
-        return to.set(sum);
+
+// dweight = the sum of the ranges' partials; `block` counts the blocks that do this.
+INLINE void sum_weights(const ConvWeight& p, int block) {
+    __shared__ float4 rows[8][32];
+    const int x = threadIdx.x;
+    const int y = threadIdx.y;
+    const int groups = weight_sum_groups(p.splits);
+    const int group = y % groups;
+    const int n = p.tiles * p.taps * 1024; // fragments of a range
+    const int i = (block * (8 / groups) + y / groups) * 32 + x;
+    const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
+    float4 sum = {};
+    await_previous_kernel();
+    UNROLL_8_FOR (int s = to.row ? group : p.splits; s < p.splits; s += groups) {
+        sum = sum + p.partial[(size_t)s * n + i];
     }
-    // Bias: a block has 8 channels; 32 threads of each share the images, or the ranges.
+    if (groups > 1) {
+        rows[y][x] = sum;
+        __syncthreads();
+        if (group) return;
+        for (int k = 1; k < groups; k++) sum = sum + rows[y + k][x];
+    }
+    to.set(sum);
+}
+// dbias = the sum of the partials of all (range, image), demb = that of one image's. A block has 8 channels; 32 threads
+// of each share the images, or the ranges.
+INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
-    const int c = block * 8 + x % 8, part = y * 4 + x / 8;
+    const int x = threadIdx.x;
+    const int c = block * 8 + x % 8;
+    const int part = threadIdx.y * 4 + x / 8;
+    const int Cout = p.shape.Cout;
     const int image_tiles = p.pixel_tiles / p.bias_images;
     auto split_of = [&](int tile) { // the range that has this pixel tile
         return (int)(((unsigned)tile * p.splits + p.splits - 1) / (unsigned)p.pixel_tiles);
     };
     await_previous_kernel();
     double total = 0;
-    if (p.bias_images == 1 && !p.demb)
-        UNROLL_4_FOR (int s = part; s < p.splits && c < p.shape.Cout; s += 32)
-            total += p.bias_partial[(size_t)s * p.shape.Cout + c];
-    else
-        for (int n = part; n < p.bias_images && c < p.shape.Cout; n += 32) {
-            const int first = split_of(n * image_tiles), last = split_of((n + 1) * image_tiles - 1);
+    if (p.bias_images == 1 && !p.demb) {
+        UNROLL_4_FOR (int s = part; s < p.splits && c < Cout; s += 32) total += p.bias_partial[(size_t)s * Cout + c];
+    } else
+        for (int n = part; n < p.bias_images && c < Cout; n += 32) {
+            const int first = split_of(n * image_tiles);
+            const int last = split_of((n + 1) * image_tiles - 1);
             double sum = 0;
-            UNROLL_4_FOR (int s = first; s <= last; s++) sum += p.bias_partial[(size_t)(s + n) * p.shape.Cout + c];
+            UNROLL_4_FOR (int s = first; s <= last; s++) sum += p.bias_partial[(size_t)(s + n) * Cout + c];
             if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = (float)sum;
             total += sum;
         }
     totals[part][x % 8] = total;
     __syncthreads();
-    if (part || c >= p.shape.Cout) return;
+    if (part || c >= Cout) return;
     for (int k = 1; k < 32; k++) total += totals[k][x];
     if (p.dbias) p.dbias[c] = (float)total;
 }
+static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
+    const auto [p, block] = batch.own();
+    const int bias_blocks = bias_sum_blocks(p.shape.Cout);
+    if (block >= bias_blocks) sum_weights(p, block - bias_blocks);
+    else sum_biases(p, block);
+}
 
 // Sums of dout over each image's pixels, in the main loops of the two kernels below: of a warp's 16 M channels from co
-// on, if the warp owns them.
+// on, if the warp owns them. They are a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool own;
@@ -11229,7 +11426,9 @@ template <class T, int M> struct BiasSum {
             if (threadIdx.x % 4 == 0 && c < p.shape.Cout)
                 p.bias_partial[(size_t)(split + image) * p.shape.Cout + c] = acc[i / 2][i % 2 * 2];
         }
-        UNROLL_FOR (int i = 0; i < 4 * M; i++) acc[i / 4][i % 4] = 0;
+        UNROLL_FOR (int i = 0; i < 4 * M; i++) {
+            acc[i / 4][i % 4] = 0;
+        }
     }
     INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // dout times ones
         FragmentB<T> ones[1] = {};
@@ -11243,62 +11442,78 @@ template <class T, int M> struct BiasSum {
 // Both operands lie in shared memory as (pixels, channels), and the pixels are k: ldmatrix.trans turns them. place:
 // where this lane's row of the first fragment lies. 16 pixels of 16 M channels of dout, and of 8 N channels of x:
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
-    UNROLL_FOR (int i = 0; i < M; i++) load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
+    UNROLL_FOR (int i = 0; i < M; i++) {
+        load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
+    }
 }
 template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t place) {
-    UNROLL_FOR (int j = 0; j < N; j += 2) load_fragments<T, true>(b[j], b[j + 1], channels_on<T>(place, 8 * j));
+    UNROLL_FOR (int j = 0; j < N; j += 2) {
+        load_fragments<T, true>(b[j], b[j + 1], channels_on<T>(place, 8 * j));
+    }
 }
 
 // conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: 2 x 2 quarters of
 // the 64 x 64 for each of three kw; a warp has the three kh. A pixel tile is 8 x 8 pixels of dout, and the same with a
-// border of x. Tiles pass through a ring of STAGES. One product of k = 16 pixels is two image rows of 8.
+// border of x. One product of k = 16 pixels is two image rows of 8. Pixel tiles pass through a ring of STAGES in shared
+// memory:
+//
+//     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // of shared memory: 4 stages of bf16 or 2 of floats
-template <class T, int WORKS>
-static __global__ void __launch_bounds__(384, 1)
-    conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
-    constexpr int CHUNKS = 8, ROW = 64 * sizeof(T), STAGES = 4 / PARTS<T>; // ROW: a pixel, 64 channels
-    constexpr int X_BYTES = 100 * ROW, STAGE_BYTES = X_BYTES + 64 * ROW;
-    extern __shared__ __align__(128) unsigned char shared[];
-    const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    const int co_warp = warp & 1, ci_warp = warp >> 1 & 1, kw = warp >> 2;
 
-    // The block's weights, and its range of pixel tiles: first .. end - 1.
-    const auto [p, block] = batch.own();
-    const int tile = block % p.tiles, split = block / p.tiles, t = tile % p.channel_tiles;
-    const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    const int co0 = tile / p.channel_tiles * 64, ci0 = t * 64;
-    const int up = p.shape.upsample, H = p.shape.H << up, W = p.shape.W << up; // of dout; x is read through upsampling
-    const int Cout = p.shape.Cout, C = p.shape.C1;
-
-    // A thread copies one chunk of one column: of x in every X_ROWS-th row, of dout in every D_ROWS-th, without
-    // branches.
-    const int chunk = tid % CHUNKS;
-    constexpr int X_ROWS = 384 / CHUNKS / 10, X_LOADS = (9 + X_ROWS) / X_ROWS;
-    constexpr int D_ROWS = 384 / CHUNKS / 8, D_LOADS = (7 + D_ROWS) / D_ROWS;
-    const int x_col = tid / CHUNKS % 10, x_row = tid / CHUNKS / 10;
-    const int d_col = tid / CHUNKS % 8, d_row = tid / CHUNKS / 8;
-    auto owns_x = [&](int k) { return x_row < min(X_ROWS, 10 - k * X_ROWS); };
-    auto owns_dout = [&](int k) { return d_row < min(D_ROWS, 8 - k * D_ROWS); };
-    const bool x_in = ci0 + chunk * 8 < C, dout_in = co0 + chunk * 8 < Cout;
+// What one thread copies of each pixel tile: a chunk of one column, of x in every X_ROWS-th row, of dout in every
+// DOUT_ROWS-th row. The copies have no branches.
+template <class T> struct WeightHaloCopies {
+    static constexpr int CHUNKS = 8;           // of a pixel, 64 channels
+    static constexpr int ROW = 64 * sizeof(T); // bytes of a pixel
+    static constexpr int STAGES = 4 / PARTS<T>;
+    static constexpr int X_BYTES = 100 * ROW;
+    static constexpr int STAGE_BYTES = X_BYTES + 64 * ROW;
+    static constexpr int X_ROWS = 384 / CHUNKS / 10; // by one copy of all threads
+    static constexpr int X_COPIES = ceil_div(10, X_ROWS);
+    static constexpr int DOUT_ROWS = 384 / CHUNKS / 8;
+    static constexpr int DOUT_COPIES = ceil_div(8, DOUT_ROWS);
+    const ConvWeight& p;
+    const uint32_t base;             // of shared memory
+    const int co0, ci0;              // the block's first channels
+    const int first, end;            // the block's pixel tiles: first .. end - 1
+    const int up = p.shape.upsample; // 1: x is read through upsampling, and has half of dout's rows and columns
+    const int H = p.shape.H << up;   // of dout
+    const int W = p.shape.W << up;
+    const int chunk = (int)threadIdx.x % CHUNKS;
+    const int pixel = (int)threadIdx.x / CHUNKS; // that it copies first, in a tile
+    const int x_col = pixel % 10;
+    const int x_row = pixel / 10;
+    const int dout_col = pixel % 8;
+    const int dout_row = pixel / 8;
+    const bool x_in = ci0 + chunk * 8 < p.shape.C1;
+    const bool dout_in = co0 + chunk * 8 < p.shape.Cout;
     const T* const x = (const T*)p.x1 + (x_in ? ci0 + chunk * 8 : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co0 + chunk * 8 : 0);
-    const uint32_t x_to = base + tid / CHUNKS * ROW + chunk_place<T>(chunk, x_col & 7);
-    const uint32_t dout_to = base + X_BYTES + tid / CHUNKS * ROW + chunk_place<T>(chunk, d_col & 7);
+    const uint32_t x_place = base + pixel * ROW + chunk_place<T>(chunk, x_col & 7);
+    const uint32_t dout_place = base + X_BYTES + pixel * ROW + chunk_place<T>(chunk, dout_col & 7);
     Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to copy
-    auto copy_tile = [&](int pixel_tile) {
-        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES;
-        UNROLL_FOR (int k = 0; k < X_LOADS; k++) {
-            const int h = next.h + x_row + k * X_ROWS - 1, w = next.w + x_col - 1;
+
+    INLINE bool owns_x(int k) const { return x_row < min(X_ROWS, 10 - k * X_ROWS); }
+    INLINE bool owns_dout(int k) const { return dout_row < min(DOUT_ROWS, 8 - k * DOUT_ROWS); }
+    INLINE uint32_t stage(int pixel_tile) const { return (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES; }
+
+    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...; behind the last one it copies zeros
+        const uint32_t stage = this->stage(pixel_tile);
+        UNROLL_FOR (int k = 0; k < X_COPIES; k++) {
+            const int h = next.h + x_row + k * X_ROWS - 1;
+            const int w = next.w + x_col - 1;
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
-            const uint32_t pixel = valid ? (next.n * p.shape.H + (h >> up)) * p.shape.W + (w >> up) : 0;
-            copy_channels(x_to, stage + k * X_ROWS * 10 * ROW, pixel_of(x, pixel, C), valid, owns_x(k));
+            const uint32_t source = valid ? (next.n * p.shape.H + (h >> up)) * p.shape.W + (w >> up) : 0;
+            const int offset = stage + k * X_ROWS * 10 * ROW;
+            copy_channels(x_place, offset, pixel_of(x, source, p.shape.C1), valid, owns_x(k));
         }
-        UNROLL_FOR (int k = 0; k < D_LOADS; k++) {
-            const int h = next.h + d_row + k * D_ROWS, w = next.w + d_col;
+        UNROLL_FOR (int k = 0; k < DOUT_COPIES; k++) {
+            const int h = next.h + dout_row + k * DOUT_ROWS;
+            const int w = next.w + dout_col;
             const bool valid = pixel_tile < end && dout_in && h < H && w < W;
-            const uint32_t pixel = valid ? (next.n * H + h) * W + w : 0;
-            copy_channels(dout_to, stage + k * D_ROWS * 8 * ROW, pixel_of(dout, pixel, Cout), valid, owns_dout(k));
+            const uint32_t source = valid ? (next.n * H + h) * W + w : 0;
+            const int offset = stage + k * DOUT_ROWS * 8 * ROW;
+            copy_channels(dout_place, offset, pixel_of(dout, source, p.shape.Cout), valid, owns_dout(k));
         }
         copies_committed();
         next.w += 8;
@@ -11308,33 +11523,70 @@ static __global__ void __launch_bounds__(384, 1)
         if (next.h < H) return;
         next.h = 0;
         next.n++;
-    };
-    for (int i = 0; i < STAGES - 1; i++) copy_tile(first + i);
+    }
+    // For take_apart_copies: the chunks that this thread copies of x and of dout.
+    INLINE auto x_places(uint32_t stage) const {
+        return [this, stage](auto f) {
+            UNROLL_FOR (int k = 0; k < X_COPIES; k++)
+                if (owns_x(k)) f(x_place + stage + k * X_ROWS * 10 * ROW);
+        };
+    }
+    INLINE auto dout_places(uint32_t stage) const {
+        return [this, stage](auto f) {
+            UNROLL_FOR (int k = 0; k < DOUT_COPIES; k++)
+                if (owns_dout(k)) f(dout_place + stage + k * DOUT_ROWS * 8 * ROW);
+        };
+    }
+};
+
+// Phases:
+//   1. STAGES - 1 pixel tiles are copied.
+//   2. For each pixel tile: wait for it, copy a later one, multiply.
+//   3. The sums go to dweight or to the partials.
+template <class T, int WORKS>
+static __global__ void __launch_bounds__(384, 1)
+    conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
+    using Copies = WeightHaloCopies<T>;
+    constexpr int ROW = Copies::ROW;
+    constexpr int STAGES = Copies::STAGES;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const uint32_t base = shared_address(shared);
+    const int lane = threadIdx.x & 31;
+    const int warp = (int)threadIdx.x >> 5;
+    const int co_warp = warp & 1;
+    const int ci_warp = warp >> 1 & 1;
+    const int kw = warp >> 2;
+
+    // The block's weights, and its range of pixel tiles: first .. end - 1.
+    const auto [p, block] = batch.own();
+    const int tile = block % p.tiles;
+    const int split = block / p.tiles;
+    const int ci_tile = tile % p.channel_tiles;
+    const int first = first_pixel_tile(p, split);
+    const int end = first_pixel_tile(p, split + 1);
+    const int co0 = tile / p.channel_tiles * 64;
+    Copies copies{p, base, co0, ci_tile * 64, first, end};
+    for (int i = 0; i < STAGES - 1; i++) copies.copy_tile(first + i);
 
     // Where this lane's rows for ldmatrix lie. x: (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
-    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4, col = l7 + kw;
-    uint32_t lane_x = base + (low * 10 + col) * ROW + chunk_place<T>(ci_warp * 4 + high, col & 7);
-    uint32_t lane_dout = base + X_BYTES + (high * 8 + l7) * ROW + chunk_place<T>(co_warp * 4 + low, l7);
+    const int row_of_matrix = lane & 7;
+    const int low = lane >> 3 & 1;
+    const int high = lane >> 4;
+    const int column = row_of_matrix + kw; // of x
+    uint32_t lane_x = base + (low * 10 + column) * ROW + chunk_place<T>(ci_warp * 4 + high, column & 7);
+    uint32_t lane_dout =
+        base + Copies::X_BYTES + (high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 + low, row_of_matrix);
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout)); // or the compiler makes them anew for every tile
 
     float acc[3][2][4][4] = {}; // [kh][16 co][8 ci]
     float x_scale = 1, dout_scale = 1;
-    BiasSum<T, 2> bias{p, t == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
+    BiasSum<T, 2> bias{p, ci_tile == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
-        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES;
-        const uint32_t xs = lane_x + stage, ds = lane_dout + stage;
-        auto own_x = [&](auto f) {
-            UNROLL_FOR (int k = 0; k < X_LOADS; k++)
-                if (owns_x(k)) f(x_to + stage + k * X_ROWS * 10 * ROW);
-        };
-        auto own_dout = [&](auto f) {
-            UNROLL_FOR (int k = 0; k < D_LOADS; k++)
-                if (owns_dout(k)) f(dout_to + stage + k * D_ROWS * 8 * ROW);
-        };
-        take_apart_copies<T, 12>(x_scale, own_x, dout_scale, own_dout);
-        __syncthreads();
-        copy_tile(pixel_tile + STAGES - 1);
+        const uint32_t stage = copies.stage(pixel_tile);
+        take_apart_copies<T, 12>(x_scale, copies.x_places(stage), dout_scale, copies.dout_places(stage));
+        __syncthreads(); // this tile has arrived everywhere; everyone is done with the one before
+        copies.copy_tile(pixel_tile + STAGES - 1);
         bias.next_tile();
 
         // bf16 keeps what it has loaded for kh = 2: two image rows further down it is what kh = 0 needs. With floats it
@@ -11343,12 +11595,12 @@ static __global__ void __launch_bounds__(384, 1)
         FragmentB<T> below[4];
         UNROLL_FOR (int r = 0; r < 4; r++) { // two image rows each
             FragmentA<T> a[2];
-            load_dout<T>(a, ds + r * 16 * ROW);
+            load_dout<T>(a, lane_dout + stage + r * 16 * ROW);
             bias.add(a, dout_scale);
             UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                 FragmentB<T> b[4];
                 if (KEEP_ROWS && r && kh == 0) memcpy(b, below, sizeof b);
-                else load_x<T>(b, xs + (2 * r + kh) * 10 * ROW);
+                else load_x<T>(b, lane_x + stage + (2 * r + kh) * 10 * ROW);
                 if (KEEP_ROWS && kh == 2) memcpy(below, b, sizeof b);
                 multiply<T, 2, 4>(acc[kh][0], 4, 1, a, b, x_scale * dout_scale);
             }
@@ -11358,92 +11610,136 @@ static __global__ void __launch_bounds__(384, 1)
     bias.put();
     put_weights(p, split, [&](auto put) {
         UNROLL_FOR (int f = 0; f < 24; f++) {
-            const int kh = f / 8, fragment = f % 8;
+            const int kh = f / 8;
+            const int fragment = f % 8;
             const float* v = acc[kh][fragment / 4][fragment % 4];
-            put(tile, kh * 3 + kw, (warp % 4 * 8 + fragment) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
+            const int i = (warp % 4 * 8 + fragment) * 32 + lane;
+            put(tile, kh * 3 + kw, i, make_float4(v[0], v[1], v[2], v[3]));
         }
     });
 }
 
 // conv_weight_gather: any convolution. A block has one tap, N x N tiles of 64 x 64 weights, and 2 x 2 warps, of which
-// each owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring: 64 rows of x, as
-// the tap reads them, then 64 rows of dout.
+// each owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring:
+//
+//     a stage:   | x: 64 pixels of 64 N channels, as the tap reads them | dout: 64 pixels of 64 N channels |
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
-template <class T, int N, int WORKS>
-static __global__ void __launch_bounds__(128, 4 - N)
-    conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
-    constexpr int CHUNKS = 8 * N, ROW = 64 * N * sizeof(T); // of a pixel: 64 N channels
-    constexpr int PIXELS_AT_ONCE = 128 / CHUNKS;            // by one copy of all threads
-    constexpr int M = 2 * N, STAGES = WEIGHT_GATHER_STAGES<T, N>;
-    extern __shared__ __align__(128) unsigned char shared[];
-    const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, co_warp = warp & 1, ci_warp = warp >> 1;
 
-    // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1.
-    const auto [p, block] = batch.own();
-    const int co_tiles = p.tiles / p.channel_tiles;
-    const int ci_blocks = ceil_div(p.channel_tiles, N), blocks = ci_blocks * ceil_div(co_tiles, N);
-    const int tap = block / blocks % p.taps, split = block / blocks / p.taps;
-    const int co_tile = block % blocks / ci_blocks * N, ci_tile = block % ci_blocks * N;
-    const int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-
-    // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, of x (of either input) and of dout.
-    const int chunk = tid % CHUNKS, row = tid / CHUNKS;
-    const int Wo = p.shape.out_W(), HWo = p.shape.out_H() * Wo;
-    const int t = ci_tile + chunk * 8 / 64;
-    const int ci = (t < p.tiles1 ? t : t - p.tiles1) * 64 + chunk * 8 % 64;
+// What one thread copies of each pixel tile: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of dout. A
+// chunk of x belongs to a tile of 64 channels, and the tile to one of the two inputs.
+template <class T, int N> struct WeightGatherCopies {
+    static constexpr int CHUNKS = 8 * N;                // of a pixel, 64 N channels
+    static constexpr int ROW = 64 * N * sizeof(T);      // bytes of a pixel
+    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS; // by one copy of all threads
+    static constexpr int COPIES = 64 / PIXELS_AT_ONCE;
+    const ConvWeight& p;
+    const uint32_t base; // of shared memory
+    const int tap;
+    const int co_tile, ci_tile; // the block's first tiles of channels
+    const int first;            // the block's first pixel tile
+    const int chunk = (int)threadIdx.x % CHUNKS;
+    const int row = (int)threadIdx.x / CHUNKS; // that it copies first
+    const int Wo = p.shape.out_W();
+    const int HWo = p.shape.out_H() * Wo;
+    const int t = ci_tile + chunk * 8 / 64; // tile of input channels
+    const bool second = t >= p.tiles1;      // of the second input
+    const int ci = (second ? t - p.tiles1 : t) * 64 + chunk * 8 % 64;
     const int co = co_tile * 64 + chunk * 8;
-    const int Cout = p.shape.Cout, C = t < p.tiles1 ? p.shape.C1 : p.shape.C2;
-    const bool x_in = t < p.channel_tiles && ci < C, dout_in = co < Cout;
+    const int C = second ? p.shape.C2 : p.shape.C1;
+    const bool x_in = t < p.channel_tiles && ci < C;
+    const bool dout_in = co < p.shape.Cout;
     const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // each pixel reads the one in its place
-    const T* const x = (const T*)(t < p.tiles1 || !x_in ? p.x1 : p.x2) + (x_in ? ci : 0);
+    const T* const x = (const T*)(second && x_in ? p.x2 : p.x1) + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
-    int dy, dx;
-    tap_offset<false>(p.shape, tap, dy, dx);
-    const uint32_t to = base + row * ROW + chunk_place<T>(chunk, row & 7); // all its rows have the same swizzle key
-    int n = first / p.tiles_w, p0 = (first - n * p.tiles_w) * 64; // the pixel tile to copy: its image, its first pixel
-    auto copy_tile = [&](int pixel_tile) {
-        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
-        const int h0 = direct ? 0 : p0 / Wo, w0 = p0 - h0 * Wo;
+    const TapOffset offset = tap_offset<false>(p.shape, tap);
+    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // all its rows have the same swizzle key
+    int n = first / p.tiles_w;                                                // the pixel tile to copy: its image,
+    int p0 = (first - n * p.tiles_w) * 64;                                    // and its first pixel there
+
+    INLINE uint32_t stage(int pixel_tile) const {
+        return (uint32_t)(pixel_tile - first) % WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
+    }
+    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...
+        const uint32_t stage = this->stage(pixel_tile);
+        const int h0 = direct ? 0 : p0 / Wo;
+        const int w0 = p0 - h0 * Wo;
         UNROLL_FOR (int k = 0; k < 64; k += PIXELS_AT_ONCE) {
-            const int i = row + k, pixel = p0 + i;
+            const int i = row + k;
+            const int pixel = p0 + i;
             int source = -1;
-            if (pixel < HWo) source = direct ? pixel : source_pixel<false>(p.shape, Wo_inverse, h0, w0, i, dy, dx);
-            const bool x_valid = x_in && source >= 0, dout_valid = dout_in && pixel < HWo; // not valid: zeros
+            if (pixel < HWo) source = direct ? pixel : source_pixel<false>(p.shape, Wo_inverse, h0, w0, i, offset);
+            const bool x_valid = x_in && source >= 0; // not valid: zeros
+            const bool dout_valid = dout_in && pixel < HWo;
             const uint32_t x_pixel = x_valid ? n * p.shape.H * p.shape.W + source : 0;
             const uint32_t dout_pixel = dout_valid ? n * HWo + pixel : 0;
-            copy_channels(to, stage + k * ROW, pixel_of(x, x_pixel, C), x_valid);
-            copy_channels(to, stage + (64 + k) * ROW, pixel_of(dout, dout_pixel, Cout), dout_valid);
+            copy_channels(place, stage + k * ROW, pixel_of(x, x_pixel, C), x_valid);
+            copy_channels(place, stage + (64 + k) * ROW, pixel_of(dout, dout_pixel, p.shape.Cout), dout_valid);
         }
         p0 += 64;
         if (p0 < HWo) return;
         p0 = 0;
         n++;
-    };
+    }
+    // For take_apart_copies: the chunks that this thread copies of x (first_row 0 of a stage) or of dout (64).
+    INLINE auto own_places(uint32_t stage, int first_row) const {
+        return places<COPIES, PIXELS_AT_ONCE * ROW>(place + stage + first_row * ROW);
+    }
+};
+
+// Phases: as in conv_weight_halo_kernel.
+template <class T, int N, int WORKS>
+static __global__ void __launch_bounds__(128, 4 - N)
+    conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
+    using Copies = WeightGatherCopies<T, N>;
+    constexpr int ROW = Copies::ROW;
+    constexpr int M = 2 * N;
+    constexpr int STAGES = WEIGHT_GATHER_STAGES<T, N>;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const uint32_t base = shared_address(shared);
+    const int lane = threadIdx.x & 31;
+    const int warp = (int)threadIdx.x >> 5;
+    const int co_warp = warp & 1;
+    const int ci_warp = warp >> 1 & 1;
+
+    // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1.
+    const auto [p, block] = batch.own();
+    const int co_tiles = p.tiles / p.channel_tiles;
+    const int ci_blocks = ceil_div(p.channel_tiles, N);
+    const int blocks = ci_blocks * ceil_div(co_tiles, N);
+    const int tap = block / blocks % p.taps;
+    const int split = block / blocks / p.taps;
+    const int co_tile = block % blocks / ci_blocks * N;
+    const int ci_tile = block % ci_blocks * N;
+    const int first = first_pixel_tile(p, split);
+    const int end = first_pixel_tile(p, split + 1);
+    Copies copies{p, base, tap, co_tile, ci_tile, first};
     for (int k = 0; k < STAGES - 1; k++) {
-        if (first + k < end) copy_tile(first + k);
+        if (first + k < end) copies.copy_tile(first + k);
         copies_committed();
     }
 
     // Where this lane's rows for ldmatrix lie. x: (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci
     // 8-15).
-    const int l7 = lane & 7, low = lane >> 3 & 1, high = lane >> 4;
-    uint32_t lane_x = base + (low * 8 + l7) * ROW + chunk_place<T>(ci_warp * 4 * N + high, l7);
-    uint32_t lane_dout = base + 64 * ROW + (high * 8 + l7) * ROW + chunk_place<T>(co_warp * 4 * N + low, l7);
+    const int row_of_matrix = lane & 7;
+    const int low = lane >> 3 & 1;
+    const int high = lane >> 4;
+    uint32_t lane_x = base + (low * 8 + row_of_matrix) * ROW + chunk_place<T>(ci_warp * 4 * N + high, row_of_matrix);
+    uint32_t lane_dout =
+        base + (64 + high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 * N + low, row_of_matrix);
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout)); // or the compiler makes them anew for every tile
 
     float acc[M][2 * M][4] = {}; // [16 co][8 ci]
     float x_scale = 1, dout_scale = 1;
-    BiasSum<T, M> bias{p, ci_tile == 0 && ci_warp == 0 && tap == 0, split, co_tile * 64 + co_warp * 32 * N, first};
+    const bool sums_bias = ci_tile == 0 && ci_warp == 0 && tap == 0;
+    BiasSum<T, M> bias{p, sums_bias, split, co_tile * 64 + co_warp * 32 * N, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
-        const uint32_t stage = (uint32_t)(pixel_tile - first) % STAGES * WEIGHT_GATHER_STAGE<T, N>;
-        auto own = [&](int row) { return places<64 / PIXELS_AT_ONCE, PIXELS_AT_ONCE * ROW>(to + stage + row * ROW); };
-        take_apart_copies<T, 4>(x_scale, own(0), dout_scale, own(64));
-        __syncthreads();
-        if (pixel_tile + STAGES - 1 < end) copy_tile(pixel_tile + STAGES - 1);
+        const uint32_t stage = copies.stage(pixel_tile);
+        take_apart_copies<T, 4>(x_scale, copies.own_places(stage, 0), dout_scale, copies.own_places(stage, 64));
+        __syncthreads(); // this tile has arrived everywhere; everyone is done with the one before
+        if (pixel_tile + STAGES - 1 < end) copies.copy_tile(pixel_tile + STAGES - 1);
         copies_committed();
         bias.next_tile();
         UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) { // 16 pixels on
@@ -11460,21 +11756,25 @@ static __global__ void __launch_bounds__(128, 4 - N)
     put_weights(p, split, [&](auto put) {
         // weight_place counts by tiles of 64 x 64 with four warps each. (a, b): which 32 x 32 of the block's weights.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
-            const int i = f / (2 * M), j = f % (2 * M);
-            const int a = co_warp * N + i / 2, b = ci_warp * N + j / 4;
-            const int own_co = co_tile + a / 2, own_ci = ci_tile + b / 2;
+            const int i = f / (2 * M);
+            const int j = f % (2 * M);
+            const int a = co_warp * N + i / 2;
+            const int b = ci_warp * N + j / 4;
+            const int own_co = co_tile + a / 2;
+            const int own_ci = ci_tile + b / 2;
             if (own_co >= co_tiles || own_ci >= p.channel_tiles) continue;
-            const int warp_of_tile = a % 2 + b % 2 * 2, fragment = i % 2 * 4 + j % 4;
+            const int tile = own_co * p.channel_tiles + own_ci;
+            const int warp_of_tile = a % 2 + b % 2 * 2;
+            const int fragment = i % 2 * 4 + j % 4;
             const float* v = acc[i][j];
-            put(own_co * p.channel_tiles + own_ci, tap, (warp_of_tile * 8 + fragment) * 32 + lane,
-                make_float4(v[0], v[1], v[2], v[3]));
+            put(tile, tap, (warp_of_tile * 8 + fragment) * 32 + lane, make_float4(v[0], v[1], v[2], v[3]));
         }
     });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-// The idea they rest on: the HALO of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read
+// The idea they rest on: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read
 // it in place. TMA brings a box of 64 channels x pixels as rows of 128 bytes, one row a pixel. What lies outside the
 // image arrives as zeros, which is the padding.
 // To wgmma an operand is groups of 8 rows of 128 bytes, and the distance between the groups. Here a group is 8
@@ -11491,12 +11791,17 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //      |    |    |    |    | output        ...     | ... ROWS      |                  |        |        | t / 32 * 16 +
 //      +----+----+----+----+ channels              +---------------+                  +--------+--------+  t % 32 / 4
 //       four products of k = 16: + 32 bytes each, in A and in B alike                                     and 8 more
+//
+// Names of section 16 that these kernels are built of: Halo::shifted is B for a tap, Operand::rows is A, and
+// Accumulators::multiply starts the four products, each one Wgmma<N>::add = one instruction wgmma.m64nNk16.
 
 // A tensor of one part or two (concatenated inputs, and their gradients), counted in slices of 64 channels. A slice
 // belongs to one part alone.
 struct TmaParts {
     CUtensorMap map1, map2;
-    int C1, slices1, slices; // channels and slices of the first part; slices of both
+    int C1;      // channels of the first part
+    int slices1; // slices of the first part
+    int slices;  // of both
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
     // A slice's first channel: within its part; and among the channels of both parts, as weights count them.
@@ -11506,44 +11811,63 @@ struct TmaParts {
 // What conv_tiles and conv_small are told. A CUtensorMap is aligned to 64 bytes; it has to lie in the launch's
 // parameters (__grid_constant__), where TMA can read it.
 struct ConvTma {
-    TmaParts x, skip, results, addends; // x: boxes with a border of one pixel, if the filter is 3x3
-    CUtensorMap weight, skip_weight;    // (Cout, taps, Cin) in boxes of 64 Cin
-    int B, H, W, C;                     // of the output
-    int tiles_h, tiles_w, tiles;        // tiles of an image, down and across; of all images
-    int ring, weight_slots;             // stages of pixels and of weights in shared memory
-    bool whole;                         // all pixels of a tile are of one image: they are one part of the statistics
+    TmaParts x;                // in boxes with a border of one pixel, if the filter is 3x3
+    TmaParts skip;             // the skip connection's input, if it is computed here
+    TmaParts results, addends; // where results go, and what is added to them
+    CUtensorMap weight;        // (Cout, taps, Cin) in boxes of 64 Cin
+    CUtensorMap skip_weight;   // (Cout, 1, Cin), likewise
+    int B, H, W, C;            // of the output
+    int tiles_h, tiles_w;      // tiles of an image, down and across
+    int tiles;                 // of all images
+    int ring, weight_slots;    // stages of pixels and of weights in shared memory
+    bool whole;                // all pixels of a tile are of one image: they are one part of the statistics
     ConvOut out;
 };
 
-// Of the images of s, in boxes of (channels, columns, rows, images).
-static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int c, int w, int h, int n) {
-    auto map = [&](const void* x, int C) { return tensor_map(x, {C, s.W, s.H, s.B}, {c, w, h, n}); };
-    const int slices = ceil_div(C1, 64) + ceil_div(C2, 64);
-    return {map(x1, C1), map(x2, C2), C1, C2 ? ceil_div(C1, 64) : INT_MAX, slices};
+// The TmaParts of x1 and x2, which are images of s, for boxes of so many channels, columns, rows and images.
+static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int channels, int columns,
+                          int rows, int images) {
+    auto map = [&](const void* x, int C) {
+        return tensor_map(x, {C, s.W, s.H, s.B}, {channels, columns, rows, images});
+    };
+    TmaParts t;
+    t.map1 = map(x1, C1);
+    t.map2 = map(x2, C2);
+    t.C1 = C1;
+    t.slices1 = C2 ? ceil_div(C1, 64) : INT_MAX;
+    t.slices = ceil_div(C1, 64) + ceil_div(C2, 64);
+    return t;
 }
 
-// All of a ConvTma but what lies in shared memory. Tiles are (rows, columns, images); box: channels of results.
-static ConvTma tma_arguments(const ConvCall& p, bool transposed, int rows, int columns, int images, int box,
-                             int weight_rows) {
+// The box of pixels that a block works on, and what passes through shared memory at once.
+struct TmaBoxes {
+    int rows, columns, images; // of a tile
+    int result_channels;       // of a box of results
+    int weight_rows;           // forward: output channels of a box of weights
+};
+// All of a ConvTma but ring, weight_slots and whole.
+static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
-    const int taps = p.s.kernel * p.s.kernel, Cin = p.C1 + p.C2, borders = p.s.kernel - 1;
+    const int taps = p.s.kernel * p.s.kernel;
+    const int Cin = p.C1 + p.C2;
+    const int borders = p.s.kernel - 1;
     ConvTma t = {};
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, columns + borders, rows + borders, images);
-    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, columns, rows, images);
-    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box, 8, rows, 1);
-    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box, 8, rows, 1);
-    if (transposed) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
-    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, weight_rows});
+    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, box.columns + borders, box.rows + borders, box.images);
+    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, box.columns, box.rows, box.images);
+    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
+    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
+    if (backward) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
+    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, box.weight_rows});
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
     t.B = p.B;
     t.H = p.H;
     t.W = p.W;
     t.C = p.Cout;
     t.out = o;
-    t.tiles_h = ceil_div(p.H, rows);
-    t.tiles_w = ceil_div(p.W, columns);
-    t.tiles = ceil_div(p.B, images) * t.tiles_h * t.tiles_w;
+    t.tiles_h = ceil_div(p.H, box.rows);
+    t.tiles_w = ceil_div(p.W, box.columns);
+    t.tiles = ceil_div(p.B, box.images) * t.tiles_h * t.tiles_w;
     return t;
 }
 
@@ -11564,20 +11888,28 @@ static ConvTma tma_arguments(const ConvCall& p, bool transposed, int rows, int c
 //   Shared memory: | barriers | a ring of stages of pixels: slices of x, addends, then results | stages of weights |
 //   Template parameters:
 //     TAPS         9: 3x3; 1: 1x1
-//     TRANSPOSED   the input's gradient
+//     BACKWARD     the input's gradient
 //     STEPS        products of 16 channels for each tap: 4; 2 if there is one slice, of 32 channels
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
 //                  turns with tiles and with the tensor cores. A 3x3 may compute the skip connection that is to be
 //                  added to it as well: further slices, of one tap each.
 //                  false: weights stream past both warpgroups, and a stage has pixels of two tiles, one for each
+//   From the top down: conv_tiles launches conv_tiles_kernel, whose warpgroups call Accumulators::multiply for each
+//   slice and tap: STEPS x BLOCKS times Wgmma<8 ROWS>::add.
 // Costs: each tile reads its halo once for all its channels; streamed weights are read once for two tiles.
-template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, int STEPS_ = 4> struct ConvTiles {
-    static constexpr int TAPS = TAPS_, ROWS = ROWS_, BLOCKS = BLOCKS_, STEPS = STEPS_;
-    static constexpr bool RESIDENT = RESIDENT_, TRANSPOSED = TRANSPOSED_;
-    static constexpr bool CAN_SKIP = RESIDENT && !TRANSPOSED && TAPS == 9;
+template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4> struct ConvTiles {
+    static constexpr int TAPS = TAPS_;
+    static constexpr int ROWS = ROWS_;
+    static constexpr int BLOCKS = BLOCKS_;
+    static constexpr int STEPS = STEPS_;
+    static constexpr bool RESIDENT = RESIDENT_;
+    static constexpr bool BACKWARD = BACKWARD_;
+    static constexpr bool CAN_SKIP = RESIDENT && !BACKWARD && TAPS == 9;
     static constexpr int THREADS = 384;
-    static constexpr int LOADS = 8, STORES = 9; // the warp that loads, and the first of the two that store
+    static constexpr int LOADS = 8;  // the warp that loads
+    static constexpr int STORES = 9; // the first of the two warps that store
     static constexpr bool MOVES_REGISTERS = BLOCKS == 3;
+    // Pixels.
     static constexpr int UNIT = RESIDENT ? 1 : 2; // tiles of a stage
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
@@ -11586,11 +11918,14 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * 128;
     static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024; // in shared memory
     static constexpr int STAGE = UNIT * HALO;
+    // Weights.
     static constexpr int WEIGHT_BYTES = BLOCKS * 64 * 128;     // one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages
-    static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;    // image rows of a part of the statistics, or all (whole)
-    static constexpr int MAX_STAGES = 16, BARRIERS = 128;      // at most 5 barriers a stage of pixels, 2 one of weights
-    static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;   // behind it the stage of the slice before is released
+    // Statistics: image rows of a part, unless a tile is one part as a whole (ConvTma::whole).
+    static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
+    static constexpr int MAX_STAGES = 16;
+    static constexpr int BARRIERS = 128;                     // at most 5 for a stage of pixels, 2 for one of weights
+    static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1; // behind it the stage of the slice before is released
 
     // Blocks that share the tiles of some output channels.
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, 64 * BLOCKS)); }
@@ -11603,25 +11938,34 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool TRANSPOSED_, i
 };
 
 // A block's tiles, and the pieces that pass through the stages of pixels for each tile: the slices of x, those of the
-// skip connection, then BLOCKS addends. A tile's results go out through the stages of its last BLOCKS pieces: an
-// addend's own stage if there is one, since each thread reads it in just the places where it then writes. If a tile has
-// fewer than BLOCKS pieces, some stages are passed on empty.
+// skip connection, then BLOCKS addends.
+//
+//   piece    0 .. x.slices - 1 | .. products - 1  | results .. pieces - 1 (the last BLOCKS)
+//            slices of x       | skip connection  | addends come in, results go out
+//
+// A tile's results go out through the stages of its last BLOCKS pieces: an addend's own stage if there is one, since
+// each thread reads it in just the places where it then writes. If a tile has fewer than BLOCKS pieces, some stages are
+// passed on empty.
 template <class T> struct TileWork {
     const ConvTma& p;
-    const int out0 = blockIdx.y * T::BLOCKS, c0 = out0 * 64;             // first slice of the output; its first channel
+    const int out0 = blockIdx.y * T::BLOCKS;                             // first slice of the output
+    const int c0 = out0 * 64;                                            // its first channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
-    const int results = pieces - T::BLOCKS, others = T::RESIDENT ? pieces : 0; // in front of results; the other one's
+    const int results = pieces - T::BLOCKS;      // pieces in front of the results
+    const int others = T::RESIDENT ? pieces : 0; // stages of the other warpgroup's tile, between two of one's own
     INLINE bool has_addend(int b) const { return (p.addends.is_second(out0 + b) ? p.out.part2 : p.out.part1).add1; }
     INLINE bool has_addends() const {
         bool any = false;
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
         return any;
     }
-    // Every second tile from g on; of pairs the last may lie outside. Blocks are at neighbours, whose halos the L2 has.
+    // Every second tile from g on; of pairs the last may lie outside. Blocks that run at the same time are at
+    // neighbouring tiles, whose halos overlap: the L2 has what they share.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
-        return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, ceil_div(p.tiles, T::UNIT) * T::UNIT);
+        const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
+        return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, end);
     }
     // A tap's weights for a slice of x, or the skip connection's.
     INLINE void load_weights(Stage to, int slice, int tap) const {
@@ -11630,9 +11974,9 @@ template <class T> struct TileWork {
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int c = c0 + b * 64;
-            const uint32_t at = to.address + b * 64 * 128;
-            if (T::TRANSPOSED) tma_load(at, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
-            else tma_load(at, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
+            const uint32_t place = to.address + b * 64 * 128;
+            if (T::BACKWARD) tma_load(place, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
+            else tma_load(place, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
         }
     }
 };
@@ -11641,13 +11985,16 @@ template <class T> struct TileWork {
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
-    TileWalk tile = work.tiles(0, T::UNIT), partner = work.tiles(1, T::UNIT); // the second warpgroup's, of a stage
-    int piece = 0, owner = 0;
+    TileWalk tile = work.tiles(0, T::UNIT);
+    TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile, in the same stage
+    int piece = 0;
+    int owner = 0; // UNIT = 1: the warpgroup that this tile is for
 
     INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes) const {
-        auto load = [&](const TileWalk& tile, uint32_t at) {
-            const int h = tile.h * T::ROWS - border, w = tile.w * 8 - border;
-            tma_load(at, x.map(slice), to.full, x.channel(slice), w, h, tile.n);
+        auto load = [&](const TileWalk& tile, uint32_t place) {
+            const int h = tile.h * T::ROWS - border;
+            const int w = tile.w * 8 - border;
+            tma_load(place, x.map(slice), to.full, x.channel(slice), w, h, tile.n);
         };
         mbarrier_expect(to.full, T::UNIT * bytes);
         load(tile, to.address);
@@ -11657,11 +12004,12 @@ template <class T> struct PixelLoader {
         if (!tile) return;
         const ConvTma& p = work.p;
         const Stage to = pixels.acquire(owner);
-        const int skip = piece - p.x.slices, b = piece - work.results;
+        const int skip = piece - p.x.slices;
+        const int b = piece - work.results;
         if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES);
         else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::PIXEL_BYTES);
         else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::PIXEL_BYTES);
-        else mbarrier_arrive(to.full);
+        else mbarrier_arrive(to.full); // passed on empty
         if (++piece < work.pieces) return;
         piece = 0;
         owner ^= 1;
@@ -11708,7 +12056,8 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next(), results.pass_over(work.others + work.results))
         for (int b = 0; b < T::BLOCKS; b++) {
             results.arrived(warpgroup);
-            const int stage = results.hand_over(), slice = work.out0 + b;
+            const int stage = results.hand_over();
+            const int slice = work.out0 + b;
             const uint32_t from = pixels.stage(stage).address + T::half(warpgroup);
             tma_store(p.results.map(slice), from, p.results.channel(slice), tile.w * 8, tile.h * T::ROWS, tile.n);
             tma_stores_read();
@@ -11718,17 +12067,23 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
 
 // What a warpgroup does with a tile's sums: it adds embedding and addend, rounds, puts the results together as rows of
 // pixels in shared memory, and sums them for the statistics.
+//
+//   d[b] of a thread: its 2 channels c, c + 8 of block b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
+//   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
 template <class T> struct Epilogue {
     typedef float Sums[T::ROWS / T::STATS_ROWS][4]; // of a part: channel c: sum, sum of squares; channel c + 8
     const TileWork<T>& work;
     const ConvTma& p;
-    int c, to;                        // this thread's first channel; where it writes in a result, for stmatrix
-    float bias[T::BLOCKS][2], emb[2]; // of the channels c, c + 8 of each block, of one block
+    int c;                    // this thread's first channel
+    int lane_place;           // where its row for ldmatrix and stmatrix lies in a result
+    float bias[T::BLOCKS][2]; // of the channels c, c + 8 of each block
+    float emb[2];             // of one block's
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
-        const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+        const int warp = threadIdx.x >> 5 & 3;
+        const int lane = threadIdx.x & 31;
         c = work.c0 + warp * 16 + (lane >> 2);
-        to = box_place<64>((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1));
+        lane_place = box_place<64>((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1));
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
                 const int channel = c + b * 64 + 8 * k;
@@ -11741,27 +12096,38 @@ template <class T> struct Epilogue {
     INLINE void load_embedding(int n, int b) {
         UNROLL_FOR (int k = 0; k < 2; k++) {
             const int channel = c + b * 64 + 8 * k;
-            emb[k] = p.out.emb && n < p.B && channel < p.C ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
+            const bool wanted = p.out.emb && n < p.B && channel < p.C;
+            emb[k] = wanted ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
         }
     }
     // d[4 j ... 4 j + 7] are image rows j and j + 1: (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c
     // + 8), two neighbouring pixels each. A column of D is a pixel. In shared memory a pixel is a row, so ldmatrix and
-    // stmatrix transpose blocks of 8 x 8.
-    INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t at) const {
+    // stmatrix transpose blocks of 8 x 8. An image row of 8 pixels is 1024 bytes there.
+    INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
         constexpr int BATCH = 4; // loads on their way together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
             uint32_t v[4 * BATCH];
-            UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) ldmatrix_trans(v + i, v + i + 2, at + j0 * 1024 + i * 512);
-            UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) add_bf16(d + 4 * j0 + 2 * i, v[i]);
+            UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) {
+                ldmatrix_trans(v + i, v + i + 2, place + j0 * 1024 + i * 512);
+            }
+            UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) {
+                add_bf16(d + 4 * j0 + 2 * i, v[i]);
+            }
         }
     }
-    template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t at, int h, int w, Sums& sums) const {
+    // Rounds d, puts it into shared memory, and adds what it has rounded to `sums`; pixels outside the image do not
+    // count.
+    template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t place, int h, int w, Sums& sums) const {
         const int pixel = w + (threadIdx.x & 3) * 2;
-        const uint32_t inside = (pixel < p.W ? 0xFFFF : 0) | (pixel + 1 < p.W ? 0xFFFF0000 : 0);
+        const uint32_t first_inside = pixel < p.W ? 0xFFFF : 0;
+        const uint32_t second_inside = pixel + 1 < p.W ? 0xFFFF0000 : 0;
+        const uint32_t inside = first_inside | second_inside;
         UNROLL_FOR (int j = 0; j < T::ROWS; j += 2) {
             uint32_t v[4];
-            UNROLL_FOR (int k = 0; k < 4; k++) v[k] = pack_bf16(d[4 * j + 2 * k], d[4 * j + 2 * k + 1]);
-            stmatrix_trans(at + j * 1024, v);
+            UNROLL_FOR (int k = 0; k < 4; k++) {
+                v[k] = pack_bf16(d[4 * j + 2 * k], d[4 * j + 2 * k + 1]);
+            }
+            stmatrix_trans(place + j * 1024, v);
             UNROLL_FOR (int k = 0; STATS && k < 4; k++) {
                 const float2 x = unpack_bf16(h + j + k / 2 < p.H ? v[k] & inside : 0);
                 float* const sum = sums[j / T::STATS_ROWS] + k % 2 * 2;
@@ -11770,38 +12136,52 @@ template <class T> struct Epilogue {
             }
         }
     }
+    // Four threads have the same channels, of different pixels: their sums are added up, and one of the four stores
+    // them. A tile is one part of the statistics or PARTS parts, one below the other.
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
         const int down = ceil_div(p.H, p.whole ? T::ROWS : T::STATS_ROWS);
         if (PARTS == 2 && p.whole)
-            UNROLL_FOR (int k = 0; k < 4; k++) sums[0][k] += sums[PARTS - 1][k];
+            UNROLL_FOR (int k = 0; k < 4; k++) {
+                sums[0][k] += sums[PARTS - 1][k];
+            }
         UNROLL_FOR (int r = 0; r < PARTS; r++) {
-            UNROLL_FOR (int k = 0; k < 4; k++) sums[r][k] = lane_sum<1, 2>(sums[r][k]);
+            UNROLL_FOR (float& sum : sums[r]) {
+                sum = lane_sum<1, 2>(sum);
+            }
             const int part = h / (p.whole ? T::ROWS : T::STATS_ROWS) + r;
             if (threadIdx.x & 3 || part >= down || (r && p.whole)) continue;
-            double2* const to = (double2*)p.out.stats + (((size_t)n * down + part) * p.tiles_w + w / 8) * p.out.C1;
+            const size_t part_of_all = ((size_t)n * down + part) * p.tiles_w + w / 8;
+            double2* const to = (double2*)p.out.stats + part_of_all * p.out.C1;
             if (channel < p.out.C1) to[channel] = make_double2(sums[r][0], sums[r][1]);
             if (channel + 8 < p.out.C1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
         }
     }
+    // All of this for a tile, block after block of 64 channels. Each result is handed over to the warp that stores.
     INLINE void finish(auto& acc, const TileWalk& tile, auto& pixels, const Results& results, int warpgroup) {
-        const int h = tile.h * T::ROWS, w = tile.w * 8;
+        const int h = tile.h * T::ROWS;
+        const int w = tile.w * 8;
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int stage = pixels.hand_over();
-            const uint32_t at = pixels.stage(stage).address + T::half(warpgroup) + to;
+            const uint32_t place = pixels.stage(stage).address + T::half(warpgroup) + lane_place;
             if (work.results + b >= work.products) pixels.arrived(warpgroup); // an addend, or nothing
             if (b) load_embedding(tile.n, b);
             if (p.out.emb) acc.add(b, emb);
-            if (work.has_addend(b)) add_addend(acc.d[b], at);
+            if (work.has_addend(b)) add_addend(acc.d[b], place);
             Sums sums = {};
-            if (p.out.stats) round<true>(acc.d[b], at, h, w, sums);
-            else round<false>(acc.d[b], at, h, w, sums);
+            if (p.out.stats) round<true>(acc.d[b], place, h, w, sums);
+            else round<false>(acc.d[b], place, h, w, sums);
             warp_stored(results.stage(stage, warpgroup).full);
             if (p.out.stats && tile.n < p.B) store_stats(sums, c + b * 64, tile.n, h, w);
         }
     }
 };
 
+// A warpgroup's phases, for each of its tiles:
+//   1. The sums begin as the bias. With resident weights it waits for its turn at the tensor cores.
+//   2. For each slice and tap: wait for pixels and weights, start their products, release what earlier ones have read.
+//   3. The same for the slices of the skip connection, one tap each.
+//   4. Pass the turn on, wait for the products, finish the tile (Epilogue).
 template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
@@ -11811,8 +12191,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     Results results(shared, p.ring, 0, 4);
     ready(pixels, weights, results);
     const TileWork<T> work{p};
-    const int warp = uniform(threadIdx.x >> 5), warpgroup = warp >> 2;
+    const int warp = uniform(threadIdx.x >> 5);
+    const int warpgroup = warp >> 2;
 
+    // The warps that load and store.
     if (warp >= T::LOADS) {
         if (T::MOVES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x & 31) return;
@@ -11820,6 +12202,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         else if (warp < T::STORES + 2) store_tiles<T>(work, pixels, results, warp - T::STORES);
         return;
     }
+
+    // The warpgroups that multiply.
     if (T::MOVES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Epilogue<T> epilogue(work);
     await_previous_kernel();
@@ -11834,7 +12218,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 #pragma unroll(T::RESIDENT ? T::TAPS : 1)
             for (int tap = 0; tap < T::TAPS; tap++) {
                 const uint32_t weight = T::RESIDENT ? weights.kept(s * T::TAPS + tap, first) : weights.arrived();
-                acc.template multiply<T::STEPS, T::TRANSPOSED>(weight, halo.shifted(tap));
+                acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
                 // These products may still run while the next ones are issued. Those before them have ended after the
                 // wait, and the stages that they have read are released, except those where results will go.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
@@ -11844,7 +12228,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         }
         for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's
             const Halo<8> skip(pixels.arrived(warpgroup));
-            acc.template multiply<4, false>(weights.kept(p.x.slices * (T::TAPS - 1) + s, first), skip.shifted(0));
+            const uint32_t weight = weights.kept(p.x.slices * (T::TAPS - 1) + s, first);
+            acc.template multiply<4, false>(weight, skip.shifted(0));
             wgmma_wait<1>();
             if (s <= work.results) pixels.release();
         }
@@ -11862,12 +12247,15 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 }
 
 template <class T> static void conv_tiles(const ConvCall& p) {
-    ConvTma t = tma_arguments(p, T::TRANSPOSED, T::ROWS, 8, 1, 64, 64);
+    const TmaBoxes box{.rows = T::ROWS, .columns = 8, .images = 1, .result_channels = 64, .weight_rows = 64};
+    ConvTma t = tma_arguments(p, T::BACKWARD, box);
     t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
-    const dim3 grid(std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT)), ceil_div(p.Cout, 64 * T::BLOCKS));
     t.whole = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
-    if (p.out.parts) *p.out.parts = p.B * ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS) * t.tiles_w / p.s.B;
+    const int parts_down = ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS);
+    if (p.out.parts) *p.out.parts = p.B * parts_down * t.tiles_w / p.s.B;
+    const int runs = std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT));
+    const dim3 grid(runs, ceil_div(p.Cout, 64 * T::BLOCKS));
     launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
 }
 
@@ -12162,7 +12550,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
 }
 
 template <class T> static void conv_small_launch(const ConvCall& p) {
-    const ConvTma t = tma_arguments(p, T::TRANSPOSED, 8, T::TILE_W, T::IMAGES, T::BOX, T::N);
+    const ConvTma t = tma_arguments(p, T::TRANSPOSED, {8, T::TILE_W, T::IMAGES, T::BOX, T::N});
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
@@ -12877,7 +13265,7 @@ template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
 // A measure of conv_halo's time with this tile: rounds of blocks, as many at once as fit, times a block's channels. The
 // last round takes as long as the others even if it is nearly empty.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
-    const int tiles = ceil_div(c.B, Tile::IMAGES) * ceil_div(c.H, 8 * Tile::ROWS) * ceil_div(c.W, 8 * Tile::COLS);
+    const int tiles = ceil_div(c.B, Tile::IMAGES) * ceil_div(c.H, Tile::TILE_H) * ceil_div(c.W, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
     const int blocks_at_once = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM) * gpu.sms;
     return ceil_div(blocks, blocks_at_once) * Tile::CHANNELS;
