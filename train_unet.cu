@@ -8158,16 +8158,24 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
 // Group norm (Wu & He 2018) over [x1 | x2], for each image and each group of Cg channels:
 //
+//   mean = E[x]      rstd = 1 / sqrt(E[x^2] - mean^2 + eps)          E: over the group's channels and the image's pixels
 //   xhat = (x - mean) rstd
 //   z    = (xhat weight + bias) (1 + film scale) + film shift
 //   out  = dropout(nonlinearity(z))
 //
 // ("Film" is the embedding's scale and shift, with --use_scale_shift_norm.) The forward kernel needs no pass over x for
-// mean and rstd: whoever wrote x left the sums of each channel in Stats. All of this is one multiplication and addition
-// for each image and channel, z = x scale + shift, with coefficients that a block computes once.
-// Backward, with dz = the gradient of z, and sums over a group's pixels and channels:
+// mean and rstd: whoever wrote x left the sums of each channel's x and x^2 in Stats. The rest is one multiplication and
+// addition: z = x scale + shift, with two coefficients for each image and channel, which a block computes once.
 //
-//   dx = scale dz - slope x - level        slope and level follow from the sums of dz and of dz x (slope_and_level)
+// Backward, with dz = dout taken back through dropout and the nonlinearity:
+//
+//   dxhat = w dz                     w = weight (1 + film scale)
+//   dx    = rstd (dxhat - E[dxhat] - xhat E[dxhat xhat])
+//         = scale dz - (x_factor x + offset)                        scale = rstd w, the same as forward
+//   x_factor = rstd^2 E[dxhat xhat]    offset = rstd E[dxhat] - x_factor mean
+//
+// So a group has two more coefficients, x_factor and offset, which follow from each channel's sums of dz and of dz x
+// (group_terms). The parameters' gradients follow from the same sums (put_gradients).
 //
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
 // How: A block has a slab of 64 (or 32) channels of one image, and a chunk of its pixels. A thread has VEC neighbouring
@@ -8178,7 +8186,9 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is written.
 //   All blocks are on the chip at once, so their start is paid once.
 
-constexpr int NORM_THREADS = 256, MAX_GROUPS = 64, NORM_SLAB = 64;
+constexpr int NORM_THREADS = 256;
+constexpr int NORM_SLAB = 64; // channels of a block, at most
+constexpr int MAX_GROUPS = 64;
 // How many blocks a multiprocessor has registers for. heavy: with dropout or, in the second pass, with addends.
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
@@ -8211,22 +8221,37 @@ struct NormArgs {
 };
 
 // What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end.
-// The threads of a block lie over (rows) pixels x (slab) channels, in the order of memory.
+// The threads of a block lie over `rows` pixels x the slab's channels, in the order of memory. For 64 bf16 channels:
+//
+//                       channels 0 - 7    8 - 15   ...   56 - 63
+//   pixel 0            [ thread 0         1        ...   7  ]
+//   pixel 1            [ thread 8         9        ...   15 ]        ...   up to pixel rows - 1 = 31
+//
+// x and dx lie in two tensors of C1 and C2 channels; out and dout lie in one, of C.
 template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
-    int b, slab0 = blockIdx.y * a.slab, place = threadIdx.x * VEC<T>; // among a slab's channels of so many pixels
-    int c = slab0 + (place & (a.slab - 1)), rows = NORM_THREADS * VEC<T> >> a.log_slab;
-    int first = blockIdx.x * a.chunk + (place >> a.log_slab), end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
-    bool one = c < a.s.C1;                                                             // channels of x1, not of x2
-    int pitch = one ? a.s.C1 : a.s.C2, stride = rows * pitch, stride_out = rows * a.C; // from a pixel to the next
-    // The first pixel: of all images' pixels, in x and dx, in out and dout.
-    size_t pixel = (size_t)b * a.s.HW + first, at = pixel * pitch + (one ? c : c - a.s.C1), at_out = pixel * a.C + c;
-    const T* x = (const T*)(one ? a.x1 : a.x2) + at;
+    int b;
+    int slab0 = blockIdx.y * a.slab;                // the slab's first channel
+    int place = threadIdx.x * VEC<T>;               // of the first element, among those of `rows` pixels of the slab
+    int c = slab0 + (place & (a.slab - 1));         // this thread's first channel
+    int rows = NORM_THREADS * VEC<T> >> a.log_slab; // pixels of the block at a time
+    int first = blockIdx.x * a.chunk + (place >> a.log_slab);
+    int end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
+    bool in_x1 = c < a.s.C1;                              // else the channels are x2's
+    int pitch = in_x1 ? a.s.C1 : a.s.C2;                  // elements of a pixel of x1 or x2
+    int stride = rows * pitch;                            // from this thread's pixel to its next, in x and dx
+    int stride_out = rows * a.C;                          // and in out and dout
+    size_t pixel = (size_t)b * a.s.HW + first;            // the first, among all images' pixels
+    size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // where it lies in x and dx
+    size_t at_out = pixel * a.C + c;                      // and in out and dout
+    const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
     // A ring of PIXELS slots. begin calls fetch(slot, is there such a pixel) for the first pixels. walk then calls
     // work(slot, pixel, is there one to fetch into this slot next) for each pixel, once its loads have arrived.
     template <class F> INLINE void begin(F fetch) const {
-        UNROLL_FOR (int i = 0; i < PIXELS; i++) fetch(i, first + i * rows < end);
+        UNROLL_FOR (int i = 0; i < PIXELS; i++) {
+            fetch(i, first + i * rows < end);
+        }
     }
     template <class F> INLINE void walk(F work) const {
         for (int p = first; p < end;)
@@ -8250,15 +8275,20 @@ template <int V> INLINE void load_pairs(float (&first)[V], float (&second)[V], c
 }
 
 template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
-    if constexpr (V == 1) v[0] = *p;
-    else
-        UNROLL_FOR (int i = 0; i < V; i += 4) (float4&)v[i] = *(const float4*)(p + i);
+    if constexpr (V == 1) {
+        v[0] = *p;
+    } else {
+        UNROLL_FOR (int i = 0; i < V; i += 4) {
+            (float4&)v[i] = *(const float4*)(p + i);
+        }
+    }
 }
 
 // What the coefficients of V channels are made of: z = (xhat weight + bias) factor + shift, factor = 1 + film scale.
 // It is loaded before the kernel in front has ended, which writes none of it.
 template <int V> struct NormParameters {
-    float weight[V], bias[V], scale[V] = {}, shift[V] = {};
+    float weight[V], bias[V];
+    float scale[V] = {}, shift[V] = {}; // the film's
 
     INLINE NormParameters(const NormArgs& a, int b, int c) {
         load_floats(weight, a.weight + c);
@@ -8271,8 +8301,10 @@ template <int V> struct NormParameters {
     INLINE float factor(int i) const { return 1 + scale[i]; }
     // Scale and shift of the i-th channel: z z_factor = x scale + shift.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
-        const float w = rstd * weight[i];
-        return make_float2(w * factor(i) * z_factor, ((bias[i] - mean * w) * factor(i) + shift[i]) * z_factor);
+        const float w = rstd * weight[i]; // xhat weight = x w - mean w
+        const float z_scale = w * factor(i);
+        const float z_shift = (bias[i] - mean * w) * factor(i) + shift[i];
+        return make_float2(z_scale * z_factor, z_shift * z_factor);
     }
 };
 
@@ -8287,10 +8319,13 @@ struct NormChannel : NormParameters<1> {
         rstd = a.rstd[group];
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
-    INLINE float in_group() const { return weight[0] * factor(0); } // its weight in its group's sums
-    // The image's part of the parameters' gradients, and the embedding's, of the sums of dz and dz * x.
+    INLINE float dxhat_factor() const { return weight[0] * factor(0); } // w in dxhat = w dz
+    // The image's part of the parameters' gradients, and the embedding's. sum: over the image's pixels of dz and dz x
+    //   dbias = factor sum(dz)      dweight = factor sum(dz xhat)
+    //   d film shift = sum(dz)      d film scale = sum(dz (xhat weight + bias))
     INLINE void put_gradients(const NormArgs& a, double2 sum) const {
-        const float bias_sum = (float)sum.x, weight_sum = (float)((sum.y - mean * sum.x) * rstd); // of dz * xhat
+        const float bias_sum = (float)sum.x;                             // of dz
+        const float weight_sum = (float)((sum.y - mean * sum.x) * rstd); // of dz xhat
         a.sums[(size_t)b * a.C + c] = make_float2(factor(0) * bias_sum, factor(0) * weight_sum);
         if (!a.scale_shift) return;
         float* const film = a.dscale_shift + (size_t)b * a.ss_stride + c;
@@ -8302,14 +8337,22 @@ struct NormChannel : NormParameters<1> {
 // v *= dropout's factors of elements e, e + 1, ... of image b
 template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
-    UNROLL_FOR (int i = 0; i < V; i += 4) {
-        const Words r = philox(a.dropout.seed, (uint32_t)((e + i) / 4), (uint32_t)(a.dropout.sample0 + b), step,
-                               RANDOM_DROPOUT | a.dropout.layer << 8);
-        UNROLL_FOR (int k = 0; k < 4; k++) v[i + k] *= r.w[k] < a.threshold ? 0.0f : keep;
+    UNROLL_FOR (int i = 0; i < V; i += 4) { // a block of Philox gives four words
+        const uint32_t block = (uint32_t)((e + i) / 4);
+        const uint32_t sample = (uint32_t)(a.dropout.sample0 + b);
+        const uint32_t purpose = RANDOM_DROPOUT | a.dropout.layer << 8;
+        const Words r = philox(a.dropout.seed, block, sample, step, purpose);
+        UNROLL_FOR (int k = 0; k < 4; k++) {
+            v[i + k] *= r.w[k] < a.threshold ? 0.0f : keep;
+        }
     }
 }
 
-INLINE double group_sum(double v) { return lane_sum<4, 2, 1>(v, 0xFFu << (threadIdx.x & 24)); } // 8 lanes to a group
+// The sum over the 8 neighbouring lanes that look after one group
+INLINE double group_sum(double v) {
+    const unsigned lanes = 0xFFu << (threadIdx.x & 24);
+    return lane_sum<4, 2, 1>(v, lanes);
+}
 
 // The sum of n pairs, `pitch` apart, AT_ONCE of them on their way at a time.
 template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int pitch) {
@@ -8322,19 +8365,33 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
     return sum;
 }
 
-// Eight lanes share a table whose rows have n entries: where a lane's first entry is, and how far it is to its next
-// one. It is computed before await_previous_kernel: behind it, these divisions cost a tenth of a norm of 8x8.
+// Eight lanes share a table whose rows have n entries; lane i takes entries i, i + 8, i + 16, ..., counted row by row:
+// where a lane's first entry is, and how far it is to its next one. These divisions are computed before
+// await_previous_kernel: after it, they cost a tenth of a norm of 8x8.
 struct LaneShare {
-    int n, row = threadIdx.x % 8 / n, column = threadIdx.x % 8 % n, rows = 8 / n, columns = 8 % n;
+    int n;
+    int row = threadIdx.x % 8 / n;
+    int column = threadIdx.x % 8 % n;
+    int rows = 8 / n;    // 8 entries are so many rows and
+    int columns = 8 % n; // so many columns
 };
 
-// grid (chunks of pixels, slabs of channels, images)
-// 1. Eight threads for each group of the slab add up the sums of its channels, from all parts of Stats. 2. Each thread
-// computes the coefficients of its channels. 3. It walks down its pixels.
+// grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
+// Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
+//   1. Every thread starts the loads of its first pixels.
+//   2. Eight threads for each group of the slab add up the sums of its channels, from all parts of Stats: mean and rstd.
+//   3. Each thread computes scale and shift of its channels.
+//   4. It walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
-    groupnorm_forward_kernel(T* out, float* mean, float* rstd, const Stats stats1, const Stats stats2, NormArgs a) {
-    constexpr int V = VEC<T>, PIXELS = 4;
+    groupnorm_forward_kernel(T* out,             // (B, HW, C)
+                             float* mean,        // (B, groups), and so is rstd: for the backward pass
+                             float* rstd,        //
+                             const Stats stats1, // of x1: its channels' sums
+                             const Stats stats2, // of x2
+                             NormArgs a) {
+    constexpr int V = VEC<T>;
+    constexpr int PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
     // Images are taken in reverse, because what was written last may still be in the L2 cache.
@@ -8347,14 +8404,18 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     };
     const NormParameters<V> parameters(a, t.b, t.c);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
-    const int g = a.group_of(t.slab0) + threadIdx.x / 8;     // whose sums this thread and its neighbours add up
-    const int c0 = g * a.Cg, of_x1 = min(a.Cg, a.s.C1 - c0); // its first channel; how many of its channels are x1's
+    const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
+    const int c0 = g * a.Cg;                             // its first channel
+    const int of_x1 = min(a.Cg, a.s.C1 - c0);            // how many of its channels are x1's
     const LaneShare share{max(of_x1, 1)};
     await_previous_kernel();
     t.begin(fetch);
 
     if (g <= a.group_of(t.slab0 + a.slab - 1)) {
-        double sum = 0, square = 0;
+        double sum = 0;    // of x
+        double square = 0; // of x^2
+        // Adds up the group's share of one tensor: the channels from, from + 1, ... in all of Stats' parts, which are
+        // the rows of the table that eight lanes share.
         auto add = [&](const Stats& stats, int C, int from, const LaneShare& of) {
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + from;
             for (int part = of.row, c = of.column; part < stats.parts;) {
@@ -8374,7 +8435,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         square = group_sum(square);
         if (threadIdx.x % 8 == 0) {
             const double m = sum * a.weight_of_one;
-            const float group_r = 1 / sqrtf((float)(fmax(square * a.weight_of_one - m * m, 0.0) + a.s.eps));
+            const double variance = fmax(square * a.weight_of_one - m * m, 0.0);
+            const float group_r = 1 / sqrtf((float)(variance + a.s.eps));
             group_mean[g] = (float)m;
             group_rstd[g] = group_r;
             // Kept for the backward pass. Of the slabs that share a group, the one where it begins writes it.
@@ -8386,8 +8448,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     }
     __syncthreads();
 
+    // The V channels of a thread may belong to several groups.
     float scale[V], shift[V];
-    int own = a.group_of(t.c), next = (own + 1) * a.Cg - t.c; // of channel i; where the next group begins
+    int own = a.group_of(t.c);         // the group of channel i
+    int next = (own + 1) * a.Cg - t.c; // the i where the next group begins
     UNROLL_FOR (int i = 0; i < V; i++) {
         if (i == next) {
             own++;
@@ -8402,9 +8466,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         float v[V];
         unpack(v, loads[slot][threadIdx.x]);
         fetch(slot, more);
-        UNROLL_FOR (int i = 0; i < V; i++) v[i] = v[i] * scale[i] + shift[i];
+        UNROLL_FOR (int i = 0; i < V; i++) {
+            v[i] = v[i] * scale[i] + shift[i];
+        }
         with_nonlinearity<T>(a.s.nonlinearity, [&](auto nonlinearity) {
-            UNROLL_FOR (int i = 0; i < V; i++) v[i] = nonlinearity.f(v[i]);
+            UNROLL_FOR (int i = 0; i < V; i++) {
+                v[i] = nonlinearity.f(v[i]);
+            }
         });
         if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
         store_whole(to, pack(v));
@@ -8415,24 +8483,40 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
 // Takes dz, which is dout at first, back through dropout and the nonlinearity. x is the norm's input; scale and shift
 // are multiplied by Z_FACTOR, as the nonlinearity's derivative wants its argument.
 template <class T, bool DROPOUT>
-INLINE void norm_dz(float (&dz)[VEC<T>], const float (&x)[VEC<T>], const float (&scale)[VEC<T>],
-                    const float (&shift)[VEC<T>], const NormArgs& a, uint32_t step, int b, size_t e) {
+INLINE void norm_dz(float (&dz)[VEC<T>],          // dout; afterwards dz
+                    const float (&x)[VEC<T>],     //
+                    const float (&scale)[VEC<T>], //
+                    const float (&shift)[VEC<T>], //
+                    const NormArgs& a,
+                    uint32_t step, // dropout draws for this step,
+                    int b,         // image
+                    size_t e) {    // and element
     with_nonlinearity<T>(a.s.nonlinearity, [&](auto nonlinearity) {
-        UNROLL_FOR (int i = 0; i < VEC<T>; i++) dz[i] *= nonlinearity.df(x[i] * scale[i] + shift[i]);
+        UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
+            dz[i] *= nonlinearity.df(x[i] * scale[i] + shift[i]);
+        }
     });
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
 
-// Backward, first pass. partial (B, chunks, C): the sums over a chunk's pixels of dz and dz x. A thread adds up its own
-// pixels in fp32, and the threads' sums are added up in double.
+// Backward, first pass: the sums of dz and of dz x, for each channel, over a block's chunk of pixels.
+// grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
+// Shared memory: each thread's next PIXELS pieces of x and dout; scale and shift of the slab's channels.
+//   1. Every thread starts the loads of its first pixels, and thread i computes the coefficients of the i-th channel.
+//   2. Each thread walks down its pixels, and adds up dz and dz x in fp32.
+//   3. The threads' sums are added up in double.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
-    groupnorm_sums_kernel(float2* partial, const T* dout, NormArgs a) {
-    constexpr int V = VEC<T>, PIXELS = 4;
+    groupnorm_sums_kernel(float2* partial, // (B, chunks, C)
+                          const T* dout,   // (B, HW, C)
+                          NormArgs a) {
+    constexpr int V = VEC<T>;
+    constexpr int PIXELS = 4;
     __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the threads' sums
     __shared__ __align__(16) float2 coefficients[NORM_SLAB];
     const NormColumn<T, PIXELS> t{a, (int)blockIdx.z};
-    const T *next_x = t.x, *next_d = dout + t.at_out;
+    const T* next_x = t.x;
+    const T* next_d = dout + t.at_out;
     auto fetch_x = [&](int slot, bool inside) {
         if (inside) copy_async_16(&loads[slot][0][threadIdx.x], next_x);
         next_x += t.stride;
@@ -8449,7 +8533,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     t.begin(fetch_d);
     if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
     __syncthreads();
-    float scale[V], shift[V], sum[V] = {}, product[V] = {};
+    float scale[V], shift[V];
+    float sum[V] = {};     // of dz
+    float product[V] = {}; // of dz x
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
@@ -8470,32 +8556,44 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
                                [&](int k, int column, double total) { to[column * 2 * V + k] = (float)total; });
 }
 
-// Slope and level of a group, in dx = scale dz - (slope x + level). With w = in_group() of each channel, which is its
-// weight in xhat's gradient, and means over the group:
-//   slope = mean(w dz xhat) rstd^2,      level = mean(w dz) rstd - slope mean
-// sum, product: what one of eight lanes has of the sums of w dz and w dz x.
-INLINE float2 slope_and_level(double sum, double product, float mean, float rstd, const NormArgs& a) {
-    sum = group_sum(sum) * a.weight_of_one;
-    product = group_sum(product) * a.weight_of_one;
-    const float slope = (float)((product - mean * sum) * rstd) * rstd * rstd;
-    return make_float2(slope, (float)sum * rstd - slope * mean);
+// x_factor and offset of a group, in dx = scale dz - (x_factor x + offset):
+//   x_factor = rstd^2 E[dxhat xhat]      offset = rstd E[dxhat] - x_factor mean
+// sum, product: what one of eight lanes has of the sums of dxhat and of dxhat x, over the group
+INLINE float2 group_terms(double sum, double product, float mean, float rstd, const NormArgs& a) {
+    sum = group_sum(sum) * a.weight_of_one;                          // E[dxhat]
+    product = group_sum(product) * a.weight_of_one;                  // E[dxhat x]
+    const float dxhat_xhat = (float)((product - mean * sum) * rstd); // E[dxhat xhat]
+    const float x_factor = dxhat_xhat * rstd * rstd;
+    return make_float2(x_factor, (float)sum * rstd - x_factor * mean);
 }
 
-// Backward, second pass: dx = scale dz - slope x - level [+ addends, if ADD]. grid as forward.
-// 1. Eight threads for each group of the slab add up the chunks' sums. 2. The blocks of the first chunk add up the
-// parameters' gradients of this image. 3. Each thread walks down its pixels.
+// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD].
+// grid (chunks of pixels, slabs of channels, images), as groupnorm_forward_kernel. A thread has the channels and pixels
+// of NormColumn. `chunks` is how many the first pass had, which need not be this one's.
+// Shared memory: each thread's next PIXELS pieces of x, dout and an addend; the coefficients of the slab's channels
+// (scale, shift) and of their groups (x_factor, offset).
+//   1. Every thread starts the loads of its first pixels.
+//   2. Eight threads for each group of the slab add up the chunks' sums: x_factor and offset.
+//   3. The blocks of the first chunk also add up the parameters' gradients of this image.
+//   4. Each thread walks down its pixels: dz once more, and dx.
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
-    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2, const float2* partial, int chunks, const T* dout,
+    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2,
+                              const float2* partial, // (B, chunks, C): the first pass's sums
+                              int chunks,            //
+                              const T* dout,         // (B, HW, C)
                               NormArgs a) {
-    constexpr int V = VEC<T>, PIXELS = 3, SOURCES = ADD ? 3 : 2;
+    constexpr int V = VEC<T>;
+    constexpr int PIXELS = 3;
+    constexpr int SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
-    __shared__ __align__(16) float2 coefficients[NORM_SLAB], slopes[NORM_SLAB];
-    NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // backwards, as forward
-    const GradOf<T> to = t.one ? dx1 : dx2;
-    if (!to.dx) t.end = 0;
+    __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
+    NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // images in reverse, as forward
+    const GradOf<T> to = t.in_x1 ? dx1 : dx2;
+    if (!to.dx) t.end = 0; // nobody wants this gradient
     const uint64_t policy = last_read();
-    const T *next_x = t.x, *next_d = dout + t.at_out;
+    const T* next_x = t.x;
+    const T* next_d = dout + t.at_out;
     const T* next_add = ADD && to.add1 ? to.add1 + t.at : nullptr; // perhaps dx itself, not yet written there
     auto fetch = [&](int slot, bool inside) {
         if (inside) {
@@ -8515,27 +8613,37 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
 
     partial += (size_t)t.b * chunks * a.C;
-    for (int g = a.group_of(t.slab0) + threadIdx.x / 8; g <= a.group_of(t.slab0 + a.slab - 1); g += NORM_THREADS / 8) {
-        double sum = 0, product = 0;
+    const int first_group = a.group_of(t.slab0);
+    const int last_group = a.group_of(t.slab0 + a.slab - 1);
+    for (int g = first_group + threadIdx.x / 8; g <= last_group; g += NORM_THREADS / 8) {
+        double sum = 0;     // of dxhat
+        double product = 0; // of dxhat x
         UNROLL_4_FOR (int i = threadIdx.x % 8; i < a.Cg * chunks; i += 8) {
-            const int chunk = a.group_of(i), c = g * a.Cg + i - chunk * a.Cg; // i / Cg
+            const int chunk = a.group_of(i); // i / Cg
+            const int c = g * a.Cg + i - chunk * a.Cg;
             const float2 q = partial[(size_t)chunk * a.C + c];
-            const double w = NormChannel(a, t.b, c).in_group();
+            const double w = NormChannel(a, t.b, c).dxhat_factor();
             sum += w * q.x;
             product += w * q.y;
         }
         const int group = t.b * a.s.groups + g;
-        const float2 slope = slope_and_level(sum, product, a.mean[group], a.rstd[group], a);
-        for (int c = max(g * a.Cg - t.slab0, 0) + threadIdx.x % 8; c < min((g + 1) * a.Cg - t.slab0, a.slab); c += 8)
-            slopes[c] = slope;
+        const float2 term = group_terms(sum, product, a.mean[group], a.rstd[group], a);
+        // For all of the group's channels that are in the slab
+        const int begin = max(g * a.Cg - t.slab0, 0);
+        const int end = min((g + 1) * a.Cg - t.slab0, a.slab);
+        for (int c = begin + threadIdx.x % 8; c < end; c += 8) {
+            terms[c] = term;
+        }
     }
-    if (blockIdx.x == 0 && (int)threadIdx.x < a.slab)
-        channel.put_gradients(a, sum_pairs<8>(partial + channel.c, chunks, a.C));
+    if (blockIdx.x == 0 && (int)threadIdx.x < a.slab) {
+        const double2 sum = sum_pairs<8>(partial + channel.c, chunks, a.C);
+        channel.put_gradients(a, sum);
+    }
     __syncthreads();
 
-    float scale[V], shift[V], slope[V], level[V];
+    float scale[V], shift[V], x_factor[V], offset[V];
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
-    load_pairs(slope, level, slopes + (t.c - t.slab0));
+    load_pairs(x_factor, offset, terms + (t.c - t.slab0));
     size_t at = t.at;
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
@@ -8544,7 +8652,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         const uint4 add1 = ADD && to.add1 ? loads[slot][SOURCES - 1][threadIdx.x] : make_uint4(0, 0, 0, 0);
         fetch(slot, more);
         norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
-        UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * (1 / Z_FACTOR<T>)*dz[i] - slope[i] * x[i] - level[i];
+        UNROLL_FOR (int i = 0; i < V; i++) {
+            const float dx_scale = scale[i] * (1 / Z_FACTOR<T>); // without the factor for the nonlinearity
+            dz[i] = dx_scale * dz[i] - x_factor[i] * x[i] - offset[i];
+        }
         if (ADD) add_piece(dz, add1);
         store_gradient(GradOf<T>{to.dx, nullptr, ADD ? to.add2 : nullptr}, at, dz);
         at += t.stride;
@@ -8560,7 +8671,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //     1. x and dout of the chunk come to shared memory, where each thread loads and reads its own part
 //     2. each thread sums dz and dz x of its pixels; dz stays where dout was
 //     3. a warp folds its threads' sums, a block its warps', and blocks write theirs into each other's shared memory
-//     4. every block computes slope and level of every group from all these sums, and dx from them, x and dz
+//     4. every block computes x_factor and offset of every group from all these sums
+//     5. dx = scale dz - (x_factor x + offset), from x and dz in shared memory
 //
 // Costs: Everything is read once. At 8x8 the time is latencies: above all of code that runs once, and of what waits
 //   behind the loads of x. So loops are not unrolled, and the few values that others wait for are loaded first.
@@ -8569,13 +8681,16 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // exchange half of their values and add the others', so that a lane looks after half as many; at the end it has a pair
 // at v[0], or more where there are more columns. Returns which of the values the first one is.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
-    int first = OFFSET >= columns && halve<HALF>(v, OFFSET) ? HALF : 0;
-    if constexpr (HALF > 2) first += fold_rows<HALF / 2, OFFSET / 2>(v, columns);
-    else
-        for (int o = OFFSET / 2; o >= columns; o /= 2) {
+    int first = 0;
+    if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
+    if constexpr (HALF > 2) {
+        first += fold_rows<HALF / 2, OFFSET / 2>(v, columns);
+    } else {
+        for (int o = OFFSET / 2; o >= columns; o /= 2) { // a pair is not divided any more
             v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o);
             v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
         }
+    }
     return first;
 }
 
@@ -8583,17 +8698,21 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
 // pixels to the blocks of a cluster. A warp works on 2^log_columns neighbouring vectors of a pixel, so that any number
 // of vectors makes a slab (the last ones may be idle); 2^log_warps warps work on the same ones.
 struct NormWhole {
-    int threads;
-    int slab; // channels
+    int threads; // of a block
+    int slab;    // channels
     int log_columns, log_warps;
-    int chunks, chunk; // blocks of a cluster; pixels of each
+    int chunks; // blocks of a cluster
+    int chunk;  // pixels of each
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // pixels at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // pixels of a thread
     HD int pitch() const { return slab + 1; } // of sums; odd, so that those of a channel lie in different banks
-    int bytes() const {                       // of shared memory
-        return 2 * slots() * threads * 16 + slab * (int)(sizeof(float2) + sizeof(float4)) +
-               ((1 << log_warps) + (chunks > 1 ? chunks : 0)) * pitch() * (int)sizeof(float2);
+    // Shared memory, in the order in which NormSlab takes it
+    int bytes() const {
+        const int pieces = 2 * slots() * threads; // x and dout
+        const int per_channel = sizeof(float2) + sizeof(float4);
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row of each warp, and of each block
+        return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
 
@@ -8603,64 +8722,77 @@ constexpr int MAX_WHOLE_THREADS = 384; // of a block; twice as many fit on a mul
 // channels of `count` pixels, `rows` apart.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
-    static constexpr int PARTS = 4; // dout arrives in so many groups of copies, and sums begin with the first
-    static constexpr int BATCH = 2; // pixels whose addends are loaded together
+    static constexpr int COPY_GROUPS = 4; // dout arrives in so many groups of copies, and sums begin with the first
+    static constexpr int BATCH = 2;       // pixels whose addends are loaded together
     const NormArgs& a;
     const NormWhole& w;
     uint4* const kept; // (slots, 2, threads): a thread's x, and its dout, later dz
 
     // Threads: 2^log_columns of a warp lie beside each other, the others below them.
-    int tid = threadIdx.x, threads = w.threads, rows = w.rows();
+    int tid = threadIdx.x;
+    int threads = w.threads;
+    int rows = w.rows();
     int row_warps = 1 << w.log_warps; // warps that work on the same channels
     int blocks = CLUSTERS ? gridDim.x : 1;
-    int column = (tid >> (5 + w.log_warps) << w.log_columns) + (tid & ((1 << w.log_columns) - 1)); // vector of the slab
+    int column_in_warp = tid & ((1 << w.log_columns) - 1);
+    int column = (tid >> (5 + w.log_warps) << w.log_columns) + column_in_warp; // this thread's vector of the slab
     int row_warp = tid / 32 & (row_warps - 1);
     int row = (row_warp << 5 | tid % 32) >> w.log_columns;
-    int slots = w.slots(), part = ceil_div(slots, PARTS);
+    int slots = w.slots();
+    int slots_in_group = ceil_div(slots, COPY_GROUPS); // of copies
 
     // Shared memory behind what is kept.
-    float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later slope, level
-    float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, weight in the group's sums
+    float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later x_factor, offset
+    float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, w in dxhat = w dz
     float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz x
     float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are several
 
     // Pixels and channels. The last images come first: their dout may still be in the L2 cache, and whoever reads dx
     // begins with the first one.
-    int b = gridDim.z - 1 - blockIdx.z, slab0 = blockIdx.y * w.slab, first = blockIdx.x * w.chunk + row;
-    bool busy = column * V < w.slab; // the last vectors of a warp may lie beyond the slab
-    int c = slab0 + (busy ? column * V : 0), end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
+    int b = gridDim.z - 1 - blockIdx.z;
+    int slab0 = blockIdx.y * w.slab;         // the slab's first channel
+    int first = blockIdx.x * w.chunk + row;  // this thread's first pixel
+    bool busy = column * V < w.slab;         // the last vectors of a warp may lie beyond the slab
+    int c = slab0 + (busy ? column * V : 0); // this thread's first channel
+    int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
-    bool one = c < a.s.C1; // the channels are x1's, not x2's
-    int pitch = one ? a.s.C1 : a.s.C2, stride = rows * pitch;
-    size_t at = ((size_t)b * a.s.HW + first) * pitch + (one ? c : c - a.s.C1); // in x and dx
+    bool in_x1 = c < a.s.C1;                                                     // else the channels are x2's
+    int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
+    int stride = rows * pitch;                                                   // from this thread's pixel to its next
+    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // in x and dx
 
     // Addends of the next BATCH pixels. The first ones are loaded before the sums are complete: they may be dx itself.
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
-        const T* x = (const T*)(one ? a.x1 : a.x2) + at;
+        const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
         uint4* p = kept + tid;
-        NO_UNROLL_FOR (int k = 0; k < count; k++, x += stride, p += 2 * threads) copy_async_16(p, x);
+        NO_UNROLL_FOR (int k = 0; k < count; k++, x += stride, p += 2 * threads) {
+            copy_async_16(p, x);
+        }
     }
-    INLINE void load_dout(const T* dout) const { // in PARTS groups of copies
+    INLINE void load_dout(const T* dout) const { // in COPY_GROUPS groups of copies
         const T* d = dout + ((size_t)b * a.s.HW + first) * a.C + c;
         const int step = rows * a.C;
         uint4* p = kept + threads + tid;
-        UNROLL_FOR (int i = 0; i < PARTS; i++) {
-            NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, d += step, p += 2 * threads)
+        UNROLL_FOR (int i = 0; i < COPY_GROUPS; i++) {
+            NO_UNROLL_FOR (int k = i * slots_in_group; k < min((i + 1) * slots_in_group, count); k++) {
                 copy_async_16(p, d);
+                d += step;
+                p += 2 * threads;
+            }
             copies_committed();
         }
     }
     // v: sums of dz and dz * x by channel, as dout arrives, in whose place dz remains.
     INLINE void sum_pixels(float (&v)[2 * V], const float (&scale)[V], const float (&shift)[V], uint32_t step) const {
         uint4* p = kept + tid;
-        NO_UNROLL_FOR (int i = 0; i < PARTS; i++) {
+        NO_UNROLL_FOR (int i = 0; i < COPY_GROUPS; i++) {
             if (i == 0) copies_arrived<3>();
             else if (i == 1) copies_arrived<2>();
             else if (i == 2) copies_arrived<1>();
             else copies_arrived<0>();
-            NO_UNROLL_FOR (int k = i * part; k < min((i + 1) * part, count); k++, p += 2 * threads) {
+            NO_UNROLL_FOR (int k = i * slots_in_group; k < min((i + 1) * slots_in_group, count); k++) {
                 float x[V], dz[V];
                 unpack(x, p[0]);
                 unpack(dz, p[threads]);
@@ -8670,9 +8802,11 @@ template <class T, bool DROPOUT> struct NormSlab {
                     v[2 * j + 1] += dz[j] * x[j];
                 }
                 p[threads] = pack(dz);
+                p += 2 * threads;
             }
         }
     }
+    // The addends of the pixels k ... k + BATCH - 1
     INLINE void load_addends(const GradOf<T>& to, int k) {
         UNROLL_FOR (int j = 0; j < BATCH; j++) {
             if (to.add1 && k + j < count) add1[j] = load16(to.add1 + at + j * stride);
@@ -8682,12 +8816,14 @@ template <class T, bool DROPOUT> struct NormSlab {
     INLINE void begin_addends(const GradOf<T>& to) {
         if (to.dx) load_addends(to, 0);
         if (to.add1) // all others are fetched into the L2 cache meanwhile
-            NO_UNROLL_FOR (int k = BATCH; k < count; k++)
+            NO_UNROLL_FOR (int k = BATCH; k < count; k++) {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
+            }
     }
     // Adds up a warp's sums of each channel, and puts them into warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
-        const int value = fold_rows<V, 16>(v, 1 << w.log_columns), left = max(2 * V << w.log_columns >> 5, 2);
+        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the first one that this lane looks after
+        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
         if (busy)
             UNROLL_FOR (int i = 0; i < V; i++)
@@ -8701,29 +8837,38 @@ template <class T, bool DROPOUT> struct NormSlab {
             const double2 sum = sum_pairs<4>(warp_sums + tid, row_warps, w.pitch());
             const uint32_t place = shared_address(block_sums + blockIdx.x * w.pitch() + tid);
             const float2 q = make_float2((float)sum.x, (float)sum.y);
-            for (int r = 0; r < blocks; r++) store_to_block(at_block(place, r), at_block(all_here, r), q);
+            for (int r = 0; r < blocks; r++) {
+                store_to_block(at_block(place, r), at_block(all_here, r), q);
+            }
         }
         mbarrier_wait(all_here, 0);
     }
-    // Slope and level of each group, from 2^log_items rows of sums, into coefficients. Eight threads take a group.
-    INLINE void find_slopes(const float2* sums, int log_items) const {
+    // x_factor and offset of each group, from 2^log_items rows of sums, into coefficients. Eight threads take a group.
+    INLINE void find_group_terms(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
-            double sum = 0, product = 0;
+            double sum = 0;     // of dxhat
+            double product = 0; // of dxhat x
             NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
-                const int k = g * a.Cg + (i >> log_items), item = i & ((1 << log_items) - 1);
+                const int k = g * a.Cg + (i >> log_items); // the channel, of the slab's
+                const int item = i & ((1 << log_items) - 1);
                 const float2 q = sums[item * w.pitch() + k];
                 sum += channels[k].z * q.x;
                 product += channels[k].z * q.y;
             }
             const float4 t = channels[g * a.Cg];
-            const float2 slope = slope_and_level(sum, product, t.x, t.y, a);
-            NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) coefficients[k] = slope;
+            const float2 terms = group_terms(sum, product, t.x, t.y, a);
+            NO_UNROLL_FOR (int k = g * a.Cg + tid % 8; k < (g + 1) * a.Cg; k += 8) {
+                coefficients[k] = terms;
+            }
         }
     }
+    // dx = scale dz - (x_factor x + offset) + addends, for all pixels of a thread
     INLINE void store_dx(const GradOf<T>& to, float (&scale)[V]) {
-        float slope[V], level[V];
-        load_pairs(slope, level, coefficients + (c - slab0));
-        UNROLL_FOR (int i = 0; i < V; i++) scale[i] *= 1 / Z_FACTOR<T>;
+        float x_factor[V], offset[V];
+        load_pairs(x_factor, offset, coefficients + (c - slab0));
+        UNROLL_FOR (int i = 0; i < V; i++) { // without the factor for the nonlinearity
+            scale[i] *= 1 / Z_FACTOR<T>;
+        }
         uint4* p = kept + tid;
         NO_UNROLL_FOR (int k = 0; to.dx && k < count; k += BATCH) {
             if (k) load_addends(to, k);
@@ -8732,7 +8877,9 @@ template <class T, bool DROPOUT> struct NormSlab {
                 float x[V], dz[V];
                 unpack(x, p[0]);
                 unpack(dz, p[threads]);
-                UNROLL_FOR (int i = 0; i < V; i++) dz[i] = scale[i] * dz[i] - (slope[i] * x[i] + level[i]);
+                UNROLL_FOR (int i = 0; i < V; i++) {
+                    dz[i] = scale[i] * dz[i] - (x_factor[i] * x[i] + offset[i]);
+                }
                 if (to.add1) add_piece(dz, add1[j]);
                 if (to.add2) add_piece(dz, add2[j]);
                 store_whole(to.dx + at, pack(dz));
@@ -8741,6 +8888,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
 };
 
+// grid (chunks of pixels, slabs of channels, images); the chunks of an image are a cluster. NormSlab says what a thread
+// has and what lies in shared memory; the phases are those of the section's head.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, const T* dout, NormArgs a, NormWhole w) {
@@ -8749,13 +8898,15 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     extern __shared__ __align__(128) uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab{a, w, kept};
-    const int tid = threadIdx.x, blocks = slab.blocks;
+    const int tid = threadIdx.x;
+    const int blocks = slab.blocks;
 
     // What the forward pass left is there before the kernel in front has ended: first the few values that others wait
     // for.
     const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
-    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0, all_here = shared_address(&barrier);
+    const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
+    const uint32_t all_here = shared_address(&barrier); // counts the sums of all blocks
     if (blocks > 1) {
         if (tid == 0) mbarrier_init(all_here, 1);
         cluster_arrive();
@@ -8764,28 +8915,34 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     slab.load_dout(dout);
     if (tid < w.slab) {
         slab.coefficients[tid] = channel.coefficients(Z_FACTOR<T>);
-        slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.in_group(), 0);
+        slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.dxhat_factor(), 0);
     }
     __syncthreads();
     // Other blocks' sums may be here already. The barrier's phase ends when this arrival and all announced bytes are
     // in, in whatever order.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
-    float scale[V], shift[V], v[2 * V] = {};
+    float scale[V], shift[V];
+    float v[2 * V] = {}; // sums of dz and dz x of each channel
     load_pairs(scale, shift, slab.coefficients + (slab.c - slab.slab0));
     slab.sum_pixels(v, scale, shift, step);
-    const GradOf<T> to = slab.one ? dx1 : dx2;
+    const GradOf<T> to = slab.in_x1 ? dx1 : dx2;
     slab.begin_addends(to);
     slab.fold(v);
     __syncthreads();
     if (blocks > 1) slab.exchange(all_here);
+    // What is left to be added up for a channel: the blocks' sums, or the warps' of this block alone. log_items: log2 of
+    // how many these are
     const float2* const all_sums = blocks > 1 ? slab.block_sums : slab.warp_sums;
     const int log_items = blocks > 1 ? 31 - __clz(blocks) : w.log_warps;
-    slab.find_slopes(all_sums, log_items);
+    slab.find_group_terms(all_sums, log_items);
     __syncthreads();
     slab.store_dx(to, scale);
 
-    if (blockIdx.x == 0 && tid < w.slab)
-        channel.put_gradients(a, sum_pairs<1>(all_sums + tid, 1 << log_items, w.pitch()));
+    // One block of the cluster writes the parameters' gradients of this image.
+    if (blockIdx.x == 0 && tid < w.slab) {
+        const double2 sum = sum_pairs<1>(all_sums + tid, 1 << log_items, w.pitch());
+        channel.put_gradients(a, sum);
+    }
 }
 
 // The gradients of many group norms' parameters in one launch: sums over the batch.
@@ -8803,10 +8960,14 @@ static size_t norm_sums_used = 0; // of device.norm_sums
 static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list) {
     __shared__ double2 parts[8][32];
     const NormSums n = list.norms[blockIdx.y];
-    const int x = threadIdx.x, y = threadIdx.y, c = blockIdx.x * 32 + x;
+    const int x = threadIdx.x; // the channel, of the block's
+    const int y = threadIdx.y; // images y, y + 8, ...
+    const int c = blockIdx.x * 32 + x;
     if ((int)blockIdx.x * 32 >= n.C) return;
     await_previous_kernel();
-    double2 total = parts[y][x] = sum_pairs<4>(n.sums + y * n.C + c, ceil_div(n.B - y, 8), 8 * n.C);
+    const int images = ceil_div(n.B - y, 8);
+    double2 total = sum_pairs<4>(n.sums + y * n.C + c, images, 8 * n.C);
+    parts[y][x] = total;
     __syncthreads();
     if (y) return;
     for (int i = 1; i < 8; i++) {
@@ -8819,24 +8980,31 @@ static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list
 
 static void finish_gradients() {
     int C = 0;
-    for (int i = 0; i < norm_sums_count; i++) C = std::max(C, norm_sums_list.norms[i].C);
+    for (int i = 0; i < norm_sums_count; i++) {
+        C = std::max(C, norm_sums_list.norms[i].C);
+    }
     if (C) launch(norm_sums_kernel, dim3(C / 32, norm_sums_count), dim3(32, 8), 0, norm_sums_list);
     norm_sums_count = 0;
     norm_sums_used = 0;
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
-// Cuts images for per_sm blocks to a multiprocessor, into at most max_chunks; returns the grid.
+// Cuts images into chunks of pixels, at most max_chunks, so that there are per_sm blocks for each multiprocessor.
+// Returns the grid.
 static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
-    const int slabs = a.C / a.slab, rows = NORM_THREADS * act_vec() / a.slab;
-    const int chunks = std::min(std::max(per_sm * gpu.sms / (a.s.B * slabs), 1), max_chunks);
+    const int slabs = a.C / a.slab;
+    const int rows = NORM_THREADS * act_vec() / a.slab; // pixels of a block at a time
+    const int fill_gpu = std::max(per_sm * gpu.sms / (a.s.B * slabs), 1);
+    const int chunks = std::min(fill_gpu, max_chunks);
     a.chunk = ceil_div(ceil_div(a.s.HW, chunks), rows) * rows;
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
 // Enough for any batch up to s.B: a slab has a chunk or more, all together as many as norm_grid lets the chip hold.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
-    return std::max(norm_backward_blocks(false) * gpu.sms * NORM_SLAB, s.B * (s.C1 + s.C2)) * sizeof(float2);
+    const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
+    const int of_batch = s.B * (s.C1 + s.C2);
+    return std::max(on_chip, of_batch) * sizeof(float2);
 }
 
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
@@ -9631,101 +9799,169 @@ struct AttentionTma : AttentionCall {
     CUtensorMap keys;                // forward: boxes of KEYS rows
 };
 
-// A block of the forward pass: GROUPS warpgroups, each with 64 queries. Keys and values come in chunks of KEYS rows.
-// All CHUNKS of them are in shared memory at once; 0: any number of them pass through a ring.
-template <int D_, int GROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
-    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, CHUNKS = CHUNKS_, STAGES = CHUNKS ? CHUNKS : 4;
-    static constexpr int THREADS = 128 * GROUPS, BLOCKS = GROUPS == 1 ? 4 : KEYS == 32 ? 3 : 2; // on a multiprocessor
-    static constexpr int QUERY_BYTES = 64 * 2 * D, KEY_BYTES = KEYS * 2 * D, BARRIERS = GROUPS + 4 * STAGES;
-    static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + GROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
-};
-// A block of the backward pass: GROUPS warpgroups, each with 64 keys, and one for the queries' gradients. GROUPS = 1:
-// the block has a whole head, of 64 rows, alone; a multiprocessor takes two such blocks.
-template <int D_, int GROUPS_> struct AttentionBackward {
-    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
-    static constexpr bool ALONE = GROUPS == 1;
-    static constexpr int BLOCKS = ALONE ? 2 : 1, DQ_REGISTERS = ALONE ? 80 : 136, KEY_REGISTERS = ALONE ? 176 : 184;
-    static constexpr int CHUNKS = ALONE ? 3 : 4, KEPT = 2, SUMS = ALONE ? 0 : 3, BARRIERS = 32; // stages
-    static constexpr int TILE = 64 * 2 * D, ROWS = 64 * sizeof(SoftmaxRow), CHUNK_BYTES = 2 * TILE + ROWS;
-    static constexpr int KV = 2 * GROUPS * TILE, CHUNK = 2 * TILE + 1024, DS = KEYS * 128, DQ = 64 * D * 4;
-    static constexpr int DOTS = ALONE ? 1024 : 4096, TILES = 2 * KV + CHUNKS * CHUNK + KEPT * DS + SUMS * DQ + 2 * DOTS;
+// Forward blocks of a multiprocessor: what their registers and shared memory allow.
+constexpr int attention_wgmma_blocks(int warpgroups, int keys) {
+    if (warpgroups == 1) return 4;
+    return keys == 32 ? 3 : 2;
+}
+
+// A block of the forward pass: WARPGROUPS warpgroups, each with 64 queries of a head. Keys and values come in chunks of
+// KEYS rows.
+template <int DIM_, int WARPGROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
+    static constexpr int DIM = DIM_; // channels of a head
+    static constexpr int WARPGROUPS = WARPGROUPS_;
+    static constexpr int KEYS = KEYS_;
+    static constexpr int CHUNKS = CHUNKS_; // all of a head's are in shared memory at once; 0: they pass through a ring
+    static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // of keys, and as many of values
+    static constexpr int THREADS = 128 * WARPGROUPS;
+    static constexpr int BLOCKS = attention_wgmma_blocks(WARPGROUPS, KEYS); // on a multiprocessor
+    static constexpr int QUERY_BYTES = 64 * 2 * DIM;                        // of a warpgroup
+    static constexpr int KEY_BYTES = KEYS * 2 * DIM;                        // of a stage
+    static constexpr int BARRIERS = WARPGROUPS + 4 * STAGES;
+    static constexpr int TILES = WARPGROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// Rows of D elements of a head, as TMA wrote them, as an operand: 16 columns on are at(2), 16 rows on at(2 D).
-template <int D> INLINE Operand head_rows(uint32_t address) {
-    return {Operand::rows(address, 8).low, D | (D == 64 ? 1u : 2u) << 30};
+// A block of the backward pass: WARPGROUPS warpgroups, each with 64 keys, and one more for the queries' gradients.
+// With one warpgroup for keys, the block has a whole head of 64 rows, alone, without a cluster; a multiprocessor takes
+// two such blocks.
+template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
+    static constexpr int DIM = DIM_; // channels of a head
+    static constexpr int WARPGROUPS = WARPGROUPS_;
+    static constexpr bool ALONE = WARPGROUPS == 1;
+    static constexpr int KEYS = 64 * WARPGROUPS; // of a block
+    static constexpr int THREADS = 128 * (WARPGROUPS + 1);
+    static constexpr int BLOCKS = ALONE ? 2 : 1;          // on a multiprocessor
+    static constexpr int DQ_REGISTERS = ALONE ? 80 : 136; // of a thread for the queries' gradients
+    static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
+    // Stages in shared memory, and bytes of a stage. A tile is 64 rows of a head.
+    static constexpr int BARRIERS = 32;
+    static constexpr int TILE_BYTES = 64 * 2 * DIM;
+    static constexpr int ROWS_BYTES = 64 * sizeof(SoftmaxRow);
+    static constexpr int KEYS_BYTES = 2 * WARPGROUPS * TILE_BYTES; // k and v of the block; two stages
+    static constexpr int CHUNK_STAGES = ALONE ? 3 : 4;
+    static constexpr int CHUNK_BYTES = 2 * TILE_BYTES + ROWS_BYTES; // q, dout, rows
+    static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // the same, up to a whole kilobyte
+    static constexpr int DS_STAGES = 2;
+    static constexpr int DS_BYTES = KEYS * 128; // dS^T: KEYS rows of 64 queries
+    static constexpr int SUM_STAGES = ALONE ? 0 : 3;
+    static constexpr int SUM_BYTES = 64 * DIM * 4;        // dq of a chunk
+    static constexpr int DOT_BYTES = ALONE ? 1024 : 4096; // -D of up to 1,024 queries; two stages
+    static constexpr int TILES =
+        2 * KEYS_BYTES + CHUNK_STAGES * CHUNK_PLACE + DS_STAGES * DS_BYTES + SUM_STAGES * SUM_BYTES + 2 * DOT_BYTES;
+    static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
+};
+
+// Rows of DIM elements of a head, as TMA wrote them, as an operand: 16 columns on are at(2), 16 rows on at(2 DIM).
+template <int DIM> INLINE Operand head_rows(uint32_t address) {
+    constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // the descriptor's numbers for 128 and for 64 bytes
+    return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
 }
 // Products that are put on their way, as one group of wgmma each:
 //   multiply_abt   d += a b^T, both in shared memory
 //   multiply_ab    d += a b, or with K_MAJOR d += a b^T, a in registers; ADD = 0: d =
 //   multiply_atb   d += a^T b, a in rows of 64 in shared memory
-template <int D, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
+template <int DIM, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
+    using Product = Wgmma<2 * M>;
     wgmma_fence();
-    UNROLL_FOR (int k = 0; k < D / 16; k++) Wgmma<2 * M>::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
+    UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
+        Product::template add<K_MAJOR, K_MAJOR>(d, a.at(2 * k), b.at(2 * k));
+    }
     wgmma_commit();
 }
 template <int MAJOR = MN_MAJOR, int ADD = 1, int M, int K>
 INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
+    using Product = Wgmma<2 * M>;
+    constexpr int STEP = MAJOR == K_MAJOR ? 2 : 4 * M; // from 16 k to the next 16, in units of 16 bytes
     wgmma_fence();
-    Wgmma<2 * M>::template add<MAJOR, ADD>(d, a[0], b.at(0));
-    UNROLL_FOR (int k = 1; k < K; k++)
-        Wgmma<2 * M>::template add<MAJOR>(d, a[k], b.at((MAJOR == K_MAJOR ? 2 : 4 * M) * k));
+    Product::template add<MAJOR, ADD>(d, a[0], b.at(0));
+    UNROLL_FOR (int k = 1; k < K; k++) {
+        Product::template add<MAJOR>(d, a[k], b.at(STEP * k));
+    }
     wgmma_commit();
 }
 template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a, const Operand& b) {
     using Product = Wgmma<2 * M>;
     wgmma_fence();
-    UNROLL_FOR (int k = 0; k < K; k++) Product::template add<MN_MAJOR, MN_MAJOR>(d, a.at(128 * k), b.at(4 * M * k));
+    UNROLL_FOR (int k = 0; k < K; k++) {
+        Product::template add<MN_MAJOR, MN_MAJOR>(d, a.at(128 * k), b.at(4 * M * k));
+    }
     wgmma_commit();
 }
 template <int M> INLINE void clear(float (&d)[M]) {
-    UNROLL_FOR (int i = 0; i < M; i++) d[i] = 0;
+    UNROLL_FOR (int i = 0; i < M; i++) {
+        d[i] = 0;
+    }
     accumulators_ready(d);
 }
 // 16 columns of a result, rounded to bf16, are the A fragment of the next product's step: the layouts are the same.
 INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
-    UNROLL_FOR (int i = 0; i < 4; i++) a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
+    UNROLL_FOR (int i = 0; i < 4; i++) {
+        a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
+    }
 }
-// Stores this warp's 16 rows of a result, each times its factor, by way of shared memory, so that stores are 16 bytes
-// wide.
+// Stores this warp's 16 rows of a result, each times its factor, by way of shared memory (`rows`, 64 rows of a head), so
+// that stores are 16 bytes wide. pitch: of `to`, from a row to the next one
 template <int M>
 INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
+    constexpr int CHANNELS = 2 * M;
+    constexpr int PIECES = CHANNELS / 8; // of a row
+    const int lane = threadIdx.x % 32;
+    const int first = threadIdx.x / 32 % 4 * 16; // this warp's first row
     __syncwarp();
-    UNROLL_FOR (int j = 0; j < M / 8; j++) {
+    UNROLL_FOR (int j = 0; j < M / 8; j++) { // 16 columns at a time
         uint32_t v[4];
-        UNROLL_FOR (int i = 0; i < 4; i++) // factor[1]: of the rows from 8 on
-            v[i] = pack_bf16(d[8 * j + 2 * i] * factor[i % 2], d[8 * j + 2 * i + 1] * factor[i % 2]);
-        stmatrix(rows + box_place<2 * M>(first + lane % 16, 2 * j + lane / 16), v);
+        UNROLL_FOR (int i = 0; i < 4; i++) { // factor[1]: of the rows from 8 on
+            const float low = d[8 * j + 2 * i] * factor[i % 2];
+            const float high = d[8 * j + 2 * i + 1] * factor[i % 2];
+            v[i] = pack_bf16(low, high);
+        }
+        stmatrix(rows + box_place<CHANNELS>(first + lane % 16, 2 * j + lane / 16), v);
     }
     __syncwarp();
     UNROLL_FOR (int i = 0; i < M / 8; i++) {
-        const int r = first + (i * 32 + lane) / (M / 4), c = lane % (M / 4);
-        store_whole(to + (size_t)r * pitch + 8 * c, load_shared(rows + box_place<2 * M>(r, c)));
+        const int r = first + (i * 32 + lane) / PIECES;
+        const int piece = lane % PIECES;
+        const uint4 v = load_shared(rows + box_place<CHANNELS>(r, piece));
+        store_whole(to + (size_t)r * pitch + 8 * piece, v);
     }
 }
 // uniform tells the compiler that this is the same for a whole warp.
-INLINE int warpgroup() { return uniform(threadIdx.x / 128); }
+INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 
-// The softmax of a thread's two rows (the second one lies 8 rows on) over chunks of N scores. Exponentials are taken
-// relative to a level: the highest score of the first chunk. Any level would do, since bf16 has fp32's exponents, so it
-// is not raised with each higher score, as in FlashAttention. Only where a sum grows beyond 2^60 is it raised, and the
-// sums are rescaled.
+// The softmax of a thread's two rows (the second one lies 8 rows on) over chunks of N scores:
+//   P = e^((S - top) / sqrt(d))      sum += rowsum(P)
+// Any top would do, since bf16 has fp32's exponents. So top is the highest score of the first chunk, and is not raised
+// with each higher score, as it is in FlashAttention. Only where a sum grows beyond 2^60 is it raised, and the sums are
+// rescaled.
+// Of a row's 4 neighbouring lanes each has two of every 8 columns: s[4 j], s[4 j + 1] are the first row's, s[4 j + 2],
+// s[4 j + 3] the second one's.
 template <int N> struct Softmax {
-    float scale, level[2], sum[2] = {0, 0};
-    INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(level, s); }
-    INLINE static void highest(float (&top)[2], const float (&s)[N / 2]) {
-        top[0] = s[0];
-        top[1] = s[2];
-        UNROLL_FOR (int i = 0; i < N / 2; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-        UNROLL_FOR (int r = 0; r < 2; r++) top[r] = lane_max<1, 2>(top[r]);
+    float scale;           // log2(e) / sqrt(d)
+    float top[2];          // of the two rows
+    float sum[2] = {0, 0}; // of P, over this thread's columns alone
+
+    INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(top, s); }
+
+    // result = the highest score of each of the two rows
+    INLINE static void highest(float (&result)[2], const float (&s)[N / 2]) {
+        result[0] = s[0];
+        result[1] = s[2];
+        UNROLL_FOR (int i = 0; i < N / 2; i++) {
+            const int row = i / 2 % 2;
+            result[row] = fmaxf(result[row], s[i]);
+        }
+        UNROLL_FOR (int row = 0; row < 2; row++) {
+            result[row] = lane_max<1, 2>(result[row]);
+        }
     }
+    // p = P, as A fragments, and sum += P
     INLINE void exponentials(uint32_t (&p)[N / 16][4], const float (&s)[N / 2]) {
         UNROLL_FOR (int j = 0; j < N / 4; j++) {
-            const float a = exp2_fast((s[2 * j] - level[j % 2]) * scale);
-            const float b = exp2_fast((s[2 * j + 1] - level[j % 2]) * scale);
-            sum[j % 2] += a + b;
+            const int row = j % 2;
+            const float a = exp2_fast((s[2 * j] - top[row]) * scale);
+            const float b = exp2_fast((s[2 * j + 1] - top[row]) * scale);
+            sum[row] += a + b;
             p[j / 4][j % 4] = pack_bf16(a, b);
         }
     }
@@ -9734,78 +9970,94 @@ template <int N> struct Softmax {
         const float before[2] = {sum[0], sum[1]};
         exponentials(p, s);
         if (first || !__any_sync(0xFFFFFFFFu, !(fmaxf(sum[0], sum[1]) < 0x1p60f))) return;
-        float top[2], shrink[2];
-        highest(top, s);
+        float new_top[2], shrink[2];
+        highest(new_top, s);
         UNROLL_FOR (int r = 0; r < 2; r++) {
-            top[r] = fmaxf(top[r], level[r]);
-            shrink[r] = exp2_fast((level[r] - top[r]) * scale);
-            level[r] = top[r];
+            new_top[r] = fmaxf(new_top[r], top[r]);
+            shrink[r] = exp2_fast((top[r] - new_top[r]) * scale);
+            top[r] = new_top[r];
             sum[r] = before[r] * shrink[r];
         }
-        UNROLL_FOR (int i = 0; i < M; i++) o[i] *= shrink[i / 2 % 2];
+        UNROLL_FOR (int i = 0; i < M; i++) {
+            o[i] *= shrink[i / 2 % 2];
+        }
         exponentials(p, s);
     }
 };
 
-// grid (B * heads * T / (64 GROUPS)). In turn i a warpgroup takes the softmax of chunk i, and then multiplies twice at
-// once: out += P v of chunk i, and the scores of chunk i + 1. The first thread also loads. It does so one chunk later
-// than it might, so that no warpgroup waits for the other one.
+// out = softmax(q k^T / sqrt(d)) v. grid (B * heads * T / (64 WARPGROUPS)): a block has that many queries of one head.
+// Shared memory: the block's queries; rings of keys and of values, a chunk of KEYS rows to a stage.
+//   1. The first thread starts the loads: queries, then as many chunks as there are stages.
+//   2. Each warp loads its queries into registers, and S of chunk 0 is computed.
+//   3. In turn i a warpgroup takes the softmax of chunk i, and then multiplies twice at once: out += P v of chunk i, and
+//      the scores of chunk i + 1. The first thread loads the chunk that takes the place of chunk i - 1: one turn later
+//      than it might, so that no warpgroup waits for the other one.
+//   4. out / sum is stored, and SoftmaxRow for the backward pass.
 // The compiler must see every wait for wgmma in the same turn of the loop, and between fence and wait no other
 // instruction may touch its registers. Else it overlaps none of them, and ptxas says so (C7510 to C7520).
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
 #if __CUDA_ARCH__ == 900
-    constexpr int D = T::D, KEYS = T::KEYS;
+    constexpr int DIM = T::DIM;
+    constexpr int KEYS = T::KEYS;
     SharedMemory shared(T::BARRIERS);
-    Pipeline<T::QUERY_BYTES> queries(shared, T::GROUPS, 0);
-    const int readers = T::CHUNKS ? 0 : T::GROUPS;
+    Pipeline<T::QUERY_BYTES> queries(shared, T::WARPGROUPS, 0);
+    const int readers = T::CHUNKS ? 0 : T::WARPGROUPS;
     Pipeline<T::KEY_BYTES> keys(shared, T::STAGES, readers), values(shared, T::STAGES, readers);
     if (threadIdx.x == 0) {
         prefetch_tensor_map(&p.qkv_rows);
         prefetch_tensor_map(&p.keys);
     }
     ready(queries, keys, values);
-    const int group = T::GROUPS == 1 ? 0 : warpgroup(), lane = threadIdx.x % 32;
+    const int warpgroup = T::WARPGROUPS == 1 ? 0 : this_warpgroup();
+    const int lane = threadIdx.x % 32;
     const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
-    const HeadTile at{p, 64 * T::GROUPS};
+    const HeadTile tile{p, 64 * T::WARPGROUPS};
     await_previous_kernel();
-    auto to_keys = keys, to_values = values;
-    auto load = [&](Stage to, const CUtensorMap* map, int bytes, int which, int row) { // which: 0 q, 1 k, 2 v
+    auto keys_to_load = keys;
+    auto values_to_load = values;
+    auto load = [&](Stage to, const CUtensorMap* map, int bytes, int part, int row) {
         mbarrier_expect(to.full, bytes);
-        tma_load(to.address, map, to.full, which * p.C + at.h * D, row, at.b);
+        tma_load(to.address, map, to.full, part * p.C + tile.h * DIM, row, tile.b);
     };
     auto load_chunk = [&](int i) {
-        load(T::CHUNKS ? to_keys.next() : to_keys.acquire(), &p.keys, T::KEY_BYTES, 1, i * KEYS);
-        load(T::CHUNKS ? to_values.next() : to_values.acquire(), &p.keys, T::KEY_BYTES, 2, i * KEYS);
+        const Stage key_stage = T::CHUNKS ? keys_to_load.next() : keys_to_load.acquire();
+        load(key_stage, &p.keys, T::KEY_BYTES, K_PART, i * KEYS);
+        const Stage value_stage = T::CHUNKS ? values_to_load.next() : values_to_load.acquire();
+        load(value_stage, &p.keys, T::KEY_BYTES, V_PART, i * KEYS);
     };
     if (threadIdx.x == 0)
-        NO_UNROLL_FOR (int i = 0; i < max(T::GROUPS, min(T::STAGES, chunks)); i++) {
-            if (i < T::GROUPS) load(queries.stage(i), &p.qkv_rows, T::QUERY_BYTES, 0, at.row0 + 64 * i);
+        NO_UNROLL_FOR (int i = 0; i < max(T::WARPGROUPS, min(T::STAGES, chunks)); i++) {
+            if (i < T::WARPGROUPS) load(queries.stage(i), &p.qkv_rows, T::QUERY_BYTES, Q_PART, tile.row0 + 64 * i);
             if (i < chunks) load_chunk(i);
         }
     __syncwarp();
 
-    uint32_t q[D / 16][4], probabilities[KEYS / 16][4];
-    const uint32_t own = queries.kept(group, true);
-    const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // of this warp's 16
-    UNROLL_FOR (int k = 0; k < D / 16; k++) ldmatrix(q[k], q[k] + 2, own + box_place<D>(query, 2 * k + lane / 16));
-    float s[KEYS / 2] = {}, o[D / 2] = {};
+    uint32_t q[DIM / 16][4]; // of this warp's 16 queries, as A fragments
+    uint32_t probabilities[KEYS / 16][4];
+    const uint32_t own = queries.kept(warpgroup, true);
+    const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // whose address this lane gives to ldmatrix
+    UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
+        ldmatrix(q[k], q[k] + 2, own + box_place<DIM>(query, 2 * k + lane / 16));
+    }
+    float s[KEYS / 2] = {}; // scores of a chunk
+    float o[DIM / 2] = {};  // the sums of P v
     uint32_t next = keys.arrived();
     accumulators_ready(s);
-    multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
+    multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
     multiplied<0>(s);
-    Softmax<KEYS> softmax(s, LOG2E * rsqrtf((float)D));
+    Softmax<KEYS> softmax(s, LOG2E * rsqrtf((float)DIM));
 #pragma unroll(T::CHUNKS ? T::CHUNKS : 1)
     for (int i = 0; i < chunks; i++) {
         softmax.add(probabilities, s, o, i == 0);
-        const Operand v = head_rows<D>(values.arrived());
+        const Operand v = head_rows<DIM>(values.arrived());
         if (i + 1 < chunks) next = keys.arrived();
         accumulators_ready(o);
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
         // With a ring these scores are wasted on the last chunk; a branch would stop wgmma overlapping.
-        if (!T::CHUNKS || i + 1 < chunks) multiply_ab<K_MAJOR, 0>(s, q, head_rows<D>(next));
+        if (!T::CHUNKS || i + 1 < chunks) multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
         multiplied<0>(o, s);
         if (T::CHUNKS) continue;
         keys.release();
@@ -9814,58 +10066,85 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         __syncwarp();
     }
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
-    const int row = at.row0 + 64 * group;
-    bf16* const to = (bf16*)p.to + ((size_t)at.b * p.T + row) * p.C + at.h * D;
+    const int row = tile.row0 + 64 * warpgroup;
+    bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
     store_head(to, p.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
-    SoftmaxRow* const rows = p.rows + (size_t)at.index * p.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    SoftmaxRow* const rows = p.rows + (size_t)tile.index * p.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int r = 0; r < 2; r++)
-        if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.level[r], log2f(total[r])};
+        if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.top[r], log2f(total[r])};
 #endif
 }
 
 // A block of the backward pass. It owns KEYS keys of a head, each of its warpgroups 64 of them, and it takes the heads
-// of its cluster one after the other. Queries stream past in chunks of 64. The block comes to each chunk GROUPS steps
-// after the block before it in the cluster.
-// Some pipelines go from block to block. There the `full` barriers that count are the receiver's, and the `empty` ones
-// the sender's. Where a role needs a second position in a ring, one to read at and one to write at, it has a copy of
-// the ring.
+// of its cluster one after the other. For each head it takes as many steps as the head has chunks of 64 queries, a
+// chunk in a step. It comes to each chunk WARPGROUPS steps after the block before it in the cluster.
+//
+//   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
+//   the last warpgroup                query_gradients: dq, and -D; its first thread loads keys and chunks
+//
+//   ring     filled by                                    read by
+//   keys     TMA, a head at a time                        all warps
+//   chunks   TMA, a chunk at a time                       key_gradients
+//   ds       key_gradients: dS^T of a chunk               query_gradients
+//   sums     the block before: a chunk's dq so far        query_gradients
+//   dots     query_gradients of all blocks: -D            key_gradients
+//
+// `sums` and `dots` go from block to block. There the `full` barriers that count are the receiver's, and the `empty`
+// ones the sender's. Where a role needs a second position in a ring, one to read at and one to write at, it has a copy
+// of the ring (keys_to_load, sums_to_send, dots_to_send).
 template <class T> struct BackwardBlock {
-    static constexpr int D = T::D, GROUPS = T::GROUPS;
+    static constexpr int DIM = T::DIM;
+    static constexpr int WARPGROUPS = T::WARPGROUPS;
+    typedef uint4 Dots[2][DIM / 16]; // half a row of dout and of out
+
     const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.T / T::KEYS, rank = T::ALONE ? 0 : blockIdx.x % blocks; // of the cluster; this one
-    int first = blockIdx.x / blocks, stride = gridDim.x / blocks, n = blocks * GROUPS;    // heads; chunks
-    int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    float scale = rsqrtf((float)D);
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // of the cluster
+    int rank = T::ALONE ? 0 : blockIdx.x % blocks; // of this block among them
+    int first_head = blockIdx.x / blocks;          // of this cluster
+    int head_stride = gridDim.x / blocks;          // to its next head: so many clusters there are
+    int steps = blocks * WARPGROUPS;               // of a head
+    int lane = threadIdx.x % 32;
+    int thread = threadIdx.x % 128; // of the warpgroup
+    float scale = rsqrtf((float)DIM);
     SharedMemory shared{T::BARRIERS};
-    Pipeline<T::KV> keys{shared, 2, 4 * GROUPS + 4}, load_keys_at = keys;             // read by warps
-    Pipeline<T::CHUNK> chunks{shared, T::CHUNKS, 0};                                  // q, dout, rows
-    Pipeline<T::DS> ds{shared, T::KEPT, 4, 4 * GROUPS};                               // dS^T of all keys
-    Pipeline<T::DQ> sums{shared, T::SUMS, 4}, send_sums_at = sums;                    // dq from the block before
-    Pipeline<T::DOTS> dots{shared, 2, blocks, T::ALONE ? 4 : 1}, send_dots_at = dots; // -D of all queries
-    int load_head = first, load_step = 0;                                             // of the next chunk
+    Pipeline<T::KEYS_BYTES> keys{shared, 2, 4 * WARPGROUPS + 4}, keys_to_load = keys;
+    Pipeline<T::CHUNK_PLACE> chunks{shared, T::CHUNK_STAGES, 0};
+    Pipeline<T::DS_BYTES> ds{shared, T::DS_STAGES, 4, 4 * WARPGROUPS};
+    Pipeline<T::SUM_BYTES> sums{shared, T::SUM_STAGES, 4}, sums_to_send = sums;
+    Pipeline<T::DOT_BYTES> dots{shared, 2, blocks, T::ALONE ? 4 : 1}, dots_to_send = dots;
+    int load_head = first_head; // head and step of the chunk that is loaded next
+    int load_step = 0;
 
     INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
     INLINE void init() const { // by one thread
         prefetch_tensor_map(&p.qkv_rows);
         prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
-        for (int i = 0; i < T::SUMS; i++) mbarrier_expect(sums.stage(i).full, T::DQ);
+        for (int i = 0; i < T::SUM_STAGES; i++) mbarrier_expect(sums.stage(i).full, T::SUM_BYTES);
         for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
     }
-    INLINE size_t at(int head, int row, int parts) const { // in (B, T, parts p.C)
-        return ((size_t)(head / p.heads) * p.T + row) * parts * p.C + head % p.heads * D;
+    // Where a row of a head begins in a matrix (B, T, parts C).
+    INLINE size_t element(int head, int row, int parts) const {
+        const size_t pixel = (size_t)(head / p.heads) * p.T + row;
+        return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // The first query of a step's chunk.
-    INLINE int chunk_row(int step) const { return (step - GROUPS * rank + (step < GROUPS * rank ? n : 0)) * 64; }
+    // The first query of a step's chunk. Each block begins WARPGROUPS chunks before the block in front of it.
+    INLINE int chunk_row(int step) const {
+        const int before = WARPGROUPS * rank;
+        return (step - before + (step < before ? steps : 0)) * 64;
+    }
 
+    // Loads k and v of this block's keys.
     INLINE void load_keys(int head) {
         if (head >= p.all_heads) return;
-        const Stage to = load_keys_at.acquire();
-        const int image = head / p.heads, c = head % p.heads * D;
-        mbarrier_expect(to.full, T::KV);
-        for (int i = 0; i < 2 * GROUPS; i++) {
-            const int row = rank * T::KEYS + i % GROUPS * 64;
-            tma_load(to.address + i * T::TILE, &p.qkv_rows, to.full, (1 + i / GROUPS) * p.C + c, row, image);
+        const Stage to = keys_to_load.acquire();
+        const int image = head / p.heads;
+        const int c = head % p.heads * DIM;
+        mbarrier_expect(to.full, T::KEYS_BYTES);
+        for (int i = 0; i < 2 * WARPGROUPS; i++) {
+            const int part = K_PART + i / WARPGROUPS;
+            const int row = rank * T::KEYS + i % WARPGROUPS * 64;
+            tma_load(to.address + i * T::TILE_BYTES, &p.qkv_rows, to.full, part * p.C + c, row, image);
         }
     }
     // Loads the next chunk in order. It goes into the stage of the chunk before the one whose dS has just arrived:
@@ -9873,45 +10152,56 @@ template <class T> struct BackwardBlock {
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
-        const int image = load_head / p.heads, c = load_head % p.heads * D, row = chunk_row(load_step);
+        const int image = load_head / p.heads;
+        const int c = load_head % p.heads * DIM;
+        const int row = chunk_row(load_step);
         mbarrier_expect(to.full, T::CHUNK_BYTES);
         tma_load(to.address, &p.qkv_rows, to.full, c, row, image);
-        tma_load(to.address + T::TILE, &p.dout_rows, to.full, c, row, image);
-        bulk_load(to.address + 2 * T::TILE, p.rows + (size_t)load_head * p.T + row, T::ROWS, to.full);
+        tma_load(to.address + T::TILE_BYTES, &p.dout_rows, to.full, c, row, image);
+        const SoftmaxRow* const rows = p.rows + (size_t)load_head * p.T + row;
+        bulk_load(to.address + 2 * T::TILE_BYTES, rows, T::ROWS_BYTES, to.full);
         load_step++;
-        if (load_step == n) {
+        if (load_step == steps) {
             load_step = 0;
-            load_head += stride;
+            load_head += head_stride;
         }
     }
     // -D of 64 queries, D = rowsum(dout * out). Each block computes its share of a head's and sends it to all blocks of
     // the cluster. Two neighbouring threads have a row.
-    typedef uint4 Dots[2][D / 16];
     INLINE void load_dots(Dots& d, int head, int part) const {
-        const size_t i = at(head, rank * T::KEYS + part * 64 + thread / 2, 1) + thread % 2 * (D / 2);
-        UNROLL_FOR (int k = 0; k < D / 16; k++) d[0][k] = load16((const bf16*)p.dout + i + 8 * k);
-        UNROLL_FOR (int k = 0; k < D / 16; k++) d[1][k] = load16((const bf16*)p.out + i + 8 * k);
+        const int row = rank * T::KEYS + part * 64 + thread / 2;
+        const size_t i = element(head, row, 1) + thread % 2 * (DIM / 2);
+        UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
+            d[0][k] = load16((const bf16*)p.dout + i + 8 * k);
+        }
+        UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
+            d[1][k] = load16((const bf16*)p.out + i + 8 * k);
+        }
     }
     INLINE void send_dots(const Dots& d, int part) { // four lanes have two rows, and each sends them to other blocks
         float sum = 0;
-        UNROLL_FOR (int k = 0; k < D / 16; k++) {
+        UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
             unpack(x, d[0][k]);
             unpack(y, d[1][k]);
-            UNROLL_FOR (int e = 0; e < 8; e++) sum += x[e] * y[e];
+            UNROLL_FOR (int e = 0; e < 8; e++) {
+                sum += x[e] * y[e];
+            }
         }
-        const float own = -lane_sum<1>(sum), other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
-        const float2 v = lane & 2 ? make_float2(other, own) : make_float2(own, other);
+        const float own = -lane_sum<1>(sum);
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
+        const float2 two = lane & 2 ? make_float2(other, own) : make_float2(own, other);
         const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
-        if (part == 0) send_dots_at.acquire();
-        const auto [stage, full] = dots.stage(send_dots_at.done);
+        if (part == 0) dots_to_send.acquire();
+        const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
-        if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(v.x), "f"(v.y));
+        if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
         if (T::ALONE) warp_stored(full); // st.async is for clusters alone
-        for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4)
-            store_to_block(at_block(to, r), at_block(full, r), v);
+        for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4) {
+            store_to_block(at_block(to, r), at_block(full, r), two);
+        }
         __syncwarp();
-        if (part + 1 == GROUPS) send_dots_at.hand_over();
+        if (part + 1 == WARPGROUPS) dots_to_send.hand_over();
     }
     // Waits for a stage that other blocks fill, and at once announces the bytes of its next round to its barrier.
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
@@ -9922,40 +10212,48 @@ template <class T> struct BackwardBlock {
         return address;
     }
 
-    // Role: the queries' gradients, in a warpgroup of its own; one of its threads also loads. For each chunk it waits
-    // for the sum from the block before, adds dS k of this block's keys, and sends the sum on, or stores it if this is
-    // the chunk's last block. In between it computes -D of the next head.
+    // Role: the queries' gradients, in a warpgroup of its own; one of its threads also loads. In each step:
+    //   1. dq = the sum from the block before, if this is not the chunk's first block
+    //   2. dq += dS k of this block's keys (dS^T arrives in `ds`); meanwhile the next chunk is loaded
+    //   3. dq goes on to the next block, or, if this is the chunk's last block, to memory
+    // In between, -D of the next head is computed.
     INLINE void query_gradients() {
-        const int before = (rank ? rank : blocks) - 1, next = rank + 1 == blocks ? 0 : rank + 1;
+        const int before = (rank ? rank : blocks) - 1;
+        const int next = rank + 1 == blocks ? 0 : rank + 1;
         if (thread == 0)
-            NO_UNROLL_FOR (int i = 0; i < T::CHUNKS - 1; i++) load_chunk();
+            NO_UNROLL_FOR (int i = 0; i < T::CHUNK_STAGES - 1; i++) {
+                load_chunk();
+            }
         __syncwarp();
-        NO_UNROLL_FOR (int part = 0; part < GROUPS; part++) {
+        NO_UNROLL_FOR (int part = 0; part < WARPGROUPS; part++) {
             Dots dot;
-            load_dots(dot, first, part);
+            load_dots(dot, first_head, part);
             send_dots(dot, part);
         }
-        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
+        NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
             const uint32_t own = keys.arrived();
-            NO_UNROLL_FOR (int i = 0; i < n; i++) {
-                const bool begun = !T::ALONE && i >= GROUPS, ends = T::ALONE || i >= n - GROUPS;
-                const int part = i - max(n / 2 - 1, 0); // of the next head's -D
-                const bool dots_now = part >= 0 && part < GROUPS && head + stride < p.all_heads;
+            NO_UNROLL_FOR (int i = 0; i < steps; i++) {
+                const bool begun = !T::ALONE && i >= WARPGROUPS;       // by the block before
+                const bool ends = T::ALONE || i >= steps - WARPGROUPS; // here
+                const int part = i - max(steps / 2 - 1, 0);            // of the next head's -D
+                const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
-                if (dots_now) load_dots(dot, head + stride, part);
+                if (dots_now) load_dots(dot, head + head_stride, part);
                 if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
-                float dq[D / 2] = {};
+                float dq[DIM / 2] = {};
                 if (begun) {
-                    const uint32_t from = received(sums, T::DQ, thread == 0) + thread * 16;
-                    UNROLL_FOR (int j = 0; j < D / 8; j++) unpack((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
+                    const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
+                    UNROLL_FOR (int j = 0; j < DIM / 8; j++) {
+                        unpack((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
+                    }
                 }
                 const uint32_t buffer = ds.arrived(); // rows of 64 queries, a row for each key
                 __syncwarp();
                 accumulators_ready(dq);
-                multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<D>(uniform(own)));
+                multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<DIM>(uniform(own)));
                 if (thread == 0) {
                     load_chunk();
-                    if (i == 0) load_keys(head + stride);
+                    if (i == 0) load_keys(head + head_stride);
                 }
                 __syncwarp();
                 multiplied<0>(dq);
@@ -9964,78 +10262,97 @@ template <class T> struct BackwardBlock {
                     if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
                 }
                 if (ends) {
-                    warps_sync(1 + GROUPS, 128); // all warps have read dS, whose memory store_head uses
-                    store_head((bf16*)p.to + at(head, chunk_row(i), 3), 3 * p.C, buffer, dq, {scale, scale});
+                    warps_sync(1 + WARPGROUPS, 128); // all warps have read dS, whose memory store_head uses
+                    bf16* const to = (bf16*)p.to + element(head, chunk_row(i), 3);
+                    store_head(to, 3 * p.C, buffer, dq, {scale, scale});
                     __syncwarp();
                 }
                 ds.release(lane == 0);
                 if (!ends) {
-                    const Stage own = send_sums_at.acquire();
-                    const uint32_t to = at_block(own.address + thread * 16, next), full = at_block(own.full, next);
-                    UNROLL_FOR (int j = 0; j < D / 2; j += 4) store_to_block(to + j * 512, full, (float4&)dq[j]);
+                    const Stage own = sums_to_send.acquire();
+                    const uint32_t to = at_block(own.address + thread * 16, next);
+                    const uint32_t full = at_block(own.full, next);
+                    UNROLL_FOR (int j = 0; j < DIM / 2; j += 4) {
+                        store_to_block(to + j * 512, full, (float4&)dq[j]);
+                    }
                 }
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
+            // -D of this head has been read (by way of dS): tell it all its senders.
             const int stage = dots.hand_over();
-            if (thread < blocks) T::ALONE ? dots.free(stage) : arrive_at_block(at_block(dots.empty(stage), thread));
+            if (thread < blocks) {
+                if (T::ALONE) dots.free(stage);
+                else arrive_at_block(at_block(dots.empty(stage), thread));
+            }
             keys.release(lane == 0);
         }
     }
 
-    // (D in what follows is rowsum(dout * out), as at the section's head, and not the template's size of a head.)
-    // Role: dk and dv of a warpgroup's 64 keys. Keys are rows here, so P^T and dS^T, computed in registers, are A
-    // operands:
-    //   dv += P^T dout,   dk += dS^T q
-    // A thread's queries are columns. dP is accumulated from -D on, so that it becomes dP - D by itself. The next
-    // chunk's S^T is put on its way with this chunk's last product.
-    INLINE void key_gradients(int group) {
-        float s[32], dp[32], dk[D / 2], dv[D / 2];
-        uint32_t pf[4][4], df[4][4];
+    // Role: dk and dv of a warpgroup's 64 keys. Keys are rows here, and queries columns, so P^T and dS^T, computed in
+    // registers, are A operands. In each step:
+    //   1. dP^T = v dout^T - D: it is accumulated from -D on
+    //   2. P^T, while dP^T is multiplied, and dv += P^T dout
+    //   3. dS^T = P^T dP^T (dP is dP - D already), which also goes to `ds`
+    //   4. S^T = k q^T of the next chunk, and dk += dS^T q
+    INLINE void key_gradients(int warpgroup) {
+        float s[32], dp[32]; // S^T, then P^T; dP^T, then dS^T: 64 keys x 64 queries
+        float dk[DIM / 2], dv[DIM / 2];
+        uint32_t p_fragments[4][4], ds_fragments[4][4];
         auto probability = [&](float s, const float* r) { return exp2_fast((s - r[0]) * (scale * LOG2E) - r[1]); };
-        uint32_t own = keys.arrived() + group * T::TILE, chunk = chunks.arrived();
+        uint32_t own = keys.arrived() + warpgroup * T::TILE_BYTES;
+        uint32_t chunk = chunks.arrived();
         clear(s);
-        multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
+        multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
         multiplied<0>(s);
-        NO_UNROLL_FOR (int head = first; head < p.all_heads; head += stride) {
-            const uint32_t own_v = own + GROUPS * T::TILE;
+        NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
+            const uint32_t own_v = own + WARPGROUPS * T::TILE_BYTES;
             const uint32_t minus_D = received(dots, 4 * p.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
             clear(dk);
             clear(dv);
-            NO_UNROLL_FOR (int i = 0; i < n; i++) {
-                const Operand q = head_rows<D>(chunk), dout = head_rows<D>(chunk + T::TILE);
-                UNROLL_FOR (int j = 0; j < 8; j++) {
+            NO_UNROLL_FOR (int i = 0; i < steps; i++) {
+                const Operand q = head_rows<DIM>(chunk);
+                const Operand dout = head_rows<DIM>(chunk + T::TILE_BYTES);
+                UNROLL_FOR (int j = 0; j < 8; j++) { // this thread's two queries of every 8
                     const auto [even, odd] = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
                     dp[4 * j] = dp[4 * j + 2] = even;
                     dp[4 * j + 1] = dp[4 * j + 3] = odd;
                 }
                 accumulators_ready(dp);
-                multiply_abt<D>(dp, head_rows<D>(own_v), dout);
-                UNROLL_FOR (int j = 0; j < 8; j++) { // P^T, while dP^T is multiplied
-                    float rows[4];                   // SoftmaxRow of two queries
-                    unpack(rows, load_shared(chunk + 2 * T::TILE + lane % 4 * 16 + 64 * j));
-                    UNROLL_FOR (int e = 4 * j; e < 4 * j + 4; e++) s[e] = probability(s[e], rows + e % 2 * 2);
+                multiply_abt<DIM>(dp, head_rows<DIM>(own_v), dout);
+                UNROLL_FOR (int j = 0; j < 8; j++) {
+                    float rows[4]; // SoftmaxRow of two queries
+                    unpack(rows, load_shared(chunk + 2 * T::TILE_BYTES + lane % 4 * 16 + 64 * j));
+                    UNROLL_FOR (int e = 4 * j; e < 4 * j + 4; e++) {
+                        s[e] = probability(s[e], rows + e % 2 * 2);
+                    }
                 }
-                UNROLL_FOR (int j = 0; j < 4; j++) pack_fragment(pf[j], s + 8 * j);
-                multiply_ab(dv, pf, dout);
+                UNROLL_FOR (int j = 0; j < 4; j++) {
+                    pack_fragment(p_fragments[j], s + 8 * j);
+                }
+                multiply_ab(dv, p_fragments, dout);
                 multiplied<1>(dp);
                 const Stage kept = ds.acquire();
                 UNROLL_FOR (int j = 0; j < 4; j++) {
-                    UNROLL_FOR (int e = 8 * j; e < 8 * j + 8; e++) dp[e] *= s[e];
-                    pack_fragment(df[j], dp + 8 * j);
-                    stmatrix(kept.address + box_place<64>(threadIdx.x / 32 * 16 + lane % 16, 2 * j + lane / 16), df[j]);
+                    UNROLL_FOR (int e = 8 * j; e < 8 * j + 8; e++) {
+                        dp[e] *= s[e];
+                    }
+                    pack_fragment(ds_fragments[j], dp + 8 * j);
+                    const uint32_t place = box_place<64>(threadIdx.x / 32 * 16 + lane % 16, 2 * j + lane / 16);
+                    stmatrix(kept.address + place, ds_fragments[j]);
                 }
                 warp_stored(kept.full);
-                const bool last = i + 1 == n, none = last && head + stride >= p.all_heads;
-                if (last && !none) own = keys.arrived() + group * T::TILE;
+                const bool last = i + 1 == steps;                            // of the head
+                const bool none = last && head + head_stride >= p.all_heads; // no further chunk comes
+                if (last && !none) own = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
                 // After the last chunk these scores are wasted; a branch would stop wgmma overlapping.
-                multiply_abt<D>(s, head_rows<D>(own), head_rows<D>(chunk));
-                multiply_ab(dk, df, q);
+                multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
+                multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
             }
-            warps_sync(1 + group, 128); // no warp of this warpgroup reads v any more, whose memory store_head uses
-            bf16* const to = (bf16*)p.to + at(head, rank * T::KEYS + group * 64, 3);
+            warps_sync(1 + warpgroup, 128); // no warp of this warpgroup reads v any more, whose memory store_head uses
+            bf16* const to = (bf16*)p.to + element(head, rank * T::KEYS + warpgroup * 64, 3);
             store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
             store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
             fence_async();
@@ -10045,7 +10362,7 @@ template <class T> struct BackwardBlock {
     }
 };
 
-// grid (clusters of T / KEYS blocks)
+// grid (clusters of T / KEYS blocks): as many clusters as the GPU holds at once, or as there are heads.
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionBackward
     attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -10053,27 +10370,32 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     BackwardBlock<T> block(p);
     if (threadIdx.x == 0) block.init();
     cluster_sync();
-    const int group = block.first < p.all_heads ? warpgroup() : -1;
-    if (group == T::GROUPS && block.thread == 0) block.load_keys(block.first); // the forward pass made them
+    const int role = block.first_head < p.all_heads ? this_warpgroup() : -1; // -1: there is no head for this cluster
+    if (role == T::WARPGROUPS && block.thread == 0) block.load_keys(block.first_head); // the forward pass made them
     await_previous_kernel();
-    if (group == T::GROUPS) {
+    if (role == T::WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::DQ_REGISTERS));
         block.query_gradients();
-    } else if (group >= 0) {
+    } else if (role >= 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::KEY_REGISTERS));
-        block.key_gradients(group);
+        block.key_gradients(role);
     }
     cluster_sync(); // no block may end while another one still writes into its shared memory
 #endif
 }
 
 static AttentionTma attention_tma(const AttentionCall& a, int keys) {
-    auto rows = [&](const act* x, int parts, int n) { return tensor_map(x, {parts * a.C, a.T, a.B}, {a.d, n}); };
+    // Boxes of n rows of one head, of a matrix (B, T, parts C)
+    auto rows = [&](const act* x, int parts, int n) {
+        const int channels = parts * a.C;
+        return tensor_map(x, {channels, a.T, a.B}, {a.d, n});
+    };
     return {a, rows(a.qkv, 3, 64), rows(a.dout, 1, 64), rows(a.qkv, 3, keys)};
 }
 template <class Tile> static void launch_attention_forward_wgmma(const AttentionCall& a) {
-    const int grid = a.all_heads * (a.T / 64 / Tile::GROUPS);
-    launch(attention_forward_wgmma_kernel<Tile>, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
+    const int grid = a.all_heads * (a.T / 64 / Tile::WARPGROUPS);
+    auto kernel = attention_forward_wgmma_kernel<Tile>;
+    launch(kernel, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
 }
 // How many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
 template <class Tile> static int attention_clusters(int T) {
@@ -10087,9 +10409,11 @@ template <class Tile> static int attention_clusters(int T) {
     return clusters;
 }
 template <class Tile> static void launch_attention_backward_wgmma(const AttentionCall& a) {
-    const int cluster = a.T / Tile::KEYS, blocks = cluster * std::min(a.all_heads, attention_clusters<Tile>(a.T));
+    const int cluster = a.T / Tile::KEYS; // blocks of it
+    const int clusters = std::min(a.all_heads, attention_clusters<Tile>(a.T));
     auto kernel = attention_backward_wgmma_kernel<Tile>;
-    launch_on(MAIN_LANE, cluster, kernel, blocks, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, 64));
+    const AttentionTma tma = attention_tma(a, 64);
+    launch_on(MAIN_LANE, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, tma);
 }
 
 // =====================================================================================================================
