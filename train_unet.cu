@@ -7456,7 +7456,7 @@ constexpr int LINEAR_ROWS = 32;
 //   lane    an image
 //   warp    every eighth quad of inputs (4 neighbours), 64 quads at a time, which are first copied to shared memory
 // Shared memory: 64 quads of the block's weights, and the same quads of its images.
-//   1. copy 64 quads of inputs   2. each warp multiplies its share of them: acc += x w   (again, until no input is left)
+//   1. copy 64 quads of inputs   2. each warp multiplies its share of them: acc += x w   (again, while inputs are left)
 //   3. the 8 warps' partial sums are added, in their order, and stored
 // All lanes read the same weight at once, which shared memory hands to all of them. Weights do not depend on the kernel
 // before: their copies begin before it has ended.
@@ -8022,8 +8022,8 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
     });
 }
 
-// What a sampler's step reads, of n elements to an image: x (B, HW, C), and out, the network's answer, whose pixels have
-// Cout channels. With guidance, the second half of out has the answers without a class.
+// What a sampler's step reads, of n elements to an image: x (B, HW, C), and out, the network's answer, whose pixels
+// have Cout channels. With guidance, the second half of out has the answers without a class.
 struct SamplerView {
     const float *x, *out;
     int B, n, C, Cout;
@@ -8158,7 +8158,7 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
 // Group norm (Wu & He 2018) over [x1 | x2], for each image and each group of Cg channels:
 //
-//   mean = E[x]      rstd = 1 / sqrt(E[x^2] - mean^2 + eps)          E: over the group's channels and the image's pixels
+//   mean = E[x]      rstd = 1 / sqrt(E[x^2] - mean^2 + eps)         E: over the group's channels and all pixels
 //   xhat = (x - mean) rstd
 //   z    = (xhat weight + bias) (1 + film scale) + film shift
 //   out  = dropout(nonlinearity(z))
@@ -8379,7 +8379,7 @@ struct LaneShare {
 // grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
 // Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
 //   1. Every thread starts the loads of its first pixels.
-//   2. Eight threads for each group of the slab add up the sums of its channels, from all parts of Stats: mean and rstd.
+//   2. Eight threads for each group of the slab add up its channels' sums, from all parts of Stats: mean and rstd.
 //   3. Each thread computes scale and shift of its channels.
 //   4. It walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
 template <class T, bool DROPOUT>
@@ -8930,8 +8930,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     slab.fold(v);
     __syncthreads();
     if (blocks > 1) slab.exchange(all_here);
-    // What is left to be added up for a channel: the blocks' sums, or the warps' of this block alone. log_items: log2 of
-    // how many these are
+    // What is left to be added up for a channel: the blocks' sums, or the warps' of this block alone; 2^log_items sums.
     const float2* const all_sums = blocks > 1 ? slab.block_sums : slab.warp_sums;
     const int log_items = blocks > 1 ? 31 - __clz(blocks) : w.log_warps;
     slab.find_group_terms(all_sums, log_items);
@@ -9656,7 +9655,7 @@ template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     return warp_sum(sum);
 }
 
-// Calls f(i, c) for this lane's columns c of d; i = 0, 1, ... counts them. blockIdx.y says which 256 columns they are of.
+// Calls f(i, c) for this lane's columns c of d; i = 0, 1, ... counts them. blockIdx.y says of which 256 columns.
 template <class F> INLINE void each_column(int d, F f) {
     UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++) {
         const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32;
@@ -9900,8 +9899,8 @@ INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
         a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
     }
 }
-// Stores this warp's 16 rows of a result, each times its factor, by way of shared memory (`rows`, 64 rows of a head), so
-// that stores are 16 bytes wide. pitch: of `to`, from a row to the next one
+// Stores this warp's 16 rows of a result, each times its factor, by way of shared memory (`rows`, 64 rows of a head),
+// so that stores are 16 bytes wide. pitch: of `to`, from a row to the next one
 template <int M>
 INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
     constexpr int CHANNELS = 2 * M;
@@ -9922,8 +9921,8 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
     UNROLL_FOR (int i = 0; i < M / 8; i++) {
         const int r = first + (i * 32 + lane) / PIECES;
         const int piece = lane % PIECES;
-        const uint4 v = load_shared(rows + box_place<CHANNELS>(r, piece));
-        store_whole(to + (size_t)r * pitch + 8 * piece, v);
+        const uint32_t from = rows + box_place<CHANNELS>(r, piece);
+        store_whole(to + (size_t)r * pitch + 8 * piece, load_shared(from));
     }
 }
 // uniform tells the compiler that this is the same for a whole warp.
@@ -9951,8 +9950,9 @@ template <int N> struct Softmax {
             const int row = i / 2 % 2;
             result[row] = fmaxf(result[row], s[i]);
         }
-        UNROLL_FOR (int row = 0; row < 2; row++) {
-            result[row] = lane_max<1, 2>(result[row]);
+        UNROLL_FOR (float& v : result) {
+            const float over_lanes = lane_max<1, 2>(v);
+            v = over_lanes;
         }
     }
     // p = P, as A fragments, and sum += P
@@ -9989,8 +9989,8 @@ template <int N> struct Softmax {
 // Shared memory: the block's queries; rings of keys and of values, a chunk of KEYS rows to a stage.
 //   1. The first thread starts the loads: queries, then as many chunks as there are stages.
 //   2. Each warp loads its queries into registers, and S of chunk 0 is computed.
-//   3. In turn i a warpgroup takes the softmax of chunk i, and then multiplies twice at once: out += P v of chunk i, and
-//      the scores of chunk i + 1. The first thread loads the chunk that takes the place of chunk i - 1: one turn later
+//   3. In turn i a warpgroup takes the softmax of chunk i, and then multiplies twice at once: out += P v of chunk i,
+//      and the scores of chunk i + 1. The first thread loads the chunk that takes the place of chunk i - 1: one turn later
 //      than it might, so that no warpgroup waits for the other one.
 //   4. out / sum is stored, and SoftmaxRow for the backward pass.
 // The compiler must see every wait for wgmma in the same turn of the loop, and between fence and wait no other
