@@ -52,37 +52,37 @@
 //   7782         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 //   8155    18. Group norm
 //   8158         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8555         groupnorm_backward_whole: an image's slab in shared memory
-//   8855    19. Attention
-//   8958         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9473         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9608         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10096    20. Convolution
-//  10129         ConvOut: results, 4 channels of a pixel at a time
-//  10355         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10415         conv_halo: 3x3, stride 1, any GPU
-//  10806         conv_gather: any kernel size and stride, any GPU
-//  11057         conv_few: the first and the last layer
-//  11226         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  11776         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  11875         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  12263         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12562         conv_weight_tma: weight gradients (sm_90a)
-//  12796    21. The optimiser
-//  12799         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  12975    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  12978         groupnorm_backward
-//  13076         attention: forward and, where a has dout, backward
-//  13116         convolution: forward and input gradient
-//  13420         convolution: weight gradients
-//  13701    23. The GPU: memory, copies, repeated work
-//  13918    24. Between ranks: from device to device
+//   8666         groupnorm_backward_whole: an image's slab in shared memory
+//   9023    19. Attention
+//   9126         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9641         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9776         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10426    20. Convolution
+//  10459         ConvOut: results, 4 channels of a pixel at a time
+//  10685         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10745         conv_halo: 3x3, stride 1, any GPU
+//  11136         conv_gather: any kernel size and stride, any GPU
+//  11387         conv_few: the first and the last layer
+//  11556         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12106         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12205         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  12593         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12892         conv_weight_tma: weight gradients (sm_90a)
+//  13126    21. The optimiser
+//  13129         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13348    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13351         groupnorm_backward
+//  13449         attention: forward and, where a has dout, backward
+//  13489         convolution: forward and input gradient
+//  13793         convolution: weight gradients
+//  14074    23. The GPU: memory, copies, repeated work
+//  14291    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 6098, train 5460, run_step 5293, train_step 4411, load_batch 3660, step_gradients 4324, forward_and_loss 4242,
 //     draw_levels 7794, q_sample_forward 7859, unet_forward 2409, loss_forward_backward 7966, unet_backward 2472,
-//     sum_gradients 12836, judge_step 12875, adamw_update 12955, next_step 12881, record_step 12886, collect_steps 5249
+//     sum_gradients 13175, judge_step 13222, adamw_update 13326, next_step 13228, record_step 13233, collect_steps 5249
 //   pictures, from noise: sample_batch 3282, plan_route 3080, device_step 3123, euler_step 2890 and the other samplers' steps
 //   why several GPUs compute the bits of one: step_gradients 4324
 //   a nonlinearity beside SiLU: Nonlinearity 208, Silu 6122, with_nonlinearity 6132
@@ -8684,7 +8684,8 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
     if constexpr (HALF > 2) {
-        first += fold_rows<HALF / 2, OFFSET / 2>(v, columns);
+        const int of_half = fold_rows<HALF / 2, OFFSET / 2>(v, columns);
+        first += of_half;
     } else {
         for (int o = OFFSET / 2; o >= columns; o /= 2) { // a pair is not divided any more
             v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o);
@@ -10057,7 +10058,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
         // With a ring these scores are wasted on the last chunk; a branch would stop wgmma overlapping.
-        if (!T::CHUNKS || i + 1 < chunks) multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
+        if (!T::CHUNKS || i + 1 < chunks) {
+            multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
+        }
         multiplied<0>(o, s);
         if (T::CHUNKS) continue;
         keys.release();
@@ -10107,11 +10110,14 @@ template <class T> struct BackwardBlock {
     int thread = threadIdx.x % 128; // of the warpgroup
     float scale = rsqrtf((float)DIM);
     SharedMemory shared{T::BARRIERS};
-    Pipeline<T::KEYS_BYTES> keys{shared, 2, 4 * WARPGROUPS + 4}, keys_to_load = keys;
+    Pipeline<T::KEYS_BYTES> keys{shared, 2, 4 * WARPGROUPS + 4};
+    Pipeline<T::KEYS_BYTES> keys_to_load = keys;
     Pipeline<T::CHUNK_PLACE> chunks{shared, T::CHUNK_STAGES, 0};
     Pipeline<T::DS_BYTES> ds{shared, T::DS_STAGES, 4, 4 * WARPGROUPS};
-    Pipeline<T::SUM_BYTES> sums{shared, T::SUM_STAGES, 4}, sums_to_send = sums;
-    Pipeline<T::DOT_BYTES> dots{shared, 2, blocks, T::ALONE ? 4 : 1}, dots_to_send = dots;
+    Pipeline<T::SUM_BYTES> sums{shared, T::SUM_STAGES, 4};
+    Pipeline<T::SUM_BYTES> sums_to_send = sums;
+    Pipeline<T::DOT_BYTES> dots{shared, 2, blocks, T::ALONE ? 4 : 1};
+    Pipeline<T::DOT_BYTES> dots_to_send = dots;
     int load_head = first_head; // head and step of the chunk that is loaded next
     int load_step = 0;
 
@@ -13126,31 +13132,40 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 //   on the GPU (judge_step), so that the host need not wait for it.
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
-// A block sums up the ranks' gradients of one piece (PIECE floats), and their squares. A thread has QUADS times four
-// neighbours, 1024 quads apart. write = false: there is one rank, and sum is the array that is read.
+// sum = the ranks' gradients added up in their order [added to what is in sum]; squares = |sum|^2 of each piece.
+// grid (pieces of this rank's slice): a block has one piece, PIECE floats. A thread has QUADS quads of it (4 neighbours
+// each), 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
-    sum_gradients_kernel(float* sum, const __grid_constant__ Everywhere<double> squares, RankGradients grads, bool add,
-                         bool write) {
+    sum_gradients_kernel(float* sum,                                         // flat
+                         const __grid_constant__ Everywhere<double> squares, // (all pieces), at every rank
+                         RankGradients grads,
+                         bool add,     // to what is in sum
+                         bool write) { // false: there is one rank, and sum is the array that is read
     await_previous_kernel();
     constexpr int QUADS = PIECE / 4 / 1024;
-    const size_t at = grads.slice.flat(blockIdx.x * PIECE), n = grads.slice.n; // the piece's place in the flat arrays
-    const size_t first = at / 4 + threadIdx.x;                                 // this thread's first quad
+    const size_t n = grads.slice.n;
+    const size_t at = grads.slice.flat(blockIdx.x * PIECE); // the piece's place in the flat arrays
+    const size_t first = at / 4 + threadIdx.x;              // this thread's first quad
     // How many quads there are from this thread's first one on. No array may be read behind its n floats.
-    const int left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
+    const int quads_left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
     const int first_source = -(int)add; // source -1: what is in sum; then the ranks, in their order
     float4 g[QUADS];
     for (int r = first_source; r < grads.slice.ranks; r++) {
-        const float4* from = (const float4*)(r < 0 ? sum : grads.of(r)) + first;
+        const float* source = r < 0 ? sum : grads.of(r);
+        const float4* from = (const float4*)source + first;
         UNROLL_FOR (int k = 0; k < QUADS; k++) {
-            const float4 v = k * 1024 < left ? from[k * 1024] : make_float4(0, 0, 0, 0);
-            g[k] = r == first_source ? v : make_float4(g[k].x + v.x, g[k].y + v.y, g[k].z + v.z, g[k].w + v.w);
+            const float4 v = k * 1024 < quads_left ? from[k * 1024] : make_float4(0, 0, 0, 0);
+            g[k] = r == first_source ? v : g[k] + v;
         }
     }
+    // Squares are added up in double: over a thread, then over the block, in a fixed order.
     double total = 0;
     UNROLL_FOR (int k = 0; k < QUADS; k++) {
-        if (write && k * 1024 < left) ((float4*)sum)[first + k * 1024] = g[k];
-        const double x = g[k].x, y = g[k].y;
-        const double z = g[k].z, w = g[k].w;
+        if (write && k * 1024 < quads_left) ((float4*)sum)[first + k * 1024] = g[k];
+        const double x = g[k].x;
+        const double y = g[k].y;
+        const double z = g[k].z;
+        const double w = g[k].w;
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
@@ -13160,20 +13175,28 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
     const Slice& s = grads.slice;
     const bool write = add || s.ranks > 1 || grads.own != sum;
-    launch(sum_gradients_kernel, s.segments * s.pieces, 1024, 0, sum, squares, grads, add, write);
+    const int blocks = s.segments * s.pieces;
+    launch(sum_gradients_kernel, blocks, 1024, 0, sum, squares, grads, add, write);
 }
 
-// The gradient's norm, the batch's losses (both of all ranks) and the verdict. One block adds up, in a fixed order:
-// first each thread, then each warp, then thread 0 the 8 warps' sums. Thread 0 decides.
+// The gradient's norm, the batch's losses (both of all ranks) and the verdict: is this step good, or is it left out?
+// One block adds up, in a fixed order: first each thread, then each warp, then thread 0 the 8 warps' sums. Thread 0
+// decides (judge_batch).
 static __global__ void __launch_bounds__(256)
-    judge_step_kernel(StepState* state, const double* squares, size_t pieces, const double* loss, const int* quarters,
+    judge_step_kernel(StepState* state,      // its norm and its verdict are written
+                      const double* squares, // (pieces): |gradient|^2 of each
+                      size_t pieces,
+                      const double* loss,  // (B) of all ranks
+                      const int* quarters, // (B): the quarter of the noise levels that a sample's is in
                       AdamW h, int B) {
     await_previous_kernel();
     __shared__ LossSums warps[8];
     __shared__ double warp_squares[8];
     LossSums mine{};
-    double square = 0;
-    UNROLL_8_FOR (size_t i = threadIdx.x; i < pieces; i += 256) square += squares[i];
+    double square = 0; // |gradient|^2
+    UNROLL_8_FOR (size_t i = threadIdx.x; i < pieces; i += 256) {
+        square += squares[i];
+    }
     for (int b = threadIdx.x; b < B; b += 256) {
         add_loss(&mine, loss[b], quarters[b]);
     }
@@ -13220,41 +13243,65 @@ static void cast_params(act* copy, const float* params, size_t n) {
             float v[8];
             load_floats(v, params + i);
             *(uint4*)(to + i) = pack(v);
-        } else
-            for (size_t k = i; k < n; k++) to[k] = __float2bfloat16(params[k]);
+        } else {
+            for (size_t k = i; k < n; k++) {
+                to[k] = __float2bfloat16(params[k]);
+            }
+        }
     });
 }
 
-// AdamW for one rank's slice; dev/reference.h has the formulas. A thread takes four neighbours at a time: elements
-// i ... i + 3 of the slice (in ema, m and v), which are 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
+// What is the same for all parameters in an update. t: how many updates there were, with this one
+struct AdamWFactors {
+    float clip;      // of the gradient, as torch's clip_grad_norm_
+    float decay;     // 1 - lr weight_decay
+    float step_size; // lr / (1 - beta1^t)
+    float root;      // sqrt(1 - beta2^t)
+};
+INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
+    double clip = 1;
+    if (h.grad_clip > 0) clip = fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6));
+    const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
+    const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
+    const float decay = 1 - state->lr * h.weight_decay;
+    const float step_size = (float)(state->lr / correction1);
+    return {(float)clip, decay, step_size, (float)sqrt(correction2)};
+}
+
+// AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:
+//
+//   g   = clip sum                            sum: the gradient, of all ranks
+//   m   = beta1 m + (1 - beta1) g
+//   v   = beta2 v + (1 - beta2) g^2
+//   p   = decay p - step_size m / (sqrt(v) / root + eps)
+//   ema = ema_rate ema + (1 - ema_rate) p
+//
+// A thread takes four neighbours at a time: elements i ... i + 3 of the slice (in ema, m and v), which are 4 k ... 4 k +
+// 3 of the flat arrays (params, copy, sum).
 // u is a __grid_constant__: it stays in constant memory, since params.at[r] has an index that the compiler doesn't
 // know.
 static __global__ void __launch_bounds__(256)
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
-    __shared__ struct { float scale, decay, step_size, root; } shared;
+    __shared__ AdamWFactors shared;
     if (!state->ok) return;
-    if (threadIdx.x == 0) { // in double, which is slow: once a block. Clipping as torch's clip_grad_norm_
-        double clip = 1;
-        if (h.grad_clip > 0) clip = fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6));
-        const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
-        const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
-        const float decay = 1 - state->lr * h.weight_decay;
-        shared = {(float)clip, decay, (float)(state->lr / correction1), (float)sqrt(correction2)};
-    }
+    if (threadIdx.x == 0) shared = adamw_factors(state, h); // in double, which is slow: once a block
     __syncthreads();
-    const auto f = shared;
+    const AdamWFactors f = shared;
     float4* const ema = (float4*)u.ema;
     float4* const ms = (float4*)u.m;
     float4* const vs = (float4*)u.v;
-    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += (size_t)gridDim.x * 256) {
+    const size_t stride = (size_t)gridDim.x * 256;
+    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += stride) {
         const size_t k = own.flat(4 * i) / 4;
         if (4 * k >= own.n) break; // the padding behind the last parameter
         const float4 sum = ((const float4*)u.sum)[k];
         float4 p = ((float4*)u.params.at[0])[k];
-        float4 e = ema[i], m = ms[i], v = vs[i];
+        float4 e = ema[i];
+        float4 m = ms[i];
+        float4 v = vs[i];
         auto update = [&](float& p, float& e, float& m, float& v, float sum) {
-            const float g = sum * f.scale;
+            const float g = sum * f.clip;
             m = h.beta1 * m + (1 - h.beta1) * g;
             v = h.beta2 * v + (1 - h.beta2) * g * g;
             p = p * f.decay - f.step_size * m / (sqrtf(v) / f.root + h.eps);
@@ -13267,8 +13314,8 @@ static __global__ void __launch_bounds__(256)
         ema[i] = e;
         ms[i] = m;
         vs[i] = v;
-        // To this rank, and to those whose memory it can write to. They need fp32 weights only of the first `plain`
-        // ones, which kernels read in fp32, and all others in the copy.
+        // The new weights go to this rank, and to those whose memory it can write to. These ranks read the first
+        // `plain` weights (all but the convolutions') in fp32, and the others from the copy alone.
         const uint2 rounded = pack_bf16(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -13277,7 +13324,8 @@ static __global__ void __launch_bounds__(256)
     }
 }
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) {
-    const int blocks = (int)std::min<size_t>(blocks_for(own.owned() / 4), 8 * gpu.sms);
+    const size_t quads = own.owned() / 4;
+    const int blocks = (int)std::min<size_t>(blocks_for(quads), 8 * gpu.sms);
     launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
 }
 
@@ -13288,7 +13336,8 @@ static __global__ void __launch_bounds__(256)
     await_previous_kernel();
     if (threadIdx.x == 0) step = power_step(rate, state->updates);
     __syncthreads();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, k = own.flat(i);
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; // of the slice
+    const size_t k = own.flat(i);                            // of the flat array
     if (k < own.n && state->ok) ema[i] = ema_step(ema[i], params[k], rate, step);
 }
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
