@@ -6,89 +6,89 @@
 // Map (make map renews the line numbers)
 //    171  Part I. The program
 //    174     1. Types at the interface: what operations are called with
-//    395     2. The interface: all that the program asks of a device
-//    661     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    751     4. Configuration: flags, presets, help, what can work and what cannot
-//   1376     5. The network: a list of layers, made of guided-diffusion's flags
-//   2152     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2385     7. Forward and backward: two walks over the list
-//   2500     8. Diffusion: noise schedules, objectives, samplers
-//   2702         the level of a training sample, drawn, and its share of the loss
-//   2860         samplers
-//   3365     9. Data: .bin files that may be larger than memory, the order of their images
-//   3699    10. Model files: weights and checkpoints, initial weights
-//   4036    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4051         the learning rate, the verdict on a step, averages of the weights
-//   4130         what a trainer holds
-//   4236         a step
-//   4473    12. A run: log, guard, checkpoints, resume, samples
-//   4498         the log in memory, as the page shows it
-//   4604         what a run holds
-//   4671         the log and the status line
-//   4852         checkpoints, snapshots and grids
-//   5070         the start of a run: new, from a file's weights, or resumed
-//   5245         the loop over the steps
-//   5357         a run from its first to its last line
-//   5503         samples, without a run
-//   5677    13. main: the command line, then a run or samples
-//   5917         what ranks must have in common
-//   5982         main
-//   6102  Part II. The device
-//   6105    14. What all devices share: nonlinearities, patches of pixels
-//   6149    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6217    16. The GPU: what all kernels share
-//   6283         Launches, which may overlap
-//   6325         Decisions: what kernels are chosen with
-//   6363         Single instructions: shared memory, mbarriers, clusters
-//   6447         Activations: pieces of 16 bytes
-//   6659         each_kernel: a thread for an element
-//   6673         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6812         Swizzle: how rows lie in shared memory
-//   6830         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7005         building blocks of Hopper's kernels (sm_90a)
-//   7253    17. Small operations: resampling, embeddings, diffusion
-//   7256         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7441         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7782         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8155    18. Group norm
-//   8158         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8666         groupnorm_backward_whole: an image's slab in shared memory
-//   9023    19. Attention
-//   9126         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9641         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9776         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10426    20. Convolution
-//  10459         ConvOut: results, 4 channels of a pixel at a time
-//  10685         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10745         conv_halo: 3x3, stride 1, any GPU
-//  11136         conv_gather: any kernel size and stride, any GPU
-//  11387         conv_few: the first and the last layer
-//  11556         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12106         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12205         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  12593         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12892         conv_weight_tma: weight gradients (sm_90a)
-//  13126    21. The optimiser
-//  13129         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13348    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13351         groupnorm_backward
-//  13449         attention: forward and, where a has dout, backward
-//  13489         convolution: forward and input gradient
-//  13793         convolution: weight gradients
-//  14074    23. The GPU: memory, copies, repeated work
-//  14291    24. Between ranks: from device to device
+//    429     2. The interface: all that the program asks of a device
+//    695     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    785     4. Configuration: flags, presets, help, what can work and what cannot
+//   1413     5. The network: a list of layers, made of guided-diffusion's flags
+//   2194     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2428     7. Forward and backward: two walks over the list
+//   2543     8. Diffusion: noise schedules, objectives, samplers
+//   2745         the level of a training sample, drawn, and its share of the loss
+//   2903         samplers
+//   3408     9. Data: .bin files that may be larger than memory, the order of their images
+//   3743    10. Model files: weights and checkpoints, initial weights
+//   4080    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4095         the learning rate, the verdict on a step, averages of the weights
+//   4174         what a trainer holds
+//   4280         a step
+//   4517    12. A run: log, guard, checkpoints, resume, samples
+//   4542         the log in memory, as the page shows it
+//   4648         what a run holds
+//   4715         the log and the status line
+//   4898         checkpoints, snapshots and grids
+//   5118         the start of a run: new, from a file's weights, or resumed
+//   5294         the loop over the steps
+//   5406         a run from its first to its last line
+//   5553         samples, without a run
+//   5730    13. main: the command line, then a run or samples
+//   5970         what ranks must have in common
+//   6035         main
+//   6155  Part II. The device
+//   6158    14. What all devices share: nonlinearities, patches of pixels
+//   6202    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6270    16. The GPU: what all kernels share
+//   6336         Launches, which may overlap
+//   6378         Decisions: what kernels are chosen with
+//   6416         Single instructions: shared memory, mbarriers, clusters
+//   6500         Activations: pieces of 16 bytes
+//   6712         each_kernel: a thread for an element
+//   6726         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6865         Swizzle: how rows lie in shared memory
+//   6883         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7058         building blocks of Hopper's kernels (sm_90a)
+//   7306    17. Small operations: resampling, embeddings, diffusion
+//   7309         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7494         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7835         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8208    18. Group norm
+//   8211         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8719         groupnorm_backward_whole: an image's slab in shared memory
+//   9076    19. Attention
+//   9179         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9694         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9829         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10479    20. Convolution
+//  10512         ConvOut: results, 4 channels of a pixel at a time
+//  10738         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10798         conv_halo: 3x3, stride 1, any GPU
+//  11189         conv_gather: any kernel size and stride, any GPU
+//  11440         conv_few: the first and the last layer
+//  11609         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12159         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12258         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  12646         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12945         conv_weight_tma: weight gradients (sm_90a)
+//  13179    21. The optimiser
+//  13182         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13401    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13404         groupnorm_backward
+//  13502         attention: forward and, where a has dout, backward
+//  13542         convolution: forward and input gradient
+//  13846         convolution: weight gradients
+//  14127    23. The GPU: memory, copies, repeated work
+//  14344    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6098, train 5460, run_step 5293, train_step 4411, load_batch 3660, step_gradients 4324, forward_and_loss 4242,
-//     draw_levels 7794, q_sample_forward 7859, unet_forward 2409, loss_forward_backward 7966, unet_backward 2472,
-//     sum_gradients 13175, judge_step 13222, adamw_update 13326, next_step 13228, record_step 13233, collect_steps 5249
-//   pictures, from noise: sample_batch 3282, plan_route 3080, device_step 3123, euler_step 2890 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4324
-//   a nonlinearity beside SiLU: Nonlinearity 208, Silu 6122, with_nonlinearity 6132
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2626
-//   an objective: its word in common/flags.h, make_objective 2681, draw_level 2767, level_at 3107, sampler_sigmas 3012
-//   a kind of layer: LayerKind 1427, forward_linear 1647 and backward_linear 1651 beside it, OPS 1781, add_resblock 1952 and its like
+//     main 6151, train 5510, run_step 5342, train_step 4455, load_batch 3704, step_gradients 4368, forward_and_loss 4286,
+//     draw_levels 7847, q_sample_forward 7912, unet_forward 2452, loss_forward_backward 8019, unet_backward 2515,
+//     sum_gradients 13228, judge_step 13275, adamw_update 13379, next_step 13281, record_step 13286, collect_steps 5298
+//   pictures, from noise: sample_batch 3325, plan_route 3123, device_step 3166, euler_step 2933 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4368
+//   a nonlinearity beside SiLU: Nonlinearity 208, Silu 6175, with_nonlinearity 6185
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2669
+//   an objective: its word in common/flags.h, make_objective 2724, draw_level 2810, level_at 3150, sampler_sigmas 3055
+//   a kind of layer: LayerKind 1464, forward_linear 1686 and backward_linear 1690 beside it, OPS 1821, add_resblock 1993 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -207,72 +207,81 @@ struct ConvShape {
 
 enum class Nonlinearity : uint8_t { NONE, SILU }; // behind a group norm; struct Silu has its formulas
 
-// A group norm over (B, HW, C1 + C2) in one or two parts.
+// A group norm of x (B, HW, C1 + C2), which may come in two parts of C1 and C2 channels.
 struct NormShape {
     int B, HW, C1, C2, groups;
     Nonlinearity nonlinearity;
-    float eps;
+    float eps; // is added to the variance
 };
 
-// A convolution's weight gradient to be computed; demb (B, emb_stride): if wanted.
+// The weight gradient of a convolution, as a piece of work that is computed later, together with others.
 struct WeightWork {
-    float *dweight, *dbias, *demb;
+    float *dweight, *dbias;
+    float* demb; // (B, emb_stride): the gradient of what was added to all pixels of an image; null: nothing was
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
 };
 
-// Where the gradient of an input goes: dx = gradient + add1 + add2; an addend may be null, or dx itself, and dx null.
+// Where the gradient of an input goes: dx = gradient + add1 + add2. The addends are gradients from other readers of the
+// same tensor. An addend may be null, or dx itself. If dx is null, nobody needs the gradient.
 template <class T> struct GradOf {
     T* dx = nullptr;
     const T *add1 = nullptr, *add2 = nullptr;
 };
 typedef GradOf<act> Grad;
 
-// Sums of a tensor's pixels and of their squares, for the group norm that reads it: (B, parts, C, 2), of each part.
+// For the group norm that reads a tensor: the sum of each channel over an image's pixels, and the sum of its squares.
+// The pixels may be summed in several parts, which the norm adds up: sums is (B, parts, C, 2).
 struct Stats {
     double* sums;
     int parts;
 };
 
-// What attention keeps of a row of scores s = q . k: P = 2^((s - top) log2(e) / sqrt(d) - log_sum), top: one of its
-// highest. As one number, the usual log sum exp, they would be rounded by more than 1 where scores are large.
+// What attention keeps of a row of scores s = q . k, so that the backward pass can make the softmax again:
+// P = 2^((s - top) log2(e) / sqrt(d) - log_sum), where top is one of the highest scores of the row. If both were kept
+// as one number, the usual log of the sum of exponentials, rounding it would be off by more than 1 for large scores.
 struct SoftmaxRow {
     float top, log_sum;
 };
 
-// What a random draw depends on. step lies on the device, so that a captured graph draws anew; sample0: of the first.
+// What a random draw depends on, beside the number of the sample within the batch.
 struct RandomKey {
     uint64_t seed;
-    uint32_t purpose;
-    const int64_t* step;
-    int64_t sample0;
+    uint32_t purpose;    // what is drawn: RANDOM_NOISE and so on
+    const int64_t* step; // device: *step is read when the draw is made, so a recorded graph draws anew in each step
+    int64_t sample0;     // the batch's first sample
 };
 
-// Dropout with probability p; layer = index of the residual block. p = 0: none.
+// Dropout with probability p; 0: none. The other members are what its random draws depend on.
 struct Dropout {
     float p = 0;
     uint64_t seed = 0;
-    const int64_t* step = nullptr;
-    int64_t sample0 = 0;
-    uint32_t layer = 0;
+    const int64_t* step = nullptr; // device
+    int64_t sample0 = 0;           // the batch's first sample
+    uint32_t layer = 0;            // index of the residual block
 };
 
 // A noise level: what the network is shown and told of a sample, what it should answer, and what its answer means.
 struct NoiseLevel {
-    float t;                                             // what the network is told
-    float signal, sigma;                                 // its input x = signal x0 + sigma noise
-    float target_x0, target_noise;                       // its target = target_x0 x0 + target_noise noise
-    float x0_x, x0_out;                                  // what it says about x0: x0_x x + x0_out output
-    float weight;                                        // of the squared error
-    float kl = 0, log_var = 0, log_ratio = 0, range = 0; // the variational bound's, see bound_term
-    int first = 0, quarter = 0;                          // is it t = 0? which quarter of the levels, by noise?
-    int index = 0;                                       // ddpm: t
-    float importance = 0;                                // ddpm: 1 / (T times the probability of drawing t)
-    float target_teacher = 0;                            // ect: the target's share of the teacher's answer
+    float t;                       // what the network is told
+    float signal, sigma;           // its input x = signal x0 + sigma noise
+    float target_x0, target_noise; // its target = target_x0 x0 + target_noise noise
+    float x0_x, x0_out;            // what it says about x0: x0_x x + x0_out output
+    float weight;                  // of the squared error
+    float kl = 0;                  // this and the next three: of the variational bound, see bound_term
+    float log_var = 0;
+    float log_ratio = 0;
+    float range = 0;
+    int first = 0;            // 1: it is the level of t = 0
+    int quarter = 0;          // in which quarter of the levels it lies, ordered by noise: 0 to 3
+    int index = 0;            // ddpm: t
+    float importance = 0;     // ddpm: 1 / (T times the probability of drawing t)
+    float target_teacher = 0; // ect: the target's share of the teacher's answer
 };
 
-// What a network is shown, told and asked at some noise: as ddpm_level, edm_level or flow_level has it.
+// Whose formulas say what a network is shown, told and asked at some noise: those of ddpm_level, edm_level or
+// flow_level.
 enum class Frame : uint8_t { DDPM, EDM, FLOW };
 
 // How --objective ect weighs the distance between a student at sigma = t and its teacher at r: 1 / (t - r), or
@@ -282,104 +291,129 @@ enum class TuningWeight : uint8_t { GAP, SNR };
 // --objective ect, consistency tuning (Geng et al. 2024), by the paper's letters: see teacher_sigma and student_level.
 struct Tuning {
     float q = 0, k = 0, b = 0, c = 0; // q = 0: nothing is tuned
-    int64_t d = 1;
+    int64_t d = 1;                    // steps after which the paper's a grows by 1
     TuningWeight weight = TuningWeight::GAP;
-    const int64_t* step = nullptr; // device: of the schedule
+    const int64_t* step = nullptr; // device: how far the schedule has come
     HD bool on() const { return q > 0; }
 };
 
-// levels (steps): what t stands for; without, sigma = exp(P_mean + P_std normal), or of a flow with P_std = 0 a uniform
-// t. loss = mse * squared error + bound * the variational bound in nats, which trains the mean, too, where mse is 0.
-// With tuning the loss is another one, see tuning_loss.
+// What a model is trained on: how noise levels are drawn, and what the loss is made of,
+// mse * squared error + bound * variational bound in nats. Where mse is 0 the bound trains the mean, too. With tuning
+// the loss is another one (tuning_loss).
 struct Objective {
-    const NoiseLevel* levels;
+    const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn from a distribution
     int steps;
-    float P_mean, P_std, sigma_data, mse, bound;
-    const double* weights = nullptr; // (steps), see remember_losses; null: every t is as likely
+    float P_mean, P_std; // of ln(sigma), which is normal; of a flow with P_std = 0 t is uniform instead
+    float sigma_data;    // of edm: the standard deviation of the data
+    float mse, bound;
+    const double* weights = nullptr; // device: (steps), see remember_losses; null: every t is as likely
     Frame frame = Frame::DDPM;
     Tuning tuning{};
 };
 
-// A sampler's step: x0 = limit(x0_x x + x0_out output), x' = next_x x + next_x0 x0 + next_m m + sigma z, m' = m_x x +
-// m_x0 x0. With range > 0 sigma is learned: exp(log_sigma + range (v + 1) / 2), v the output's second half.
+// A sampler's step from x to x', where m is what the sampler remembers, z is new noise, and out the network's answer:
+//   x0 = limit(x0_x x + x0_out out)
+//   x' = next_x x + next_x0 x0 + next_m m + sigma z
+//   m' = m_x x + m_x0 x0
+// With range > 0 sigma is learned: exp(log_sigma + range (v + 1) / 2), where v is the second half of the answer.
 struct SamplerStep {
-    float t, x0_x, x0_out, next_x, next_x0, next_m, m_x, m_x0, sigma, log_sigma, range;
+    float t; // what the network is told
+    float x0_x, x0_out;
+    float next_x, next_x0, next_m;
+    float m_x, m_x0;
+    float sigma, log_sigma, range;
     float known_x, known_sigma, back_x, back_sigma; // see keep_known
 };
 
-// What holds for all steps of a sampler. With guidance the answer is unconditional + guidance * (out - unconditional),
-// the unconditional one being that to the batch's second half, a copy of the first. x0 is limited to [-s, s] and
-// divided by s: 1 or, with a rank >= 0, at least 1 and the rank-th smallest |x0| of the image (from 0 on).
+// What holds for all steps of a sampler.
+// With guidance the batch's second half is a copy of the first, of which the network is told no class; its answers
+// there are `unconditional`. The answer that counts is unconditional + guidance * (out - unconditional). With a limit,
+// x0 is limited to [-s, s] and divided by s. s is 1 or, with a rank >= 0, the rank-th smallest |x0| of the image
+// (counted from 0) if that is larger.
 struct Denoising {
     bool limit, guided;
     float guidance;
     int rank;
-    float *threshold, *m; // device: (B), and the sampler's memory (B, HW, C)
+    float* threshold; // device: (B), room for s
+    float* m;         // device: (B, HW, C), what the sampler remembers
 };
 
-// Optimiser settings of a whole run. lr_schedule: 0 constant, 1 linear, 2 cosine; steps are counted in updates.
+// Optimiser settings of a whole run.
 struct AdamW {
     float lr, weight_decay, beta1, beta2, eps, grad_clip, ema_rate;
-    int lr_schedule;
+    int lr_schedule; // 0 constant, 1 linear, 2 cosine
     int64_t warmup_steps, max_steps;
 };
 
-// How ranks share the flat arrays of weights, gradients, moments and averages (n floats, a multiple of 4, and padding):
-// in segments, of each of which every rank owns `pieces` pieces. So a segment's gradients can leave for their owners
-// while others are computed, and the weights that are read in fp32, the first ones, belong to all alike.
+// Ranks share the work of the optimiser. Weights, gradients, moments and averages are flat arrays of n floats (a
+// multiple of 4) and padding. An array is cut into segments, and each segment into one part for every rank, of `pieces`
+// pieces. With two ranks and three segments:
+//
+//   | rank 0 | rank 1 | rank 0 | rank 1 | rank 0 | rank 1 |
+//   |    segment 0    |    segment 1    |    segment 2    |
+//
+// A rank owns its parts of all segments, its slice. Because a segment has parts of all ranks, its gradients can leave
+// for their owners while those of other segments are still computed; and the first weights, which are read in fp32, are
+// shared out evenly, too.
 constexpr size_t PIECE = 1 << 14; // floats
-struct Slice {                    // what a rank owns
+struct Slice {
     size_t n;
     int segments, pieces, rank, ranks;
     HD size_t each() const { return pieces * PIECE; }     // floats of a segment that a rank owns
     HD size_t owned() const { return segments * each(); } // of all segments
     HD size_t whole() const { return ranks * owned(); }   // of a flat array with its padding
-    // Where in a flat array rank r's part of a segment begins; and where the i-th of this rank's own floats lies.
+    // Where in a flat array rank r's part of a segment begins.
     HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
+    // Where in a flat array the i-th of this rank's own floats lies.
     HD size_t flat(size_t i) const {
         const unsigned segment = (unsigned)(i / PIECE) / pieces;
         return i + ((size_t)segment * (ranks - 1) + rank) * each();
     }
 };
 
-// Gradients of a slice from every rank: the own ones, flat; and received, where the place of another rank's part of a
-// segment holds that rank's gradients of this one's part. of(r): rank r's, to be read where the own ones lie.
+// The gradients of this rank's slice, from every rank. own: this rank's, a flat array. received: another flat array;
+// where it would have rank r's part of a segment, it has rank r's gradients of this rank's part of that segment.
 struct RankGradients {
     const float *own, *received;
     Slice slice;
+    // The gradients of rank r, moved so that they are found at the places of this rank's parts.
     HD const float* of(int r) const {
         return r == slice.rank ? own : received + (r - slice.rank) * (ptrdiff_t)slice.each();
     }
 };
 
-// An array of this rank, and where it lies at others whose memory this one can write to: what is written goes to all.
-constexpr int NEAR = 8;
+// An array of this rank, and the same array of the other ranks whose memory this one can write to. What is written goes
+// to all of them.
+constexpr int NEAR = 8; // ranks at the most
 template <class T> struct Everywhere {
-    T* at[NEAR]; // the own first
+    T* at[NEAR]; // this rank's is the first
     int ranks = 1;
 };
 
-// What adamw_update works on: params, their copy in the activations' type and the gradients' sum are flat, of ema, m
-// and v there is the slice. The copy and, of params, the first `plain`, which are read in fp32, go to everyone.
+// What adamw_update works on. Flat are params, their copy in the activations' type, and sum; of the others there is the
+// slice. New weights go to every rank as the network reads them: in the copy, or, of the first `plain` floats, in fp32.
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
     size_t plain;
     float *ema, *m, *v;
-    const float* sum;
+    const float* sum; // of the ranks' gradients
 };
 
-// Running mean and variance of what a healthy step looks like.
+// Running mean and variance of what a healthy step looks like: of the loss and of the gradient's norm.
 struct Guard {
-    double n, mean_loss, var_loss, mean_norm, var_norm;
+    double n; // how many healthy steps there were
+    double mean_loss, var_loss, mean_norm, var_norm;
 };
 
-// What changes from step to step, in device memory. loss_q, count_q: mean loss, samples by quarter of the noise levels.
+// What changes from step to step, in device memory.
 struct StepState {
-    int64_t step, updates, bad_total, bad_in_row;
-    double loss, grad_norm, loss_q[4];
-    int count_q[4];
-    int ok;
+    int64_t step, updates;         // finished steps, and those of them that have changed the weights
+    int64_t bad_total, bad_in_row; // skipped steps: of all, and since the last good one
+    double loss, grad_norm;
+    double loss_q[4]; // by quarter of the noise levels: the mean loss,
+    int count_q[4];   // and how many samples it is of
+    int ok;           // 1: the step was good
     float lr;
     Guard guard;
 };
@@ -880,7 +914,8 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
 // set_value sets a flag of each type from its text. Result: "", or what the text must be and is not.
 static std::string set_value(bool* flag, const Flag&, const std::string& value) {
     const bool yes = value == "True" || value == "true" || value == "1";
-    const bool no = value == "False" || value == "false" || value == "0";
+    const bool no =
+        value == "False" || value == "false" || value == "0"; // guided-diffusion's commands have any of these
     *flag = yes;
     return yes || no ? "" : "True or False";
 }
@@ -971,7 +1006,7 @@ static void apply_preset(Config* c, const std::string& preset) {
 static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
     const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
     std::string value = flag_value(defaults, f);
-    if (value.empty()) value = "\"\"";
+    if (value.empty()) value = "\"\""; // so that one sees that there is nothing
     if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
     return text("  --%-25s %s%s [%s]\n", f.name, f.help, choices.c_str(), value.c_str());
 }
@@ -1005,6 +1040,7 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
     for (char letter : a) {
+        // The shortest way to each beginning of b ends with one of three edits, or with a letter that both have.
         size_t diagonal = row[0]; // row[j] as it was before this letter
         row[0]++;
         for (size_t j = 0; j < b.size(); j++) {
@@ -1029,6 +1065,7 @@ static std::string instead_of(const std::string& name) {
         return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     if (is({"bench", "profile"})) return "make -C dev bench makes dev/bench, which takes it and times this program";
 
+    // Else it may be a typing error.
     std::string nearest;
     size_t distance = 2 + name.size() / 3; // a flag that differs by more letters was hardly meant
     for (const Flag& f : FLAGS) {
@@ -1104,13 +1141,13 @@ static void take_rescale_learned_sigmas(Config* c, bool from_file) {
 // "1,2,3,4" -> numbers. Result: whether there is nothing else in it.
 static bool parse_list(const std::string& list, std::vector<float>* numbers) {
     numbers->clear();
-    const char* p = list.c_str();
+    const char* p = list.c_str(); // where the next number begins
     while (*p) {
         char* end = nullptr;
         const float number = strtof(p, &end);
         numbers->push_back(number);
         if (end == p || !std::isfinite(number)) return false;
-        const bool more_follows = *end == ',' && end[1];
+        const bool more_follows = *end == ',' && end[1]; // a comma at the end would promise another number
         if (*end && !more_follows) return false;
         p = end + more_follows;
     }
@@ -1322,7 +1359,7 @@ static void check_ect_stages(Config* c, const std::string& where) {
     if (c->objective != "ect") return;
     // q^a < LARGEST_GAP_DIVISOR holds up to a = log(LARGEST_GAP_DIVISOR) / log(q), which is 19 for q = 2.
     const int64_t most = (int64_t)(std::log(LARGEST_GAP_DIVISOR) / std::log((double)c->ect_q));
-    const int64_t stages = (c->max_steps + c->ect_stage() - 1) / c->ect_stage();
+    const int64_t stages = (c->max_steps + c->ect_stage() - 1) / c->ect_stage(); // rounded up
     if (stages <= most) return;
     const int64_t enough = (c->max_steps + most - 1) / std::max<int64_t>(most, 1);
     refuse(where + wrong(c, "ect_d",
@@ -1570,6 +1607,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.net = net;
     a.layer = &layer;
     a.lane = walk.lane;
+    // Shapes.
     a.B = walk.B;
     a.H = x.H;
     a.W = x.W;
@@ -1581,7 +1619,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.fp32_in = x.fp32;
     a.fp32_out = out.fp32;
 
-    // In a backward walk a tensor that was computed again is meant.
+    // Tensors are looked up in the arena. In a backward walk a tensor that was computed again is meant.
     auto memory_of = [&](int buffer) {
         const bool again = walk.grads && buffer >= 0;
         return buffer_data(net, again ? net->buffers[buffer].again : buffer);
@@ -1620,12 +1658,13 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.saved = buffer_data<float>(net, layer.saved);
     a.dropout = walk.dropout;
     a.dropout.layer = (uint32_t)layer.dropout_block;
-    if (layer.dropout_block < 0) a.dropout.p = 0;
+    if (layer.dropout_block < 0) a.dropout.p = 0; // no dropout follows this layer
     if (layer.skip >= 0) {
         const LayerArgs skip = layer_args(walk, net->layers[layer.skip]);
         a.skip = {skip.x1, skip.x2, skip.copy, skip.bias, skip.Cin, skip.C2};
     }
 
+    // The backward pass: where the gradients of the output and of the inputs lie.
     auto grad = [&](const GradPlan& g) {
         return Grad{buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)};
     };
@@ -1741,6 +1780,7 @@ static double conv_flops(const LayerArgs& a) {
     return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
 }
 static double attention_flops(const LayerArgs& a) {
+    // Of each of the T x T pairs of tokens and each channel.
     const double products = 2; // q k^T and P v
     return products * 2 * a.B * a.tokens() * a.tokens() * a.Cout;
 }
@@ -1870,8 +1910,9 @@ static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit
     return weight;
 }
 
-// The same for a layer of kind CONV. Its weight is special in three ways: kernels read a copy of it in bf16 (param_group),
-// its gradient comes later than others (WeightGradients), and files hold its elements in another order (permute_param).
+// The same for a layer of kind CONV. Its weight is special in three ways: kernels read a copy of it in bf16
+// (param_group), its gradient comes later than others (WeightGradients), and files hold its elements in another order
+// (permute_param).
 static int add_conv_params(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     const int weight = add_params(net, name, shape, init, heads);
     net->params[weight].of_conv = true;
@@ -2100,6 +2141,7 @@ static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
     for (int group = 0; group < 4; group++) {
+        // Within a group the order is that of the list.
         for (Param& p : net->params) {
             if (param_group(p) != group) continue;
             p.offset = end;
@@ -2125,7 +2167,7 @@ static UNet build_unet(const Config& c) {
     if (p > 1) h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, c.in_channels * p * p, H / p, W / p);
     const std::vector<int> skips = add_input_blocks(&net, h);
     h = skips.back();
-    const int middle = net.tensor(h).C;
+    const int middle = net.tensor(h).C; // the lowest level's channels
     h = add_resblock(&net, "middle_block.0", h, -1, middle);
     h = add_attention_block(&net, "middle_block.1", h, c.num_heads);
     h = add_resblock(&net, "middle_block.2", h, -1, middle);
@@ -2309,8 +2351,8 @@ static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
     for (Buffer& b : net->buffers)
-        if (b.last >= 0) order.push_back(&b); // it is in use at some time
-    std::ranges::stable_sort(order, std::greater{}, bytes);
+        if (b.last >= 0) order.push_back(&b);               // it is in use at some time
+    std::ranges::stable_sort(order, std::greater{}, bytes); // stable: the same places on every machine
 
     std::multimap<size_t, const Buffer*> placed; // by offset
     net->arena_bytes = 0;
@@ -2357,6 +2399,7 @@ static void plan_memory(UNet* net, int B, bool training) {
         die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; "
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
+    // Each step of the plan needs the ones before it.
     net->B = B;
     if (training) {
         plan_gradients(net);
@@ -3569,6 +3612,7 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     if (!exists(path)) return false;
     InputFile file;
     file.open(path, "--data_dir would replace it: move it away");
+    // A file that --data_dir has not made is not replaced.
     const int* s = file.header.slot;
     const bool holds_pictures = s[SLOT_MAGIC] == DATA_MAGIC && s[DATA_SLOT_BYTES] == 1;
     struct stat st = {};
@@ -4727,7 +4771,7 @@ static void check_folder(Run* run) {
     if (run->folder.is_removed())
         die("%s: was removed while the run wrote there; stopped after step %ld", run->folder.path.c_str(),
             run->state.step);
-    if (run->said_moved || run->folder.has_its_name()) return;
+    if (run->said_moved || run->folder.has_its_name()) return; // all is well, or the user knows
     run->said_moved = true;
     end_line(run);
     printf("%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
@@ -4738,7 +4782,7 @@ static void write_log(Run* run) {
     std::string& rows = run->unwritten_rows;
     while (!rows.empty()) {
         const ssize_t written = write(run->log_file, rows.data(), rows.size());
-        if (written <= 0) break;
+        if (written <= 0) break; // what is left waits
         rows.erase(0, (size_t)written);
     }
     const std::string why = strerror(errno);
@@ -4798,6 +4842,7 @@ static void log_step(Run* run, double ms, double val, double seconds) {
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
+    // Speeds, of the mean over recent steps.
     const double ms = run.per_step * 1e3;
     const double images_per_s = c.batch_size / run.per_step;
     // A backward pass costs about two forward passes.
@@ -4842,6 +4887,7 @@ static void print_step(Run* run, double val) {
                    duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
         }
     }
+    // The next status line replaces this one on a terminal; elsewhere it is a line of its own.
     const size_t columns = (size_t)terminal_columns();
     show_status(shorten_status(status_line(*run, val, eta), columns));
     run->status_line_open = columns > 0;
@@ -4953,7 +4999,7 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
         }
     }
     if (!history.empty()) write(history.data(), history.size() * sizeof(float));
-    file.write_at(SLOT_CRC * 4, &crc, 4);
+    file.write_at(SLOT_CRC * 4, &crc, 4); // a slot has 4 bytes
     file.commit();
     return is_written(run, run->folder.name(name), file.failure, file.error);
 }
@@ -5000,6 +5046,7 @@ static void save_checkpoint(Run* run) {
     // Seven digits, so that a list of the names is in the order of the steps.
     const std::string name = text("model_%07ld.bin", s.step);
     if (!save_arrays(run, name, h, arrays, history)) return;
+    // It counts as saved now. Whether it is good, the next step shows (prove_checkpoint).
     run->saved_step = s.step;
     run->saved_updates = s.updates;
     keep_best(run, name);
@@ -5011,6 +5058,7 @@ static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
     std::vector<float*> slices;
+    // They are two of the run's averages.
     for (float power : POWER_EMAS) {
         const size_t k = std::ranges::find(c.emas, power) - c.emas.begin();
         slices.push_back(run->trainer.emas[k]);
@@ -5095,7 +5143,7 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
 // Reads the losses that --schedule_sampler loss-second-moment remembers, which lie at the end of a checkpoint: for
 // every t up to HISTORY losses and, as the last number, how many there are.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
-    std::vector<float> history(tr.history ? m.history() : 0);
+    std::vector<float> history(tr.history ? m.history() : 0); // empty if this run draws t in another way
     const size_t bytes = history.size() * sizeof(float);
     m.read(history.data(), bytes, m.size - bytes);
     for (size_t i = 0; i < history.size(); i++) {
@@ -5184,7 +5232,7 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
-        if (step <= first_step) continue;
+        if (step <= first_step) continue; // it is a part of this run
         const std::string new_name = name + ".left";
         if (renameat(folder.descriptor, name.c_str(), folder.descriptor, new_name.c_str()))
             die("%s: can't be renamed to %s (%s); move it away", folder.name(name).c_str(), new_name.c_str(),
@@ -5225,6 +5273,7 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     for (const Flag& f : FLAGS)
         if (c.given(f.name)) given += std::string(" --") + f.name + " " + flag_value(c, f);
     if (!given.empty()) printf("flags:%s\n", given.c_str());
+    // The model, the memory, the ranks, the data.
     printf("%s\n", describe(net).c_str());
     print_memory(c, net);
     if (world.size > 1)
@@ -5410,6 +5459,7 @@ static std::string data_error(const Run& run) { return run.trainer.data.error + 
 
 // The end of a run that a signal or its data ended.
 static void finish_stopped(Run* run) {
+    // Data that can't be read is an error, and a signal is none; both say what was saved.
     const int64_t step = run->state.step;
     const std::string saved = saved_so_far(*run);
     const std::string error = data_error(*run);
@@ -5508,6 +5558,7 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
     std::string rates; // of the averages that were no match
     for (int k = 0; k < m.emas(); k++) {
+        // The rate is compared as files hold it, in fp32.
         const float rate = m.ema_rate(k);
         if (!c.given("ema_rate") || rate == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
         rates += text(" %g", rate);
@@ -5594,7 +5645,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
         }
         must(!holds_more_than_samples(folder, name), "holds a model or data; choose another name, or move it away");
     }
-    AtomicFile probe(folder, name); // this creates a file and removes it again
+    // At last it is tried whether a file can be made there: this makes one under another name, and removes it again.
+    AtomicFile probe(folder, name);
     must(!probe.error, probe.failure);
     probe.discard();
     return folder;
@@ -5668,6 +5720,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
+    // Each step asks the network once for an image; heun's step is two of these.
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.first);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
            evaluations, seconds, c.sample / seconds, c.output.c_str());
