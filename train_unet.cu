@@ -6,89 +6,89 @@
 // Map (make map renews the line numbers)
 //    171  Part I. The program
 //    174     1. Types at the interface: what operations are called with
-//    429     2. The interface: all that the program asks of a device
-//    695     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    785     4. Configuration: flags, presets, help, what can work and what cannot
-//   1413     5. The network: a list of layers, made of guided-diffusion's flags
-//   2194     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2428     7. Forward and backward: two walks over the list
-//   2543     8. Diffusion: noise schedules, objectives, samplers
-//   2745         the level of a training sample, drawn, and its share of the loss
-//   2903         samplers
-//   3408     9. Data: .bin files that may be larger than memory, the order of their images
-//   3743    10. Model files: weights and checkpoints, initial weights
-//   4080    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4095         the learning rate, the verdict on a step, averages of the weights
-//   4174         what a trainer holds
-//   4280         a step
-//   4517    12. A run: log, guard, checkpoints, resume, samples
-//   4542         the log in memory, as the page shows it
-//   4648         what a run holds
-//   4715         the log and the status line
-//   4898         checkpoints, snapshots and grids
-//   5118         the start of a run: new, from a file's weights, or resumed
-//   5294         the loop over the steps
-//   5406         a run from its first to its last line
-//   5553         samples, without a run
-//   5730    13. main: the command line, then a run or samples
-//   5970         what ranks must have in common
-//   6035         main
-//   6155  Part II. The device
-//   6158    14. What all devices share: nonlinearities, patches of pixels
-//   6202    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6270    16. The GPU: what all kernels share
-//   6336         Launches, which may overlap
-//   6378         Decisions: what kernels are chosen with
-//   6416         Single instructions: shared memory, mbarriers, clusters
-//   6500         Activations: pieces of 16 bytes
-//   6712         each_kernel: a thread for an element
-//   6726         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6865         Swizzle: how rows lie in shared memory
-//   6883         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7058         building blocks of Hopper's kernels (sm_90a)
-//   7306    17. Small operations: resampling, embeddings, diffusion
-//   7309         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7494         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7835         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8208    18. Group norm
-//   8211         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8719         groupnorm_backward_whole: an image's slab in shared memory
-//   9076    19. Attention
-//   9179         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9694         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9829         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10479    20. Convolution
-//  10512         ConvOut: results, 4 channels of a pixel at a time
-//  10738         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10798         conv_halo: 3x3, stride 1, any GPU
-//  11189         conv_gather: any kernel size and stride, any GPU
-//  11440         conv_few: the first and the last layer
-//  11609         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12159         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12258         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  12646         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12945         conv_weight_tma: weight gradients (sm_90a)
-//  13179    21. The optimiser
-//  13182         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13401    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13404         groupnorm_backward
-//  13502         attention: forward and, where a has dout, backward
-//  13542         convolution: forward and input gradient
-//  13846         convolution: weight gradients
-//  14127    23. The GPU: memory, copies, repeated work
-//  14344    24. Between ranks: from device to device
+//    447     2. The interface: all that the program asks of a device
+//    715     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    805     4. Configuration: flags, presets, help, what can work and what cannot
+//   1441     5. The network: a list of layers, made of guided-diffusion's flags
+//   2219     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2453     7. Forward and backward: two walks over the list
+//   2568     8. Diffusion: noise schedules, objectives, samplers
+//   2770         the level of a training sample, drawn, and its share of the loss
+//   2928         samplers
+//   3433     9. Data: .bin files that may be larger than memory, the order of their images
+//   3768    10. Model files: weights and checkpoints, initial weights
+//   4105    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4120         the learning rate, the verdict on a step, averages of the weights
+//   4199         what a trainer holds
+//   4304         a step
+//   4541    12. A run: log, guard, checkpoints, resume, samples
+//   4566         the log in memory, as the page shows it
+//   4672         what a run holds
+//   4739         the log and the status line
+//   4922         checkpoints, snapshots and grids
+//   5142         the start of a run: new, from a file's weights, or resumed
+//   5317         the loop over the steps
+//   5429         a run from its first to its last line
+//   5576         samples, without a run
+//   5753    13. main: the command line, then a run or samples
+//   5993         what ranks must have in common
+//   6058         main
+//   6178  Part II. The device
+//   6181    14. What all devices share: nonlinearities, patches of pixels
+//   6225    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6293    16. The GPU: what all kernels share
+//   6358         Launches, which may overlap
+//   6400         Decisions: what kernels are chosen with
+//   6435         Single instructions: shared memory, mbarriers, clusters
+//   6519         Activations: pieces of 16 bytes
+//   6731         each_kernel: a thread for an element
+//   6745         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6884         Swizzle: how rows lie in shared memory
+//   6902         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7077         building blocks of Hopper's kernels (sm_90a)
+//   7325    17. Small operations: resampling, embeddings, diffusion
+//   7328         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7513         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7854         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8227    18. Group norm
+//   8230         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8738         groupnorm_backward_whole: an image's slab in shared memory
+//   9095    19. Attention
+//   9198         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9713         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9848         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10498    20. Convolution
+//  10531         ConvOut: results, 4 channels of a pixel at a time
+//  10757         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10817         conv_halo: 3x3, stride 1, any GPU
+//  11208         conv_gather: any kernel size and stride, any GPU
+//  11459         conv_few: the first and the last layer
+//  11628         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12178         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12277         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  12665         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12964         conv_weight_tma: weight gradients (sm_90a)
+//  13198    21. The optimiser
+//  13201         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13420    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13423         groupnorm_backward
+//  13522         attention: forward and, where a has dout, backward
+//  13562         convolution: forward and input gradient
+//  13866         convolution: weight gradients
+//  14148    23. The GPU: memory, copies, repeated work
+//  14359    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6151, train 5510, run_step 5342, train_step 4455, load_batch 3704, step_gradients 4368, forward_and_loss 4286,
-//     draw_levels 7847, q_sample_forward 7912, unet_forward 2452, loss_forward_backward 8019, unet_backward 2515,
-//     sum_gradients 13228, judge_step 13275, adamw_update 13379, next_step 13281, record_step 13286, collect_steps 5298
-//   pictures, from noise: sample_batch 3325, plan_route 3123, device_step 3166, euler_step 2933 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4368
-//   a nonlinearity beside SiLU: Nonlinearity 208, Silu 6175, with_nonlinearity 6185
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2669
-//   an objective: its word in common/flags.h, make_objective 2724, draw_level 2810, level_at 3150, sampler_sigmas 3055
-//   a kind of layer: LayerKind 1464, forward_linear 1686 and backward_linear 1690 beside it, OPS 1821, add_resblock 1993 and its like
+//     main 6174, train 5533, run_step 5365, train_step 4479, load_batch 3729, step_gradients 4392, forward_and_loss 4310,
+//     draw_levels 7866, q_sample_forward 7931, unet_forward 2477, loss_forward_backward 8038, unet_backward 2540,
+//     sum_gradients 13247, judge_step 13294, adamw_update 13398, next_step 13300, record_step 13305, collect_steps 5321
+//   pictures, from noise: sample_batch 3350, plan_route 3148, device_step 3191, euler_step 2958 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4392
+//   a nonlinearity beside SiLU: Nonlinearity 226, Silu 6198, with_nonlinearity 6208
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2694
+//   an objective: its word in common/flags.h, make_objective 2749, draw_level 2835, level_at 3175, sampler_sigmas 3080
+//   a kind of layer: LayerKind 1492, forward_linear 1712 and backward_linear 1716 beside it, OPS 1847, add_resblock 2018 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -176,7 +176,7 @@
 #ifdef __CUDACC__
 #define HD __host__ __device__ // what both sides compute
 #define INLINE __device__ __forceinline__
-typedef void act;                // an element of an activation: float or bf16, which the operations know
+typedef void act;                // an element of an activation; the operations know which (act_element)
 constexpr int STEPS_AHEAD = 64;  // how many steps the host may be ahead of what the log has seen
 constexpr int STEPS_AGREED = 16; // how many steps there are between two agreements of the ranks on a stop
 // Presets that hold without --preset, see default_preset.
@@ -196,11 +196,29 @@ static const char* const PRESET_64 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
 #endif
 
+// What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. (docs/READING.md, "an
+// element type", lists what a new one touches.)
+enum class Element : uint8_t { FP32, BF16 };
+struct ElementFacts {
+    const char* name; // as --precision has it
+    size_t bytes;
+};
+constexpr ElementFacts ELEMENTS[] = {{"fp32", 4}, {"bf16", 2}}; // in the order of enum Element
+constexpr const char* name_of(Element e) { return ELEMENTS[(int)e].name; }
+constexpr size_t bytes_of(Element e) { return ELEMENTS[(int)e].bytes; }
+
+// The element of activations, and of the copy of the convolutions' weights that kernels read; start_device sets it. All
+// else is in fp32.
+static Element act_element = Element::FP32;
+static size_t act_bytes() { return bytes_of(act_element); }
+// In fp32 there is no copy: kernels read the convolutions' weights themselves.
+static bool weights_have_copy() { return act_element != Element::FP32; }
+
 // A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2), one or two parts; upsample = 1: of 2H x 2W,
 // 3x3 with stride 1.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
-    bool fp32_in = false, fp32_out = false; // the network's own input and output stay fp32 where activations are bf16
+    Element in = act_element, out = act_element; // the network's own input and output are FP32
     HD int out_H() const { return ((H << upsample) + stride - 1) >> (stride - 1); } // stride is 1 or 2
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
@@ -637,7 +655,7 @@ template <class T> static Everywhere<T> everywhere(T* p) {
 }
 static void join_devices(bool direct); // directly, if they can
 
-// The device: memory (zeroed as it is given), copies, and the type of activations.
+// The device: memory (zeroed as it is given) and copies. start_device also sets act_element, as --precision says.
 static void start_device(const std::string& precision, int number);
 static std::string device_name();
 static int count_gpus();        // that this process could use; the CPU build ends the program
@@ -646,9 +664,7 @@ static void* device_alloc_bytes(size_t bytes);
 static size_t device_available();
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
-static size_t act_bytes();
-static act* make_copy(float* params, size_t n); // for weights in the activations' type; in fp32, params itself
-static int max_stat_parts(int H, int W);        // the most parts in which Stats come
+static int max_stat_parts(int H, int W); // the most parts in which Stats come
 
 // Work that is repeated with the same pointers: on a GPU captured once, then replayed as one launch.
 struct Graph {
@@ -689,6 +705,10 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
     T* p = device_alloc<T>(v.size());
     copy_to_device(p, v.data(), v.size() * sizeof(T));
     return p;
+}
+// Memory for the copy of n parameters in which kernels read the convolutions' weights; without a copy, params itself.
+static act* make_copy(float* params, size_t n) {
+    return weights_have_copy() ? (act*)device_alloc_bytes(n * act_bytes()) : (act*)params;
 }
 
 // =====================================================================================================================
@@ -909,6 +929,14 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
     for (const auto& [known, meant] : pairs)
         if (word == known) return meant;
     unknown_word(flag, word);
+}
+
+// The element that --precision names; auto stands for the usual one of this build.
+static Element element_named(const std::string& precision, Element usual) {
+    if (precision == "auto") return usual;
+    const auto row = std::ranges::find(ELEMENTS, precision, &ElementFacts::name);
+    if (row == std::end(ELEMENTS)) unknown_word("precision", precision);
+    return Element(row - ELEMENTS);
 }
 
 // set_value sets a flag of each type from its text. Result: "", or what the text must be and is not.
@@ -1449,11 +1477,11 @@ struct Param {
 // An activation (B, H, W, C).
 struct Tensor {
     int H = 0, W = 0, C = 0;
-    int buffer = -1;         // where its values are
-    int stats = -1;          // where a group norm reads it: the buffer of Stats::sums
-    int parts = 1;           // of Stats, as they were last written
-    bool needs_grad = false; // the layer that writes it has a backward pass
-    bool fp32 = false;       // it is stored in fp32 even if activations are bf16: the network's input and output
+    Element element = Element::FP32; // act_element, but the network's input and output and embeddings are FP32
+    int buffer = -1;                 // where its values are
+    int stats = -1;                  // where a group norm reads it: the buffer of Stats::sums
+    int parts = 1;                   // of Stats, as they were last written
+    bool needs_grad = false;         // the layer that writes it has a backward pass
 };
 
 // The gradient of one input of a layer, as buffers: d = gradient + add1 + add2.
@@ -1564,7 +1592,6 @@ struct LayerArgs {
     // Shapes: of x1 (B, H, W, Cin), of x2 beside it (C2 channels), of out (B, Hout, Wout, Cout).
     int B, H, W, Cin, C2;
     int Hout, Wout, Cout;
-    bool fp32_in, fp32_out;
 
     // The forward pass.
     const act *x1, *x2, *residual;
@@ -1587,7 +1614,8 @@ struct LayerArgs {
     Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
     float* rstd() const { return saved + B * 32; } // of a norm, behind the means of 32 groups
     ConvShape conv() const {
-        return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, fp32_in, fp32_out};
+        const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
+        return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
     }
     NormShape norm() const { return {B, H * W, Cin, C2, 32, layer->nonlinearity, 1e-5f}; }
 
@@ -1616,8 +1644,6 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.Hout = out.H;
     a.Wout = out.W;
     a.Cout = out.C;
-    a.fp32_in = x.fp32;
-    a.fp32_out = out.fp32;
 
     // Tensors are looked up in the arena. In a backward walk a tensor that was computed again is meant.
     auto memory_of = [&](int buffer) {
@@ -1812,7 +1838,7 @@ struct Op {
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
     int backward_reads = 0; // what the backward pass reads of the forward pass
     bool embedding = false; // it is of the embedding's path, which is computed beside the first layers
-    bool fp32 = embedding;  // its tensors are fp32 even if activations are bf16
+    bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     double (*flops)(const LayerArgs&) = no_flops;
     Workspace (*workspace)(const LayerArgs&) = no_workspace;
 };
@@ -1883,11 +1909,10 @@ static int add_buffer(UNet* net, size_t bytes) {
     return buffer;
 }
 
-static int add_tensor(UNet* net, int H, int W, int C, bool fp32) {
+static int add_tensor(UNet* net, int H, int W, int C, Element element) {
     const size_t values = (size_t)H * W * C;
-    Tensor tensor{.H = H, .W = W, .C = C};
-    tensor.buffer = add_buffer(net, values * (fp32 ? sizeof(float) : act_bytes()));
-    tensor.fp32 = fp32;
+    Tensor tensor{.H = H, .W = W, .C = C, .element = element};
+    tensor.buffer = add_buffer(net, values * bytes_of(element));
     net->tensors.push_back(tensor);
     return (int)net->tensors.size() - 1;
 }
@@ -1931,9 +1956,9 @@ static void check_conv_params(const UNet& net) {
 }
 
 // Appends a layer that writes a new tensor (H, W, C), which is returned.
-static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, bool fp32 = false) {
+static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element element = act_element) {
     const Op& op = OPS[l.kind];
-    l.out = add_tensor(net, H, W, C, fp32 || op.fp32);
+    l.out = add_tensor(net, H, W, C, op.fp32 ? Element::FP32 : element);
     net->tensors[l.out].needs_grad = op.backward;
     net->layers.push_back(l);
     return l.out;
@@ -1941,11 +1966,11 @@ static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, bool fp32 
 
 // l: a layer with its name, its input, and what differs from a plain 1x1 convolution. If it has a weight, that is of
 // parameters which are there already.
-static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, bool fp32 = false) {
+static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, Element element = act_element) {
     const ConvShape s = layer_args(Walk{.net = net, .B = 1}, l).conv();
     const Shape shape{Cout, s.C1 + s.C2, l.kernel, l.kernel};
     if (l.weight < 0) l.weight = add_conv_params(net, l.name, shape, init, l.heads);
-    return add_layer(net, l, Cout, s.out_H(), s.out_W(), fp32);
+    return add_layer(net, l, Cout, s.out_H(), s.out_W(), element);
 }
 
 // Group norm over [x1 | x2]. It needs sums of its inputs' channels (Stats). The layers that write these inputs make
@@ -2129,11 +2154,11 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
 // Which of four groups a parameter belongs to. In the flat arrays groups come one after the other:
 //   0, 1  all blocks' embedding projections, their weights and then their biases, so that they are one matrix
 //   2     all others that are read in fp32
-//   3     convolutions' weights, if the kernels read a copy of them in bf16
+//   3     convolutions' weights, if the kernels read a copy of them
 static int param_group(const Param& p) {
     if (p.name.ends_with(".emb_layers.1.weight")) return 0;
     if (p.name.ends_with(".emb_layers.1.bias")) return 1;
-    return p.of_conv && act_bytes() < sizeof(float) ? 3 : 2;
+    return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
 // Where each parameter lies. From group 2 on each begins at a multiple of 64 floats.
@@ -2162,7 +2187,7 @@ static UNet build_unet(const Config& c) {
     // From the images to the network's output. With --patch_size the layers between see patches in place of pixels.
     const int H = c.H, W = c.W;
     const int p = c.patch();
-    net.input = add_tensor(&net, H, W, c.in_channels, true);
+    net.input = add_tensor(&net, H, W, c.in_channels, Element::FP32);
     int h = net.input;
     if (p > 1) h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, c.in_channels * p * p, H / p, W / p);
     const std::vector<int> skips = add_input_blocks(&net, h);
@@ -2173,7 +2198,7 @@ static UNet build_unet(const Config& c) {
     h = add_resblock(&net, "middle_block.2", h, -1, middle);
     h = add_output_blocks(&net, h, skips);
     h = add_norm(&net, {.name = "out.0", .x1 = h, .nonlinearity = Nonlinearity::SILU});
-    h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, c.out_channels() * p * p, INIT_ZERO, true);
+    h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, c.out_channels() * p * p, INIT_ZERO, Element::FP32);
     if (p > 1) h = add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
 
@@ -4244,8 +4269,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.params = (float*)open_alloc(whole * sizeof(float) + (pieces + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + pieces;
-    const bool has_copy = act_bytes() < sizeof(float);
-    tr.copy = has_copy ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
+    tr.copy = weights_have_copy() ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
     if (N > 1) tr.sum = tr.received;
     else if (c.batch_size > c.micro()) tr.sum = device_alloc<float>(whole);
@@ -4437,7 +4461,7 @@ static void update_slice(Trainer* tr) {
     mark({"weights to all ranks"});
     if (world.direct) return meet(); // adamw_update has written them everywhere
     begin_exchange();
-    if (act_bytes() < sizeof(float)) gather(tr->copy, nullptr, PIECE * act_bytes(), own, own.n);
+    if (weights_have_copy()) gather(tr->copy, nullptr, PIECE * act_bytes(), own, own.n);
     gather(tr->params, nullptr, PIECE * sizeof(float), own, plain);
     end_exchange();
 }
@@ -5250,9 +5274,8 @@ static void print_memory(const Config& c, const UNet& net) {
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // The network reads copies of the weights and of their average, if activations are not in fp32.
-    const bool has_copies = act_bytes() < sizeof(float);
-    const double copies = has_copies ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
+    // Of the weights and of their average.
+    const double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
 
     // The parts of all that was asked for; what is left over is the rest.
     const double all = device_bytes / GIB;
@@ -6244,13 +6267,13 @@ static int count_gpus() {
 
 static void start_device(const std::string& precision, int number) {
     if (number) die("--device %d: this is the CPU build; leave the flag out, or make train_unet_cuda", number);
-    if (meaning<bool>("precision", precision, {{"auto", false}, {"fp32", false}, {"bf16", true}}))
-        die("--precision bf16 (--use_fp16 True): the CPU build computes in fp32; leave the flag out, or use fp32");
+    act_element = element_named(precision, Element::FP32);
+    if (act_element != Element::FP32)
+        die("--precision %s (--use_fp16 True): the CPU build computes in fp32; leave the flag out, or use fp32",
+            name_of(act_element));
 }
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
-static size_t act_bytes() { return sizeof(float); }
-static act* make_copy(float* params, size_t) { return params; } // fp32 weights are read where they are
 
 // A repeated piece of work is simply done again.
 template <class F> static void replay(Graph*, F work) { work(); }
@@ -6319,7 +6342,6 @@ struct Lane {
 struct Device : Lane {
     Lane side;
     cudaStream_t copy_stream = nullptr;
-    bool bf16 = true;          // the type of activations and of the convolutions' weights; else fp32 (no TF32)
     char* norm_sums = nullptr; // sums that group norms' backward passes leave for finish_gradients
     size_t norm_sums_bytes = 0;
 };
@@ -6386,12 +6408,9 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
     std::ranges::find(table, true, &Way<Call>::when)->launch(call);
 }
 
-// Calls f(bf16()) or f(float()), by the type of activations. The program calls operations with act*, of no known type;
-// f is a template, so from here on the type is known to the compiler.
-template <class F> static void with_act(F f) {
-    if (device.bf16) f(bf16());
-    else f(float());
-}
+// Returns f(T()), where T is the type of activations (act_element). The program calls operations with act*, of no known
+// type; f is a template, so from here on the type is known to the compiler.
+template <class F> static auto with_act(F f) { return act_element == Element::BF16 ? f(bf16()) : f(float()); }
 
 // The candidate with the least cost, as costs were measured. Of candidates with equal costs it is the first one.
 template <class T> struct Cheapest {
@@ -6502,7 +6521,7 @@ INLINE void arrive_at_block(uint32_t barrier) {
 // pieces, the widest access that there is. Channel counts are multiples of 32, so a pixel is a whole number of pieces.
 // In registers a piece is unpacked to fp32; arithmetic is always fp32, and results are rounded once, in pack.
 template <class T> constexpr int VEC = 16 / sizeof(T);
-static int act_vec() { return device.bf16 ? VEC<bf16> : VEC<float>; }
+static int act_vec() { return 16 / (int)act_bytes(); }
 
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
 
@@ -11552,8 +11571,8 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
-static bool conv_is_first(const ConvShape& s) { return s.fp32_in || s.C1 % 32; }
-static bool conv_is_last(const ConvShape& s) { return s.fp32_out || s.Cout % 32; }
+static bool conv_is_first(const ConvShape& s) { return s.in != act_element || s.C1 % 32; }
+static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
 // All of a ConvFew but its inputs and gradients. Rows, then the rows of the weights or the product and the bias (never
@@ -11568,7 +11587,7 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.last = conv_is_last(s);
     p.F = p.last ? s.Cout : s.C1;
     p.C = p.last ? s.C1 : s.Cout;
-    p.parts = device.bf16 ? 2 : 1;
+    p.parts = act_element == Element::FP32 ? 1 : 2;
     p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
     p.weight_rows = memory + (size_t)p.B * p.H * p.W * p.R * act_bytes();
@@ -11599,7 +11618,7 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     const int pieces = p.R / p.parts / act_vec();                                // of half a row: a thread each
     const int pixels = std::max(1, 256 / pieces);                                // that a block writes at once
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
-    auto* const kernel = device.bf16 ? conv_few_rows<bf16> : conv_few_rows<float>;
+    auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(lane, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
     lane->joined |= weight != nullptr; // what comes next loads its weights before it waits for what wrote them
     return p;
@@ -13289,7 +13308,7 @@ static void record_step(StepState* records, const StepState* state, int count) {
 
 // copy = params, rounded to bf16: a thread rounds 8 of them, one piece. In fp32 there is no copy.
 static void cast_params(act* copy, const float* params, size_t n) {
-    if (!device.bf16) return;
+    if (!weights_have_copy()) return;
     each((n + 7) / 8, [=, to = (bf16*)copy] __device__(size_t eight) {
         const size_t i = eight * 8;
         if (i + 8 <= n) {
@@ -13451,10 +13470,11 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
     const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
+    const int least_log_columns = std::countr_zero(16u / V); // a block takes 16 neighbouring channels or more
     Cheapest<NormWhole> plan{{}, std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved)};
     for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
         for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) { // every combination of the three that follow
-            const int log_columns = (device.bf16 ? 1 : 2) + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
+            const int log_columns = least_log_columns + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
             const int threads = ceil_div(slab / V, 1 << log_columns) << (5 + log_warps);
             const NormWhole w{threads, slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks)};
             const bool whole_groups = slab % Cg == 0 && C % slab == 0;
@@ -13544,7 +13564,7 @@ static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride 
 
 // Do Hopper's kernels know this convolution? If so, conv_weight_tma always computes its weight gradient.
 static bool conv_is_wgmma(const ConvShape& s) {
-    return device.bf16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
+    return act_element == Element::BF16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
 // Hopper's kernels know neither strides nor upsampling. So the input is upsampled in the workspace, or for stride 2 the
@@ -13710,8 +13730,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool wgmma = conv_is_wgmma(s) && parts && !second_addends;
     const bool skip = o.skip.weight; // computes the skip connection as well: only conv_tiles with resident weights can
 
-    const bool bf = device.bf16, halo = conv_is_halo(s);
-    const bool to_fp32 = s.fp32_out; // the network's last convolution
+    const bool bf = act_element == Element::BF16, halo = conv_is_halo(s);
+    const bool last = s.out == Element::FP32 && conv_is_last(s); // the network's last convolution
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
 
     // conv_halo's tiles.
@@ -13750,7 +13770,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
 
         // bf16 on any GPU. conv_halo: images, channels, K groups, blocks per multiprocessor
         // the network's last convolution has few channels
-        {bf && halo && to_fp32, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
+        {bf && halo && last, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
         // images of 8 x 8: two to a block; K groups make up for few pixels
         {bf && halo && small && small_48, conv_halo<Small48, BACKWARD>},
         {bf && halo && small, conv_halo<Small32, BACKWARD>},
@@ -13767,7 +13787,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         {bf, conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>},
 
         // fp32 on any GPU, by the same reasons
-        {halo && to_fp32, conv_halo<HaloTile<float, 1, 16, 1, 2>, false>},
+        {halo && last, conv_halo<HaloTile<float, 1, 16, 1, 2>, false>},
         {halo && small, conv_halo<HaloTile<float, 2, 32, 2, 2>, BACKWARD>},
         {halo && many_16x16, conv_halo<HaloTile<float, 1, 64, 1, 2>, BACKWARD>},
         {halo, conv_halo<HaloTile<float, 1, 32, 1, 3>, BACKWARD>},
@@ -13877,7 +13897,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
     // The portable kernels. Floats take three products where bf16 takes one, and twice the time.
-    const int slow = device.bf16 ? 1 : 2, most = 4 * MAX_WEIGHT_PARTIALS;
+    const int slow = act_element == Element::FP32 ? 2 : 1, most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
     if (p.block_co == 2) return {2 * gpu.sms, 2600, p.taps, 8000, 8000, 0, most};
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
@@ -13957,7 +13977,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     // conv_weight_gather with 2 x 2 tiles of weights a block, if there are enough products (of 64 x 64 x 64) for it.
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
-        const bool wide = device.bf16 && p.co_tiles > 1 && p.channel_tiles > 1 && products >= 64 * gpu.sms;
+        const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
+        const bool wide = act_element == Element::BF16 && many_tiles && products >= 64 * gpu.sms;
         p.block_co = wide && !halo ? 2 : 1;
         p.block_ci = p.block_co;
     }
@@ -14065,8 +14086,8 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         {conv_weight_tma<WeightTile<1, 1, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 4>>},
         {conv_weight_tma<WeightTile<3, 1, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 16, 5>>},
         {conv_weight_tma<WeightTile<3, 1, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 9>>},
-        {device.bf16 ? conv_weight_halo<bf16> : conv_weight_halo<float>},
-        {device.bf16 ? conv_weight_gather<bf16, 1> : conv_weight_gather<float, 1>},
+        {with_act([]<class T>(T) { return conv_weight_halo<T>; })},
+        {with_act([]<class T>(T) { return conv_weight_gather<T, 1>; })},
         {conv_weight_gather<bf16, 2>},
     };
     for (int k = 0; k < WEIGHT_KINDS; k++)
@@ -14198,7 +14219,7 @@ static void start_device(const std::string& precision, int number) {
            .clusters = version >= 90 && allowed.clusters,
            // Code for 9.0 is always sm_90a's, which has wgmma: the #error beside typedef bf16 sees to that.
            .wgmma = version == 90 && allowed.hopper};
-    device.bf16 = meaning<bool>("precision", precision, {{"auto", true}, {"fp32", false}, {"bf16", true}});
+    act_element = element_named(precision, Element::BF16);
     int low, high;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
@@ -14208,7 +14229,6 @@ static void start_device(const std::string& precision, int number) {
 }
 
 static std::string device_name() { return properties.name; }
-static size_t act_bytes() { return device.bf16 ? sizeof(bf16) : sizeof(float); }
 
 // Memory that is filled with zeros, in the main stream.
 static void* device_alloc_bytes(size_t bytes) {
@@ -14241,11 +14261,6 @@ static void copy_to_device(void* to, const void* host, size_t bytes) {
 static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, device.stream));
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
-}
-
-static act* make_copy(float* params, size_t n) {
-    if (!device.bf16) return params;
-    return device_alloc_bytes(n * sizeof(bf16));
 }
 
 // Runs work() as a CUDA graph: the first call records its launches, without running them, and every call then launches

@@ -130,8 +130,7 @@ static void bench(const Config& c, int n) {
     printf(
         "{\"program\": \"train_unet\", \"model\": \"%s\", \"gpus\": %d, \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, "
         "\"forward_ms\": %s, \"memory_gib\": %.3f}\n",
-        c.preset.c_str(), world.size, c.batch_size, act_bytes() == 2 ? "bf16" : "fp32", steps.c_str(), passes.c_str(),
-        gibibytes);
+        c.preset.c_str(), world.size, c.batch_size, name_of(act_element), steps.c_str(), passes.c_str(), gibibytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -301,7 +300,7 @@ static void print_profile(const char* title, int n, const Trainer& tr, std::vect
     std::map<std::string, Row> by_name;
     for (size_t k = 0; k < ops; k++) {
         OpCost op = marks.ops[k];
-        const double peak = op.matrix && act_bytes() == 2 ? CEILING_BF16 : CEILING_FP32;
+        const double peak = op.matrix && act_element == Element::BF16 ? CEILING_BF16 : CEILING_FP32;
         Row& row = by_name[op.name];
         if (CEILING_BYTES > 0) row.floor += std::max(op.bytes / CEILING_BYTES, op.flops / peak) * 1e6;
         row.us += median(times[k]) - mark_cost;
@@ -321,7 +320,7 @@ static void print_profiles(const Config& c, int n) {
     Trainer tr = make_bench_trainer(c);
     int64_t step = 0;
     Graph forward;
-    printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, act_bytes() == 2 ? "bf16" : "fp32");
+    printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, name_of(act_element));
     print_profile("a training step", n, tr, {&tr.graph[0], &tr.graph[1]}, [&] { train_step(&tr, step++); });
     print_profile("a forward pass", n, tr, {&forward}, [&] { forward_pass(&tr, &forward); });
 }

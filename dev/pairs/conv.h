@@ -41,9 +41,9 @@ struct ConvAddends {
 static void conv_forward_v0(act* out, const act* x1, const act* x2, const act* weight, const float* bias,
                             const float* emb, int emb_stride, const act* residual, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel;
-    const ConvInput x{values(x1, s.fp32_in), values(x2), s};
+    const ConvInput x{values(x1, s.in), values(x2), s};
     const ConvAddends add{bias, emb, emb_stride, values(residual)};
-    const Values w_ = values(weight), o = values(out, s.fp32_out);
+    const Values w_ = values(weight), o = values(out, s.out);
     each((size_t)s.B * Ho * Wo * s.Cout, [=] HD(size_t i) {
         const int co = (int)(i % s.Cout), w = (int)(i / s.Cout % Wo), h = (int)(i / s.Cout / Wo % Ho),
                   b = (int)(i / s.Cout / Wo / Ho);
@@ -95,9 +95,9 @@ static __global__ void __launch_bounds__(256)
 static void conv_forward_v1(act* out, const act* x1, const act* x2, const act* weight, const float* bias,
                             const float* emb, int emb_stride, const act* residual, ConvShape s) {
     const dim3 grid(ceil_div(s.B * s.out_H() * s.out_W(), 64), ceil_div(s.Cout, 64));
-    conv_forward_v1_kernel<<<grid, 256, 0, device.stream>>>(
-        values(out, s.fp32_out), ConvInput{values(x1, s.fp32_in), values(x2), s}, values(weight),
-        ConvAddends{bias, emb, emb_stride, values(residual)});
+    conv_forward_v1_kernel<<<grid, 256, 0, device.stream>>>(values(out, s.out),
+                                                            ConvInput{values(x1, s.in), values(x2), s}, values(weight),
+                                                            ConvAddends{bias, emb, emb_stride, values(residual)});
     CUDA_CHECK(cudaGetLastError());
 }
 #else
@@ -136,11 +136,11 @@ static void conv_forward_v1(float* out, const float* x1, const float* x2, const 
 // h * stride + kh - pad = y, so h = (y + pad - kh) / stride if that is whole; of an upsampled pixel there are four.
 static void conv_backward_input_v0(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel, copies = 1 << s.upsample;
-    const Values d = values(dout, s.fp32_out), w_ = values(weight);
+    const Values d = values(dout, s.out), w_ = values(weight);
     for (int part = 0; part < 2; part++) {
         const Grad& g = part ? dx2 : dx1;
         const int C = part ? s.C2 : s.C1, c0 = part ? s.C1 : 0;
-        const Values dx = values(g.dx, s.fp32_in), add1 = values(g.add1, s.fp32_in), add2 = values(g.add2, s.fp32_in);
+        const Values dx = values(g.dx, s.in), add1 = values(g.add1, s.in), add2 = values(g.add2, s.in);
         each((size_t)s.B * s.H * s.W * C, [=] HD(size_t i) {
             const int ci = c0 + (int)(i % C), x = (int)(i / C % s.W), y = (int)(i / C / s.W % s.H),
                       b = (int)(i / C / s.W / s.H);
@@ -164,8 +164,8 @@ static void conv_backward_input_v0(Grad dx1, Grad dx2, const act* dout, const ac
 static void conv_backward_weight_v0(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout,
                                     const act* x1, const act* x2, ConvShape s) {
     const int Ho = s.out_H(), Wo = s.out_W(), Cin = s.C1 + s.C2, k = s.kernel;
-    const ConvInput x{values(x1, s.fp32_in), values(x2), s};
-    const Values d = values(dout, s.fp32_out);
+    const ConvInput x{values(x1, s.in), values(x2), s};
+    const Values d = values(dout, s.out);
     each((size_t)s.Cout * k * k * Cin, [=] HD(size_t i) {
         const int ci = (int)(i % Cin), tap = (int)(i / Cin % (k * k)), co = (int)(i / Cin / (k * k));
         float sum = dweight[i];
@@ -199,14 +199,20 @@ struct CublasConv {
     std::vector<std::unique_ptr<Part>> parts;
 
     explicit CublasConv(const ConvShape& s) {
-        const bool bf16 = act_bytes() == 2;
         const int pixels = s.B * s.H * s.W, Cin = s.C1 + s.C2;
         for (const auto& [C, c0] : {std::pair(s.C1, 0), std::pair(s.C2, s.C1)})
             if (C)
                 parts.emplace_back(new Part{
-                    {pixels, s.Cout, C, {bf16, C}, {bf16, Cin, true}, {bf16, s.Cout}, c0 == 0, c0 > 0},
-                    {pixels, C, s.Cout, {bf16, s.Cout}, {bf16, Cin}, {bf16, C}, false},
-                    {s.Cout, C, pixels, {bf16, s.Cout, true}, {bf16, C}, {false, Cin}, false},
+                    {pixels,
+                     s.Cout,
+                     C,
+                     {act_element, C},
+                     {act_element, Cin, true},
+                     {act_element, s.Cout},
+                     c0 == 0,
+                     c0 > 0},
+                    {pixels, C, s.Cout, {act_element, s.Cout}, {act_element, Cin}, {act_element, C}, false},
+                    {s.Cout, C, pixels, {act_element, s.Cout, true}, {act_element, C}, {Element::FP32, Cin}, false},
                     c0,
                 });
     }
@@ -234,15 +240,16 @@ static void conv_check(Arrays& io) {
     ConvShape s{io.dim("x1", 0),     io.dim("x1", 1),           io.dim("x1", 2),
                 io.dim("x1", 3),     io.dim("x2", 3),           io.dim("weight", 0),
                 io.dim("weight", 1), (int)io.integer("stride"), (int)io.integer("upsample")};
-    s.fp32_in = s.C1 % 32 != 0; // the first layer and the last: 1 to 8 channels
-    s.fp32_out = s.Cout % 32 != 0;
+    const bool first = s.C1 % 32, last = s.Cout % 32; // the network's first layer and its last: 1 to 8 channels
+    if (first) s.in = Element::FP32;
+    if (last) s.out = Element::FP32;
     const Dims out_dims{s.B, s.out_H(), s.out_W(), s.Cout}, x1_dims{s.B, s.H, s.W, s.C1}, x2_dims{s.B, s.H, s.W, s.C2};
     const int emb_stride = io.dim("emb", 1), emb_offset = io.has("emb") ? (int)io.integer("emb_offset") : 0;
-    const act *x1 = io.activation("x1", s.fp32_in), *x2 = io.activation("x2"), *weight = io.activation("weight"),
-              *dout = io.activation("dout", s.fp32_out), *residual = io.activation("residual");
+    const act *x1 = io.activation("x1", s.in), *x2 = io.activation("x2"), *weight = io.activation("weight"),
+              *dout = io.activation("dout", s.out), *residual = io.activation("residual");
     const float *bias = io.input<float>("bias"), *emb = io.has("emb") ? io.input<float>("emb") + emb_offset : nullptr;
     auto output = [&](const char* version) {
-        return io.activation_output(std::string("out") + version, out_dims, s.fp32_out);
+        return io.activation_output(std::string("out") + version, out_dims, s.out);
     };
     auto gradient_of_emb = [&](const char* name) {
         return io.has("emb") ? io.updated<float>(name, "demb_start") + emb_offset : nullptr;
@@ -253,24 +260,23 @@ static void conv_check(Arrays& io) {
         io.takes(
             text("%d warpgroups, %s", plan_weight(s).warpgroups, plan_weight(s).splits > 1 ? "partials" : "one range"));
 #endif
-    conv_forward(output(""), s.fp32_out ? nullptr : io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2,
-                 weight, bias, emb, emb_stride, residual, s);
+    conv_forward(output(""), last ? nullptr : io.stats("stats", s.B, s.out_H(), s.out_W(), s.Cout), x1, x2, weight,
+                 bias, emb, emb_stride, residual, s);
     conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"),
                          emb_stride, dout, x1, x2, s);
 #ifdef __CUDACC__ // nobody needs the gradient of the images, and so no kernel makes it
-    auto* const backward_input = s.fp32_in ? conv_backward_input_v0 : conv_backward_input;
+    auto* const backward_input = first ? conv_backward_input_v0 : conv_backward_input;
 #else
     auto* const backward_input = conv_backward_input;
 #endif
-    backward_input(io.gradient("dx1", x1_dims, s.fp32_in), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, dout, weight,
-                   s);
+    backward_input(io.gradient("dx1", x1_dims, s.in), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, dout, weight, s);
 
     conv_forward_v0(output(".v0"), x1, x2, weight, bias, emb, emb_stride, residual, s);
     conv_forward_v1(output(".v1"), x1, x2, weight, bias, emb, emb_stride, residual, s);
     conv_backward_weight_v0(io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"),
                             gradient_of_emb("demb.v0"), emb_stride, dout, x1, x2, s);
-    conv_backward_input_v0(io.gradient("dx1", x1_dims, s.fp32_in, ".v0"),
-                           s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{}, dout, weight, s);
+    conv_backward_input_v0(io.gradient("dx1", x1_dims, s.in, ".v0"),
+                           s.C2 ? io.gradient("dx2", x2_dims, act_element, ".v0") : Grad{}, dout, weight, s);
 #ifdef CUBLASLT
     if (s.kernel > 1 || !cublas_is_checked()) return;
     CublasConv cublas(s);
@@ -298,11 +304,10 @@ static void conv_bench(int kernel) {
                      no = (size_t)s.B * s.out_H() * s.out_W() * s.Cout;
         const size_t nw = (size_t)s.Cout * kernel * kernel * (s.C1 + s.C2);
         const double flop = 2.0 * no * kernel * kernel * (s.C1 + s.C2);
-        const double bytes =
-            1.0 * n1 * (s.fp32_in ? 4 : act_bytes()) + n2 * act_bytes() + no * (s.fp32_out ? 4 : act_bytes());
+        const double bytes = 1.0 * n1 * bytes_of(s.in) + n2 * act_bytes() + no * bytes_of(s.out);
         const Work work{flop, bytes + nw * act_bytes()}, weight_work{flop, bytes + 4.0 * nw}; // dweight is fp32
         BenchArrays a(work.bytes);
-        const auto x1 = a.activation(n1, s.fp32_in), x2 = a.activation(n2), out = a.activation(no, s.fp32_out),
+        const auto x1 = a.activation(n1, s.in), x2 = a.activation(n2), out = a.activation(no, s.out),
                    weight = a.activation(nw);
         const auto bias = a.floats(s.Cout), dweight = a.floats(nw), dbias = a.floats(s.Cout);
         Stats stats = poisoned_stats(a.memory, s.B, s.out_H(), s.out_W(), s.Cout);
@@ -354,7 +359,7 @@ static void conv_bench(int kernel) {
         if (naive) bench_row(shape, "forward.v1", work, a, forward_v1);
         bench_row(shape, "forward", work, a, forward, cublas_forward);
         if (naive) bench_row(shape, "dx.v0", work, a, dx_v0);
-        if (!s.fp32_in) bench_row(shape, "dx", work, a, dx, cublas_dx); // nobody wants the gradient of the images
+        if (s.C1 % 32 == 0) bench_row(shape, "dx", work, a, dx, cublas_dx); // nobody wants the gradient of the images
         if (naive) bench_row(shape, "dweight.v0", weight_work, a, dweight_v0);
         bench_row(shape, "dweight", weight_work, a, dweight_, cublas_dweight);
     });

@@ -17,11 +17,11 @@ static void cublas_check(cublasStatus_t status, const char* what) {
 
 // A matrix of rows that lie `stride` elements apart; transposed: its columns do.
 struct CublasMatrix {
-    bool bf16;
+    Element element;
     int stride;
     bool transposed = false;
 
-    cudaDataType_t type() const { return bf16 ? CUDA_R_16BF : CUDA_R_32F; }
+    cudaDataType_t type() const { return element == Element::BF16 ? CUDA_R_16BF : CUDA_R_32F; }
 };
 
 // out (M, N) = a (M, K) b (K, N) + bias (N) [+ out]. cuBLAS counts by columns: to it this is out^T = b^T a^T.

@@ -42,7 +42,7 @@ static void check(Arrays& io) {
     downsample_backward(io.gradient("dx", {B, H, W, C}), dout, B, H, W, C);
     downsample_forward_v0(io.activation_output("out.v0", out_dims), io.stats("stats", B, H / 2, W / 2, C, ".v0"), x, B,
                           H, W, C);
-    downsample_backward_v0(io.gradient("dx", {B, H, W, C}, false, ".v0"), dout, B, H, W, C);
+    downsample_backward_v0(io.gradient("dx", {B, H, W, C}, act_element, ".v0"), dout, B, H, W, C);
 }
 
 static void bench() {

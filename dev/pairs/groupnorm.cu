@@ -204,8 +204,8 @@ static void check(Arrays& io) {
     const NormInputs in{values(x1), values(x2), weight, bias, ss, ss_stride, s};
     groupnorm_forward_v0(io.activation_output("out.v0", out_dims), in);
     groupnorm_forward_v1(io.activation_output("out.v1", out_dims), in);
-    groupnorm_backward_v0(io.gradient("dx1", x1_dims, false, ".v0"),
-                          s.C2 ? io.gradient("dx2", x2_dims, false, ".v0") : Grad{},
+    groupnorm_backward_v0(io.gradient("dx1", x1_dims, act_element, ".v0"),
+                          s.C2 ? io.gradient("dx2", x2_dims, act_element, ".v0") : Grad{},
                           io.parameter_gradient("weight", ".v0"), io.parameter_gradient("bias", ".v0"),
                           ss ? io.updated<float>("dscale_shift.v0", "dscale_shift_start") + ss_offset : nullptr, dout,
                           in, mean, rstd, io.memory.poisoned<double>((size_t)s.B * C * 2));

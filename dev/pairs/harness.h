@@ -37,9 +37,9 @@ static uint16_t bf16_bits(float v) {
     return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
 }
 
-// Activations and convolution weights are act*: float, or bf16 on a GPU that was started so.
+// Activations and convolution weights are act*: float or bf16, as act_element says.
 static void act_to_device(act* device, const float* values, size_t n) {
-    if (act_bytes() == sizeof(float)) {
+    if (act_element == Element::FP32) {
         copy_to_device(device, values, n * sizeof(float));
         return;
     }
@@ -83,30 +83,27 @@ struct Memory {
     }
 };
 
-// Elements of an activation, whichever type it has. (A type test for each element: naive versions can afford it.)
+// Elements of a tensor, whichever type they have. (A type test for each element: naive versions can afford it.)
 struct Values {
     act* p;
-    bool bf16;
+    Element element;
 
     HD float operator[](size_t i) const {
 #ifdef __CUDACC__
-        if (bf16) return __bfloat162float(((const ::bf16*)p)[i]);
+        if (element == Element::BF16) return __bfloat162float(((const bf16*)p)[i]);
 #endif
         return ((const float*)p)[i];
     }
     HD void set(size_t i, float v) const {
 #ifdef __CUDACC__
-        if (bf16) ((::bf16*)p)[i] = __float2bfloat16(v);
+        if (element == Element::BF16) ((bf16*)p)[i] = __float2bfloat16(v);
         else
 #endif
             ((float*)p)[i] = v;
     }
 };
 
-// fp32: a float* in every build
-static Values values(const act* p, bool fp32 = false) {
-    return Values{const_cast<act*>(p), act_bytes() != sizeof(float) && !fp32};
-}
+static Values values(const act* p, Element element = act_element) { return Values{const_cast<act*>(p), element}; }
 
 #ifndef __CUDACC__ // there the program has it
 // f(i) for every i < n, in any order: f = [=] HD(size_t i) {...}
@@ -184,35 +181,37 @@ struct Arrays {
 
     // Called with the way that a plan chose for a case: one that is there for another way (in bf16, on Hopper) would leave that one unchecked.
     void takes(const std::string& way) const {
-        if (has("takes") && act_bytes() != sizeof(float) && string("takes") != way)
+        if (has("takes") && act_element != Element::FP32 && string("takes") != way)
             die("a case that is there for %s takes %s", string("takes").c_str(), way.c_str());
     }
 
-    // --- for the operations: device memory; null where the file has no such array. fp32: a float* in every build
-    act* activation(const std::string& name, bool fp32 = false) {
-        if (!has(name) || fp32) return input<float>(name);
+    // --- for the operations: device memory; null where the file has no such array.
+    act* activation(const std::string& name, Element element = act_element) {
+        if (!has(name) || element == Element::FP32) return input<float>(name);
         const size_t n = count_of(in.at(name).dims);
-        for (size_t i = 0; i < n && act_bytes() != sizeof(float); i++) {
+        for (size_t i = 0; i < n; i++) {
             const uint32_t bits = (uint32_t)bf16_bits(host(name)[i]) << 16;
             if (memcmp(&bits, host(name) + i, 4))
                 die("%s: is not exact in bf16; the Python half must have it among its activations", name.c_str());
         }
         return memory.upload_activation(host(name), n);
     }
-    act* activation_output(const std::string& name, const Dims& dims, bool fp32 = false) {
-        return fp32 ? output<float>(name, dims)
-                    : save_activation(name, memory.poisoned_activation(count_of(dims)), dims);
+    act* activation_output(const std::string& name, const Dims& dims, Element element = act_element) {
+        if (element == Element::FP32) return output<float>(name, dims);
+        return save_activation(name, memory.poisoned_activation(count_of(dims)), dims);
     }
     // Where a backward function leaves the gradient of an activation. An array of this name in the file is an addend and lies in place, as the
     // trainer has it; name + "_add" is a second one.
-    Grad gradient(const std::string& name, const Dims& dims, bool fp32 = false, const std::string& version = "") {
-        act* dx = !has(name) ? activation_output(name + version, dims, fp32)
-                  : fp32     ? updated<float>(name + version, name)
-                             : save_activation(name + version, activation(name), dims);
-        return Grad{dx, has(name) ? dx : nullptr, activation(name + "_add", fp32)};
+    Grad gradient(const std::string& name, const Dims& dims, Element element = act_element,
+                  const std::string& version = "") {
+        act* dx;
+        if (!has(name)) dx = activation_output(name + version, dims, element);
+        else if (element == Element::FP32) dx = updated<float>(name + version, name);
+        else dx = save_activation(name + version, activation(name), dims);
+        return Grad{dx, has(name) ? dx : nullptr, activation(name + "_add", element)};
     }
     GradOf<float> plain_gradient(const std::string& name, const Dims& dims, const std::string& version = "") {
-        const Grad g = gradient(name, dims, true, version);
+        const Grad g = gradient(name, dims, Element::FP32, version);
         return GradOf<float>{(float*)g.dx, (const float*)g.add1, (const float*)g.add2};
     }
     template <class T> T* input(const std::string& name) {
@@ -272,7 +271,7 @@ struct Arrays {
         return device;
     }
     act* save_activation(const std::string& name, act* device, const Dims& dims) {
-        if (act_bytes() == sizeof(float)) return save_plain(name, (float*)device, dims);
+        if (act_element == Element::FP32) return save_plain(name, (float*)device, dims);
         out.push_back({name, [=] {
                            Array a = packed(download((const uint16_t*)device, count_of(dims)), dims);
                            a.type = "b2";
@@ -318,7 +317,8 @@ struct Work {
     bool fp32 = false;
 
     double floor_us() const {
-        return 1e6 * std::max(flop / (fp32 || act_bytes() == 4 ? CEILING_FP32 : CEILING_BF16), bytes / CEILING_BYTES);
+        return 1e6 * std::max(flop / (fp32 || act_element == Element::FP32 ? CEILING_FP32 : CEILING_BF16),
+                              bytes / CEILING_BYTES);
     }
 };
 
@@ -340,7 +340,7 @@ static float* random_floats(Memory& memory, size_t n) {
 
 static act* random_activation(Memory& memory, size_t n) {
     float* fp32 = random_floats(memory, n);
-    if (act_bytes() == sizeof(float)) return fp32;
+    if (act_element == Element::FP32) return fp32;
     act* p = memory.poisoned_activation(n);
     cast_params(p, fp32, n);
     device_free(fp32);
@@ -375,8 +375,10 @@ struct BenchArrays {
         for (int k = 0; k < copies; k++) c.p.push_back(make());
         return c;
     }
-    auto activation(size_t n, bool fp32 = false) {
-        return copy([&]() -> act* { return fp32 ? random_floats(memory, n) : random_activation(memory, n); });
+    auto activation(size_t n, Element element = act_element) {
+        return copy([&]() -> act* {
+            return element == Element::FP32 ? random_floats(memory, n) : random_activation(memory, n);
+        });
     }
     auto floats(size_t n) {
         return copy([&] { return random_floats(memory, n); });
@@ -476,34 +478,33 @@ struct BenchModel {
     int B;
 };
 
-static const std::vector<BenchModel>& bench_models() {
-    static const std::vector<BenchModel> models = [] {
-        std::vector<BenchModel> list;
+// Built anew for each precision: a tensor knows its element.
+static std::vector<BenchModel> bench_models() {
+    std::vector<BenchModel> models;
 #ifdef CUBLASLT
-        std::vector<const char*> presets; // all
-        for (const auto& preset : PRESETS) presets.push_back(preset.first.c_str());
+    std::vector<const char*> presets; // all
+    for (const auto& preset : PRESETS) presets.push_back(preset.first.c_str());
 #elif defined(__CUDACC__)
-        const std::vector<const char*> presets = {"unet64"};
+    const std::vector<const char*> presets = {"unet64"};
 #else
-        const std::vector<const char*> presets = {"fashion32", "unet64"};
+    const std::vector<const char*> presets = {"fashion32", "unet64"};
 #endif
-        for (const char* preset : presets) {
-            Config config;
-            apply_preset(&config, preset);
-            config.preset = preset;
-            const std::string problem = check_model(&config);
-            if (!problem.empty()) die("%s", problem.c_str());
-            list.push_back(BenchModel{build_unet(config), config.batch_size});
-        }
-        return list;
-    }();
+    for (const char* preset : presets) {
+        Config config;
+        apply_preset(&config, preset);
+        config.preset = preset;
+        const std::string problem = check_model(&config);
+        if (!problem.empty()) die("%s", problem.c_str());
+        models.push_back(BenchModel{build_unet(config), config.batch_size});
+    }
     return models;
 }
 
 // Calls run(layer, shape) once for every shape that layers of this kind have in those models. shape = describe(layer); "": leave it out.
 template <class D, class F> static void for_each_shape(LayerKind kind, D describe, F run) {
     std::set<std::string> seen;
-    for (const BenchModel& model : bench_models())
+    const std::vector<BenchModel> models = bench_models();
+    for (const BenchModel& model : models)
         for (const Layer& layer : model.net.layers) {
             if (layer.kind != kind) continue;
             const ModelLayer m{const_cast<UNet*>(&model.net), &layer, model.B};
@@ -526,8 +527,8 @@ static void print_table(void (*bench)()) {
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
     printf("%s, %s; %%: the least time that %s measured ceilings allow (%.0f TFLOP/s, %.2f TB/s), of the time taken\n",
-           properties.name, device.bf16 ? "bf16" : "fp32", strstr(properties.name, "H200") ? "its" : "an H200's",
-           (device.bf16 ? CEILING_BF16 : CEILING_FP32) * 1e-12, CEILING_BYTES * 1e-12);
+           properties.name, name_of(act_element), strstr(properties.name, "H200") ? "its" : "an H200's",
+           (act_element == Element::BF16 ? CEILING_BF16 : CEILING_FP32) * 1e-12, CEILING_BYTES * 1e-12);
 #endif
     bench();
 }
@@ -542,11 +543,11 @@ static int pair_main(int argc, char** argv, void (*check)(Arrays&), void (*bench
         return 1;
     }
     if (argc <= 2) {
-        start_pair(argc == 2 ? argv[1] : "", (size_t)1 << 30);
+        start_pair(argc == 2 ? argv[1] : "auto", (size_t)1 << 30);
         print_table(bench);
 #ifdef __CUDACC__
         if (argc == 1) { // the exact mode as well
-            device.bf16 = false;
+            act_element = Element::FP32;
             print_table(bench);
         }
 #endif

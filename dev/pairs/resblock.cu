@@ -181,9 +181,9 @@ static void bench() {
     } shapes[] = {{16, 32, 32, 0, 32, 128},   {16, 16, 32, 0, 64, 128},   {16, 8, 64, 64, 64, 128},
                   {32, 64, 64, 0, 64, 256},   {32, 64, 64, 64, 64, 256},  {32, 32, 128, 64, 128, 256},
                   {32, 16, 192, 0, 192, 256}, {32, 8, 256, 192, 256, 256}};
+    const std::vector<BenchModel> models = bench_models();
     for (const auto& s : shapes) {
-        if (std::none_of(bench_models().begin(), bench_models().end(), [&](const BenchModel& m) { return m.B == s.B; }))
-            continue;
+        if (std::ranges::find(models, s.B, &BenchModel::B) == models.end()) continue;
         BenchArrays a(1e9); // one copy: what one operation leaves in a cache the next one reads there, as in training
         Memory& memory = a.memory;
         ResBlock r{};
