@@ -11,83 +11,83 @@
 //    805     4. Configuration: flags, presets, help, what can work and what cannot
 //   1441     5. The network: a list of layers, made of guided-diffusion's flags
 //   2219     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2453     7. Forward and backward: two walks over the list
-//   2568     8. Diffusion: noise schedules, objectives, samplers
-//   2770         the level of a training sample, drawn, and its share of the loss
-//   2928         samplers
-//   3433     9. Data: .bin files that may be larger than memory, the order of their images
-//   3768    10. Model files: weights and checkpoints, initial weights
-//   4105    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4120         the learning rate, the verdict on a step, averages of the weights
-//   4199         what a trainer holds
-//   4304         a step
-//   4541    12. A run: log, guard, checkpoints, resume, samples
-//   4566         the log in memory, as the page shows it
-//   4672         what a run holds
-//   4739         the log and the status line
-//   4922         checkpoints, snapshots and grids
-//   5142         the start of a run: new, from a file's weights, or resumed
-//   5317         the loop over the steps
-//   5429         a run from its first to its last line
-//   5576         samples, without a run
-//   5753    13. main: the command line, then a run or samples
-//   5993         what ranks must have in common
-//   6058         main
-//   6178  Part II. The device
-//   6181    14. What all devices share: nonlinearities, patches of pixels
-//   6225    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6293    16. The GPU: what all kernels share
-//   6358         Launches, which may overlap
-//   6400         Decisions: what kernels are chosen with
-//   6435         Single instructions: shared memory, mbarriers, clusters
-//   6519         Activations: pieces of 16 bytes
-//   6731         each_kernel: a thread for an element
-//   6745         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6884         Swizzle: how rows lie in shared memory
-//   6902         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7077         building blocks of Hopper's kernels (sm_90a)
-//   7325    17. Small operations: resampling, embeddings, diffusion
-//   7328         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7513         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7854         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8227    18. Group norm
-//   8230         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8738         groupnorm_backward_whole: an image's slab in shared memory
-//   9095    19. Attention
-//   9198         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9713         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9848         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10498    20. Convolution
-//  10531         ConvOut: results, 4 channels of a pixel at a time
-//  10757         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10817         conv_halo: 3x3, stride 1, any GPU
-//  11208         conv_gather: any kernel size and stride, any GPU
-//  11459         conv_few: the first and the last layer
-//  11628         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12178         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12277         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  12665         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12964         conv_weight_tma: weight gradients (sm_90a)
-//  13198    21. The optimiser
-//  13201         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13420    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13423         groupnorm_backward
-//  13522         attention: forward and, where a has dout, backward
-//  13562         convolution: forward and input gradient
-//  13866         convolution: weight gradients
-//  14148    23. The GPU: memory, copies, repeated work
-//  14359    24. Between ranks: from device to device
+//   2456     7. Forward and backward: two walks over the list
+//   2571     8. Diffusion: noise schedules, objectives, samplers
+//   2773         the level of a training sample, drawn, and its share of the loss
+//   2931         samplers
+//   3436     9. Data: .bin files that may be larger than memory, the order of their images
+//   3771    10. Model files: weights and checkpoints, initial weights
+//   4108    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4123         the learning rate, the verdict on a step, averages of the weights
+//   4202         what a trainer holds
+//   4307         a step
+//   4544    12. A run: log, guard, checkpoints, resume, samples
+//   4569         the log in memory, as the page shows it
+//   4675         what a run holds
+//   4742         the log and the status line
+//   4925         checkpoints, snapshots and grids
+//   5145         the start of a run: new, from a file's weights, or resumed
+//   5320         the loop over the steps
+//   5432         a run from its first to its last line
+//   5579         samples, without a run
+//   5756    13. main: the command line, then a run or samples
+//   5996         what ranks must have in common
+//   6061         main
+//   6181  Part II. The device
+//   6184    14. What all devices share: nonlinearities, patches of pixels
+//   6228    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6296    16. The GPU: what all kernels share
+//   6361         Launches, which may overlap
+//   6403         Decisions: what kernels are chosen with
+//   6438         Single instructions: shared memory, mbarriers, clusters
+//   6522         Activations: pieces of 16 bytes
+//   6734         each_kernel: a thread for an element
+//   6748         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   6887         Swizzle: how rows lie in shared memory
+//   6905         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7080         building blocks of Hopper's kernels (sm_90a)
+//   7328    17. Small operations: resampling, embeddings, diffusion
+//   7331         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7516         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   7857         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8230    18. Group norm
+//   8233         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8741         groupnorm_backward_whole: an image's slab in shared memory
+//   9098    19. Attention
+//   9201         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9716         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//   9851         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10501    20. Convolution
+//  10534         ConvOut: results, 4 channels of a pixel at a time
+//  10760         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  10820         conv_halo: 3x3, stride 1, any GPU
+//  11211         conv_gather: any kernel size and stride, any GPU
+//  11462         conv_few: the first and the last layer
+//  11631         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12181         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12280         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  12668         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  12967         conv_weight_tma: weight gradients (sm_90a)
+//  13201    21. The optimiser
+//  13204         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13423    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13426         groupnorm_backward
+//  13525         attention: forward and, where a has dout, backward
+//  13565         convolution: forward and input gradient
+//  13869         convolution: weight gradients
+//  14151    23. The GPU: memory, copies, repeated work
+//  14362    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6174, train 5533, run_step 5365, train_step 4479, load_batch 3729, step_gradients 4392, forward_and_loss 4310,
-//     draw_levels 7866, q_sample_forward 7931, unet_forward 2477, loss_forward_backward 8038, unet_backward 2540,
-//     sum_gradients 13247, judge_step 13294, adamw_update 13398, next_step 13300, record_step 13305, collect_steps 5321
-//   pictures, from noise: sample_batch 3350, plan_route 3148, device_step 3191, euler_step 2958 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4392
-//   a nonlinearity beside SiLU: Nonlinearity 226, Silu 6198, with_nonlinearity 6208
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2694
-//   an objective: its word in common/flags.h, make_objective 2749, draw_level 2835, level_at 3175, sampler_sigmas 3080
+//     main 6177, train 5536, run_step 5368, train_step 4482, load_batch 3732, step_gradients 4395, forward_and_loss 4313,
+//     draw_levels 7869, q_sample_forward 7934, unet_forward 2480, loss_forward_backward 8041, unet_backward 2543,
+//     sum_gradients 13250, judge_step 13297, adamw_update 13401, next_step 13303, record_step 13308, collect_steps 5324
+//   pictures, from noise: sample_batch 3353, plan_route 3151, device_step 3194, euler_step 2961 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4395
+//   a nonlinearity beside SiLU: Nonlinearity 226, Silu 6201, with_nonlinearity 6211
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2697
+//   an objective: its word in common/flags.h, make_objective 2752, draw_level 2838, level_at 3178, sampler_sigmas 3083
 //   a kind of layer: LayerKind 1492, forward_linear 1712 and backward_linear 1716 beside it, OPS 1847, add_resblock 2018 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
@@ -2220,6 +2220,9 @@ static UNet build_unet(const Config& c) {
 // All of a network's activations and gradients lie in one piece of memory, the arena. Two buffers may share a place if
 // they are never in use at the same time. Time is counted in layers: 0 is when the batch is drawn, 1 + i is the forward
 // pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of layer i.
+//
+// In the order in which they run: plan_memory calls plan_gradients, plan_waits, plan_fusions, plan_lifetimes and
+// place_buffers.
 
 // A tensor's gradient is the sum of what its readers contribute, from the last reader to the first. Each reader writes
 // a buffer of its own, to which it adds what waits there from the readers behind it. A residual's contribution is the
@@ -2499,7 +2502,7 @@ struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Lane*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
-    double load = 0;           // of a full launch, what waits makes up this much
+    double load = 0;           // the part of a launch that fills the device that what waits makes up
     int last = -1;             // the layer that came last
     std::vector<int> ticket{}; // for wait_for_side, of each layer that was sent, else -1
 

@@ -368,6 +368,7 @@ static inline void conv_forward(float* out,                       // (B, Ho, Wo,
         const PixelTile tile = pixel_tile(first, s.B, HWo);
         float acc[TM][TN] = {};
         for (int tap = 0; tap < taps; tap++) {
+            // The rows on the left: which input pixel each of the TM output pixels reads with this tap.
             const float *rows1[TM], *rows2[TM];
             for (int m = 0; m < TM; m++) {
                 const int source = sources[tap * HWo + tile.pixel[m]];
@@ -375,16 +376,19 @@ static inline void conv_forward(float* out,                       // (B, Ho, Wo,
                 rows1[m] = source < 0 ? zeros.data() : row_of(x1, pixel, s.C1);
                 rows2[m] = source < 0 || !x2 ? zeros.data() : row_of(x2, pixel, s.C2);
             }
+            // This tap's weights, first those of x1's channels and then those of x2's.
             const float* w1 = row_of(by_input.data(), (size_t)tap * Cin, pitch) + co;
             const float* w2 = row_of(w1, s.C1, pitch);
             tile_multiply(acc, rows1, w1, pitch, s.C1);
             if (s.C2) tile_multiply(acc, rows2, w2, pitch, s.C2);
         }
+        // A pixel's results are stored with what is added to them: bias, its image's embedding, the residual.
         const int channels = std::min(TN, s.Cout - co);
         for (int m = 0; m < tile.count; m++) {
             const size_t i = (size_t)(first + m) * s.Cout + co;
             const float* image_emb = emb ? row_of(emb, tile.image[m], emb_stride) + co : nullptr;
-            store_row(out + i, acc[m], channels, bias + co, image_emb, residual ? residual + i : nullptr);
+            const float* added = residual ? residual + i : nullptr;
+            store_row(out + i, acc[m], channels, bias + co, image_emb, added);
         }
     });
     if (stats) channel_stats(stats, out, s.B, HWo, s.Cout);
@@ -442,6 +446,7 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // 
         for (int& pixel : tile.pixel) pixel = pixels[pixel];
         float acc[TM][TN] = {};
         for (int copy_tap = 0; copy_tap < copies * taps; copy_tap++) {
+            // Which output pixel reads each of the TM input pixels with this tap; often none does.
             const float* rows[TM];
             bool any = false;
             for (int m = 0; m < TM; m++) {
@@ -455,6 +460,7 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // 
             const float* w = row_of(by_output.data(), (size_t)tap * s.Cout, pitch) + ci;
             tile_multiply(acc, rows, w, pitch, s.Cout);
         }
+        // A pixel's gradient is stored, with what other readers of the same tensor have found.
         const int C = in_x1 ? s.C1 : s.C2;
         const int channels = std::min(TN, Cin - ci);
         const int c = in_x1 ? ci : ci - s.C1; // the tile's first channel, within x1 or x2
@@ -560,6 +566,7 @@ static inline void conv_backward_weight(float* dweight,                   // (Co
     for (int co = 0; co < s.Cout; co += TM)
         for (int tile = 0; tile < tiles1 + tiles2; tile++)
             for (int tap0 = 0; tap0 < taps; tap0 += s.kernel) {
+                // Which tile it is: its input channels are of x1 or of x2.
                 const bool in_x1 = tile < tiles1;
                 const int C = in_x1 ? s.C1 : s.C2;
                 const int ci = (in_x1 ? tile : tile - tiles1) * TN; // within x1 or x2
@@ -573,6 +580,7 @@ static inline void conv_backward_weight(float* dweight,                   // (Co
                     float acc[3][TM][TN] = {}; // of the taps in this row of the kernel
                     const float* d = row_of(d_padded.rows, (size_t)b * HWo, d_padded.pitch) + co;
                     const float* x = row_of(x_rows, (size_t)b * HW, x_pitch) + ci;
+                    // The sum over this image's pairs of pixels, and then over the images.
                     for (size_t chunk = tap0; chunk < pairs.size(); chunk += taps)
                         for (int kw = 0; kw < s.kernel; kw++)
                             tile_outer(acc[kw], d, d_padded.pitch, x, x_pitch, pairs[chunk + kw]);
@@ -644,7 +652,8 @@ static inline void silu_backward(GradOf<float> dx, const float* dout, const floa
 #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < n; i++) {
         const float s = sigmoid<float>(x[i]);
-        dx.dx[i] = with_addends(dx, i, dout[i] * s * (1 + x[i] * (1 - s)));
+        const float slope = 1 + x[i] * (1 - s); // of the derivative s * slope
+        dx.dx[i] = with_addends(dx, i, dout[i] * s * slope);
     }
 }
 
@@ -770,6 +779,7 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
             const ChannelBlock block = channel_block(in, b, c0);
             const AffineMap map = norm_map(in, b, c0);
             for (int p = 0; p < s.HW; p++) {
+                // z = x * slope + offset; f(z); dropout
                 const float* x = row_of(block.first, p, block.pitch);
                 float* z = row_of(out, (size_t)b * s.HW + p, C) + c0;
 #pragma omp simd
@@ -823,6 +833,7 @@ static inline void norm_backward_sums(double* sums, const float* dout, const Nor
                     product[i] += (double)dz[i] * x[i];
                 }
             }
+            // sum(dz xhat) = (sum(dz x) - mean sum(dz)) rstd
             for (int i = 0; i < NORM_CHANNELS; i++) {
                 const int c = c0 + i;
                 const int g = in.group(b, c);
@@ -853,6 +864,7 @@ static inline void norm_backward_params(float* group_means,           // (B, gro
             const double sum_dz = both[0];
             const double sum_dz_xhat = both[1];
             const double scale = scales ? 1.0 + scales[c] : 1.0;
+            // w dz and w dz xhat, summed over the group's channels
             double* total = &totals[(size_t)in.group(b, c) * 2];
             total[0] += in.weight[c] * scale * sum_dz;
             total[1] += in.weight[c] * scale * sum_dz_xhat;
@@ -1013,22 +1025,25 @@ static inline void attention_backward(float* dqkv,                         // (B
             const float* o = row_of(out, token0, C) + h * d;
             const float* d_o = row_of(dout, token0, C) + h * d;
 
+            // P, as in the forward pass
             transpose(kT.data(), T_pad, k, pitch, T, d);
             transpose(vT.data(), T_pad, v, pitch, T, d);
             attention_probabilities(P.data(), T_pad, q, pitch, kT.data(), T, d);
 
+            // dv = P^T dout
             transpose(transposed.data(), T_pad, P.data(), T_pad, T, T);
             copy_rows(rows.data(), d_pad, d_o, C, T, d, 1);
             matmul(dv, pitch, transposed.data(), T_pad, rows.data(), d_pad, T, d, T);
 
-            std::vector<float>& dP = dS; // dS takes dP's place
+            // dP = dout v^T, and dS = P * (dP - D) in its place
+            std::vector<float>& dP = dS;
             matmul(dP.data(), T_pad, d_o, C, vT.data(), T_pad, T, T, d);
             for (int t = 0; t < T; t++) {
                 const float* o_row = row_of(o, t, C);
                 const float* d_o_row = row_of(d_o, t, C);
                 const float* P_row = row_of(P.data(), t, T_pad);
                 float* dS_row = row_of(dS.data(), t, T_pad);
-                double D = 0;
+                double D = 0; // of this row
                 for (int c = 0; c < d; c++) {
                     D += (double)d_o_row[c] * o_row[c];
                 }
@@ -1037,9 +1052,11 @@ static inline void attention_backward(float* dqkv,                         // (B
                 }
             }
 
+            // dq = dS k / sqrt(d)
             copy_rows(rows.data(), d_pad, k, pitch, T, d, scale);
             matmul(dq, pitch, dS.data(), T_pad, rows.data(), d_pad, T, d, T);
 
+            // dk = dS^T q / sqrt(d)
             transpose(transposed.data(), T_pad, dS.data(), T_pad, T, T);
             copy_rows(rows.data(), d_pad, q, pitch, T, d, scale);
             matmul(dk, pitch, transposed.data(), T_pad, rows.data(), d_pad, T, d, T);
@@ -1294,7 +1311,7 @@ static inline void q_sample_forward(float* x_t, float* target,                //
                     const int w_in = flip ? W - 1 - w : w;
                     const size_t in = (((size_t)b * C + c) * H + h) * W + w_in;
                     const size_t i = (((size_t)b * H + h) * W + w) * C + c;
-                    float x0;
+                    float x0;                                                          // the image's value here
                     if (bytes == 1) x0 = ((const uint8_t*)images)[in] / 127.5f - 1.0f; // 0 ... 255 to -1 ... 1
                     else x0 = ((const float*)images)[in];
                     const float noise = target[i];
@@ -1328,10 +1345,12 @@ static inline void loss_forward_backward(double* loss, float* dout, // (B), (B, 
             float* d_row = row_of(dout, pixel, Cout);
             std::fill_n(d_row, Cout, 0.0f);
             for (int c = 0; c < C; c++) {
+                // The squared error, and its derivative by the output
                 const float d = o_row[c] - target_row[c];
                 sum += (double)mse * d * d;
                 d_row[c] = 2 * d * mse * slope;
                 if (!(o.bound > 0)) continue;
+                // The term of the variational bound, and its derivatives by both outputs
                 const float v = Cout > C ? o_row[C + c] : 0;
                 const float x0 = l.x0_x * x_row[c] + l.x0_out * target_row[c];
                 const BoundTerm term = bound_term(l, d, v, x0);
@@ -1420,8 +1439,8 @@ static inline float limited(float x0, float limit) {
 }
 
 // x += sigma z for sample b. A learned sigma lies between two bounds, and the second C outputs say where.
-static inline void add_step_noise(float* x, const float* out, const SamplerStep& s, RandomKey key, int b, int HW, int C,
-                                  int Cout) {
+static inline void add_step_noise(float* x, const float* out, // (HW, C) of sample b; (B, HW, Cout)
+                                  const SamplerStep& s, RandomKey key, int b, int HW, int C, int Cout) {
     for (int e = 0; e < HW * C; e += 4) {
         float z[4];
         normals(z, random_words(key, e / 4, b));
@@ -1439,8 +1458,9 @@ static inline void add_step_noise(float* x, const float* out, const SamplerStep&
 }
 
 // A step of a sampler, in place: x ((guided ? 2 : 1) B, HW, C), where with guidance the second half is a copy.
-static inline void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& d, RandomKey key,
-                                int B, int HW, int C, int Cout) {
+static inline void sampler_step(float* x, const float* out, // as above; (B or 2 B, HW, Cout)
+                                const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C,
+                                int Cout) {
     const SamplerStep s = steps[*key.step];
     const int n = HW * C;
 #pragma omp parallel for schedule(static)
@@ -1450,6 +1470,7 @@ static inline void sampler_step(float* x, const float* out, const SamplerStep* s
         std::vector<float> x0 = predicted_x0(sample, out, s, d, b, B, HW, C, Cout);
         const float limit = x0_limit(x0, d.rank);
         for (int e = 0; e < n; e++) {
+            // x' and m', as struct SamplerStep has them
             if (d.limit) x0[e] = limited(x0[e], limit);
             float next = s.next_x * sample[e] + s.next_x0 * x0[e];
             if (s.next_m != 0) next += s.next_m * memory[e];
@@ -1464,8 +1485,8 @@ static inline void sampler_step(float* x, const float* out, const SamplerStep* s
 // Inpainting. Where mask (B, n) is 0, x becomes the given image with the noise of this step. Where the sampler then
 // goes back some steps (RePaint, Lugmayr et al. 2022), noise is added: x' = back_x x + back_sigma z. Otherwise back_x
 // is 1 and back_sigma is 0.
-static inline void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
-                              bool guided, int B, int n) {
+static inline void keep_known(float* x, const float* image, const float* mask, // (B or 2 B, n), (B, n), (B, n)
+                              const SamplerStep* steps, RandomKey key, bool guided, int B, int n) {
     const SamplerStep s = steps[*key.step];
     if (s.known_x == 0) return;
     const RandomKey back_key{key.seed, RANDOM_BACK_NOISE, key.step, key.sample0};
@@ -1474,6 +1495,7 @@ static inline void keep_known(float* x, const float* image, const float* mask, c
             float z_known[4], z_back[4];
             normals(z_known, random_words(key, e / 4, b));
             normals(z_back, random_words(back_key, e / 4, b));
+            // Four normals are drawn at a time; the last four may be more than are left.
             for (int k = 0; k < 4 && e + k < n; k++) {
                 const size_t i = (size_t)b * n + e + k;
                 const float known = s.known_x * image[i] + s.known_sigma * z_known[k];
@@ -1551,6 +1573,7 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
     const double t = (double)state->updates;
     double clip = 1;
     if (h.grad_clip > 0) clip = std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6));
+    // What does not depend on the parameter: the factor of clipping, and the corrections of m_hat and v_hat.
     const double correction1 = 1 - std::pow((double)h.beta1, t);
     const double correction2 = 1 - std::pow((double)h.beta2, t);
     const float scale = (float)clip;
@@ -1571,7 +1594,7 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
             const float g = grads[i] * scale;
             m[i] = h.beta1 * m[i] + (1 - h.beta1) * g;
             v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
-            const float denominator = std::sqrt(v[i]) / root + h.eps;
+            const float denominator = std::sqrt(v[i]) / root + h.eps; // sqrt(v_hat) + eps
             params[i] = params[i] * decay - step_size * m[i] / denominator;
             ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
         }
