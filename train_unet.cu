@@ -6,89 +6,89 @@
 // Map (make map renews the line numbers)
 //    171  Part I. The program
 //    174     1. Types at the interface: what operations are called with
-//    447     2. The interface: all that the program asks of a device
-//    715     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    805     4. Configuration: flags, presets, help, what can work and what cannot
-//   1441     5. The network: a list of layers, made of guided-diffusion's flags
-//   2219     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2456     7. Forward and backward: two walks over the list
-//   2571     8. Diffusion: noise schedules, objectives, samplers
-//   2773         the level of a training sample, drawn, and its share of the loss
-//   2931         samplers
-//   3436     9. Data: .bin files that may be larger than memory, the order of their images
-//   3771    10. Model files: weights and checkpoints, initial weights
-//   4108    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4123         the learning rate, the verdict on a step, averages of the weights
-//   4202         what a trainer holds
-//   4307         a step
-//   4544    12. A run: log, guard, checkpoints, resume, samples
-//   4569         the log in memory, as the page shows it
-//   4675         what a run holds
-//   4742         the log and the status line
-//   4925         checkpoints, snapshots and grids
-//   5145         the start of a run: new, from a file's weights, or resumed
-//   5320         the loop over the steps
-//   5432         a run from its first to its last line
-//   5579         samples, without a run
-//   5756    13. main: the command line, then a run or samples
-//   5996         what ranks must have in common
-//   6061         main
-//   6181  Part II. The device
-//   6184    14. What all devices share: nonlinearities, patches of pixels
-//   6228    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6296    16. The GPU: what all kernels share
-//   6361         Launches, which may overlap
-//   6403         Decisions: what kernels are chosen with
-//   6438         Single instructions: shared memory, mbarriers, clusters
-//   6522         Activations: pieces of 16 bytes
-//   6734         each_kernel: a thread for an element
-//   6748         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   6887         Swizzle: how rows lie in shared memory
-//   6905         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7080         building blocks of Hopper's kernels (sm_90a)
-//   7328    17. Small operations: resampling, embeddings, diffusion
-//   7331         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7516         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   7857         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8230    18. Group norm
-//   8233         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8741         groupnorm_backward_whole: an image's slab in shared memory
-//   9098    19. Attention
-//   9201         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9716         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//   9851         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10501    20. Convolution
-//  10534         ConvOut: results, 4 channels of a pixel at a time
-//  10760         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  10820         conv_halo: 3x3, stride 1, any GPU
-//  11211         conv_gather: any kernel size and stride, any GPU
-//  11462         conv_few: the first and the last layer
-//  11631         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12181         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12280         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  12668         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  12967         conv_weight_tma: weight gradients (sm_90a)
-//  13201    21. The optimiser
-//  13204         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13423    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13426         groupnorm_backward
-//  13525         attention: forward and, where a has dout, backward
-//  13565         convolution: forward and input gradient
-//  13869         convolution: weight gradients
-//  14151    23. The GPU: memory, copies, repeated work
-//  14362    24. Between ranks: from device to device
+//    457     2. The interface: all that the program asks of a device
+//    733     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    824     4. Configuration: flags, presets, help, what can work and what cannot
+//   1462     5. The network: a list of layers, made of guided-diffusion's flags
+//   2241     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2478     7. Forward and backward: two walks over the list
+//   2593     8. Diffusion: noise schedules, objectives, samplers
+//   2795         the level of a training sample, drawn, and its share of the loss
+//   3094         samplers
+//   3597     9. Data: .bin files that may be larger than memory, the order of their images
+//   3934    10. Model files: weights and checkpoints, initial weights
+//   4271    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4286         the learning rate, the verdict on a step, averages of the weights
+//   4365         what a trainer holds
+//   4480         a step
+//   4725    12. A run: log, guard, checkpoints, resume, samples
+//   4750         the log in memory, as the page shows it
+//   4856         what a run holds
+//   4923         the log and the status line
+//   5106         checkpoints, snapshots and grids
+//   5326         the start of a run: new, from a file's weights, or resumed
+//   5501         the loop over the steps
+//   5613         a run from its first to its last line
+//   5760         samples, without a run
+//   5937    13. main: the command line, then a run or samples
+//   6177         what ranks must have in common
+//   6242         main
+//   6362  Part II. The device
+//   6365    14. What all devices share: nonlinearities, patches of pixels
+//   6409    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6477    16. The GPU: what all kernels share
+//   6542         Launches, which may overlap
+//   6584         Decisions: what kernels are chosen with
+//   6619         Single instructions: shared memory, mbarriers, clusters
+//   6703         Activations: pieces of 16 bytes
+//   6915         each_kernel: a thread for an element
+//   6929         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7068         Swizzle: how rows lie in shared memory
+//   7086         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7261         building blocks of Hopper's kernels (sm_90a)
+//   7509    17. Small operations: resampling, embeddings, diffusion
+//   7512         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7697         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8038         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8436    18. Group norm
+//   8439         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8947         groupnorm_backward_whole: an image's slab in shared memory
+//   9304    19. Attention
+//   9407         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9922         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10057         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10707    20. Convolution
+//  10740         ConvOut: results, 4 channels of a pixel at a time
+//  10966         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11026         conv_halo: 3x3, stride 1, any GPU
+//  11417         conv_gather: any kernel size and stride, any GPU
+//  11668         conv_few: the first and the last layer
+//  11837         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12387         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12486         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  12874         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13173         conv_weight_tma: weight gradients (sm_90a)
+//  13407    21. The optimiser
+//  13410         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13629    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13632         groupnorm_backward
+//  13731         attention: forward and, where a has dout, backward
+//  13771         convolution: forward and input gradient
+//  14075         convolution: weight gradients
+//  14357    23. The GPU: memory, copies, repeated work
+//  14568    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6177, train 5536, run_step 5368, train_step 4482, load_batch 3732, step_gradients 4395, forward_and_loss 4313,
-//     draw_levels 7869, q_sample_forward 7934, unet_forward 2480, loss_forward_backward 8041, unet_backward 2543,
-//     sum_gradients 13250, judge_step 13297, adamw_update 13401, next_step 13303, record_step 13308, collect_steps 5324
-//   pictures, from noise: sample_batch 3353, plan_route 3151, device_step 3194, euler_step 2961 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4395
-//   a nonlinearity beside SiLU: Nonlinearity 226, Silu 6201, with_nonlinearity 6211
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2697
-//   an objective: its word in common/flags.h, make_objective 2752, draw_level 2838, level_at 3178, sampler_sigmas 3083
-//   a kind of layer: LayerKind 1492, forward_linear 1712 and backward_linear 1716 beside it, OPS 1847, add_resblock 2018 and its like
+//     main 6358, train 5717, run_step 5549, train_step 4663, load_batch 3895, step_gradients 4568, forward_and_loss 4486,
+//     draw_levels 8050, q_sample_forward 8140, unet_forward 2502, loss_forward_backward 8247, unet_backward 2565,
+//     sum_gradients 13456, judge_step 13503, adamw_update 13607, next_step 13509, record_step 13514, collect_steps 5505
+//   pictures, from noise: sample_batch 3514, plan_route 3314, device_step 3357, euler_step 3124 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4568
+//   a nonlinearity beside SiLU: Nonlinearity 226, Silu 6382, with_nonlinearity 6392
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2719
+//   an objective: its word in common/flags.h, make_objective 2774, draw_level 2860, level_at 3341, sampler_sigmas 3246
+//   a kind of layer: LayerKind 1513, forward_linear 1733 and backward_linear 1737 beside it, OPS 1868, add_resblock 2039 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -313,6 +313,16 @@ struct Tuning {
     TuningWeight weight = TuningWeight::GAP;
     const int64_t* step = nullptr; // device: how far the schedule has come
     HD bool on() const { return q > 0; }
+};
+
+// A change to an image (--augment), and what the network is told of it. The image is mirrored, and then its pixel at
+// (x, y), counted from the centre, shows what the image has at (x_x x + x_y y + x_1, y_x x + y_y y + y_1).
+constexpr int AUGMENT_NUMBERS = 9;
+struct Augmentation {
+    float told[AUGMENT_NUMBERS];
+    bool flip_x, flip_y;
+    double x_x, x_y, x_1;
+    double y_x, y_y, y_1;
 };
 
 // What a model is trained on: how noise levels are drawn, and what the loss is made of,
@@ -579,6 +589,14 @@ static void tuning_loss_forward_backward(double* loss,             // (B)
                                          const float* target,      // (B, n)
                                          const NoiseLevel* levels, // (B)
                                          float c, float factor, int B, int n);
+// --augment: each image's change is drawn, with probability p for each kind (draw_augmentation), and made.
+static void augment_images(float* out,          // (B, C, H, W)
+                           Augmentation* drawn, // (B)
+                           float* canvas,       // (B, C, fine_size(H), fine_size(W)): memory
+                           float* told,         // (B, stride): the first AUGMENT_NUMBERS of each row
+                           int stride,
+                           const void* images, // (B, C, H, W), of 1 or 4 bytes a value
+                           float p, RandomKey key, int B, int C, int H, int W, int bytes);
 // What the step's samples lost goes into history, and makes the weight of each t (remember_losses).
 static void update_weights(double* weights,          // (T)
                            float* history,           // (T, HISTORY + 1)
@@ -731,6 +749,7 @@ constexpr uint32_t RANDOM_VAL_NOISE = 9;
 constexpr uint32_t RANDOM_CLASS_DROPOUT = 10;
 constexpr uint32_t RANDOM_KNOWN_NOISE = 11; // --inpaint: on the part of the image that is known
 constexpr uint32_t RANDOM_BACK_NOISE = 12;  // --inpaint: to go back to an earlier step
+constexpr uint32_t RANDOM_AUGMENT = 13;
 
 struct Words {
     uint32_t w[4];
@@ -889,6 +908,7 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
+    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // that the network is told
     bool can_be_guided() const { return class_dropout > 0 && (class_cond || cond_dim > 0); }
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
     int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // steps of one a
@@ -1338,6 +1358,7 @@ static std::string check_model(Config* c) {
         must(c->objective == "ddpm" || is_default, name,
              "is for --objective ddpm; " + c->objective + " has a prediction, a weighting and noise levels of its own");
     }
+    must(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
     must(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
     // What samples are asked for: classes, the noise levels of the sampler's steps, images to begin with.
@@ -1553,7 +1574,7 @@ struct UNet {
     // Set by the caller before a forward pass, in device memory:
     float* t = nullptr;      // (B)
     int* labels = nullptr;   // (B)
-    float* values = nullptr; // (B, cond_dim)
+    float* values = nullptr; // (B, num_values): an image's own numbers, then those of its augmentation
 
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // none: without channels
 };
@@ -1739,11 +1760,11 @@ static void backward_label(LayerArgs& a) {
 }
 
 static void forward_values(LayerArgs& a) {
-    const int K = a.net->config.cond_dim;
+    const int K = a.net->config.num_values();
     values_embedding_forward(a.out_fp32(), a.x_fp32(), a.weight, a.net->values, a.B, K, a.Cin, a.lane);
 }
 static void backward_values(LayerArgs& a) {
-    const int K = a.net->config.cond_dim;
+    const int K = a.net->config.num_values();
     values_embedding_backward(a.d1_fp32(), a.dweight, a.dout_fp32(), a.net->values, a.B, K, a.Cin);
 }
 
@@ -1800,7 +1821,7 @@ static void backward_pixels(LayerArgs& a) {
 // Floating point operations of a forward pass, 2 for a multiply-add.
 static double no_flops(const LayerArgs&) { return 0; }
 static double linear_flops(const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; }
-static double values_flops(const LayerArgs& a) { return 2.0 * a.B * a.net->config.cond_dim * a.Cin; }
+static double values_flops(const LayerArgs& a) { return 2.0 * a.B * a.net->config.num_values() * a.Cin; }
 static double conv_flops(const LayerArgs& a) {
     const double weights = (double)a.net->params[a.layer->weight].size;
     return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
@@ -2085,7 +2106,8 @@ static void add_embedding(UNet* net) {
         const int classes = c.num_classes + c.null_class();
         add(LABEL, "label_emb", add_param(net, "label_emb.weight", {classes, E}, INIT_NORMAL));
     }
-    if (c.cond_dim) add(VALUES, "cond_emb", add_param(net, "cond_emb.weight", {E, c.cond_dim}, INIT_UNIFORM));
+    const int K = c.num_values();
+    if (K > 0) add(VALUES, "cond_emb", add_param(net, "cond_emb.weight", {E, K}, INIT_UNIFORM));
     add(SILU, "emb_layers.0");
     net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0); // it has no columns yet
 }
@@ -2474,8 +2496,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
-// The forward pass: net's output (B, H, W, out_channels), from its input, net->t (B) and, with class_cond, net->labels
-// (B), with cond_dim, net->values (B, cond_dim). The embedding's layers come first in the list. They are computed
+// The forward pass: net's output (B, H, W, out_channels), from its input, net->t (B) and, if the model is told of them,
+// net->labels (B) and net->values (B, num_values). The embedding's layers come first in the list. They are computed
 // beside the layers that follow, up to the first one that reads the embedding.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
@@ -2858,6 +2880,147 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
 HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words) {
     float z;
     return teacher_level(o, draw_sigma(o, words, &z));
+}
+
+// --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with Limited
+// Data", appendix B): a training image is changed in six ways, each with its own probability p, and the network is told
+// how. So it learns the changed images as another kind of images and does not draw them when it is told of no change.
+// The changes and their numbers:
+//   mirrored, upside down   0 or 1 each. Mirrored is always drawn, whatever p is
+//   scaled                  by 2^(0.2 z); z
+//   turned                  by an angle; its cosine - 1, its sine
+//   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z times the axis's cosine and sine
+//   shifted                 by an eighth of the image times (z, z'); z, z'
+
+// A matrix of 2 x 2: (x, y) -> (xx x + xy y, yx x + yy y).
+struct Matrix2 {
+    double xx, xy, yx, yy;
+};
+HD static inline Matrix2 product(const Matrix2& a, const Matrix2& b) {
+    return Matrix2{a.xx * b.xx + a.xy * b.yx, a.xx * b.xy + a.xy * b.yy, //
+                   a.yx * b.xx + a.yy * b.yx, a.yx * b.xy + a.yy * b.yy};
+}
+HD static inline Matrix2 rotation(double angle) { return Matrix2{cos(angle), -sin(angle), sin(angle), cos(angle)}; }
+
+// A random word as a number in [0, 1), and as an angle in [-pi, pi).
+HD static inline double random_fraction(uint32_t word) { return word * 0x1p-32; }
+HD static inline double random_angle(uint32_t word) { return (2 * random_fraction(word) - 1) * M_PI; }
+
+// The change of a sample's image, H x W, from four blocks of random words.
+HD static inline Augmentation draw_augmentation(double p, const Words words[4], int H, int W) {
+    const uint32_t *const first = words[0].w, *const second = words[1].w, *const third = words[2].w;
+    float z[4];
+    normals(z, words[3]);
+    const bool flip_x = first[0] & 1;
+    const bool flip_y = (first[1] & 1) && random_fraction(first[2]) < p;
+    const double size = random_fraction(first[3]) < p ? z[0] : 0;
+    const double angle = random_fraction(second[0]) < p ? random_angle(second[1]) : 0;
+    const double stretch = random_fraction(second[2]) < p ? z[1] : 0;
+    const double axis = random_fraction(third[0]) < 0.5 ? random_angle(second[3]) : 0;
+    const bool shifts = random_fraction(third[1]) < p;
+    const double shift_x = shifts ? z[2] : 0;
+    const double shift_y = shifts ? z[3] : 0;
+
+    // From a pixel of the changed image back to where it comes from: shifted back, stretched back, turned, scaled back.
+    const double longer = exp2(0.2 * stretch);
+    const Matrix2 along_axis{1 / longer, 0, 0, longer};
+    const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
+    const Matrix2 turned = product(rotation(angle), stretched);
+    const double smaller = exp2(-0.2 * size);
+    const Matrix2 m{smaller * turned.xx, smaller * turned.xy, smaller * turned.yx, smaller * turned.yy};
+    const double right = shift_x * W / 8;
+    const double down = shift_y * H / 8;
+    return Augmentation{.told = {(float)flip_x, (float)flip_y, (float)size, //
+                                 (float)(cos(angle) - 1), (float)sin(angle), (float)(stretch * cos(axis)),
+                                 (float)(stretch * sin(axis)), (float)shift_x, (float)shift_y},
+                        .flip_x = flip_x,
+                        .flip_y = flip_y,
+                        .x_x = m.xx,
+                        .x_y = m.xy,
+                        .x_1 = -(m.xx * right + m.xy * down),
+                        .y_x = m.yx,
+                        .y_y = m.yy,
+                        .y_1 = -(m.yx * right + m.yy * down)};
+}
+
+// The changed image is made at twice the resolution, so that turning it neither blurs it nor makes steps: the wavelet
+// filter sym6 doubles the image, which is then read at the places that the change says, linearly between its pixels, and
+// the same filter halves the result. Without a change that gives the image back. All of it is one sum over the pixels
+// around a place, so the doubled image is never stored, but the result at twice the resolution is: the canvas, which has
+// a margin of 6 for the filter. Beyond its border an image is continued by its mirror image.
+constexpr int FILTER = 12; // taps of sym6
+constexpr int AROUND =
+    7; // pixels of the image in a row that a place between two pixels of the doubled image is made of
+HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // rows or columns of the canvas
+
+// Tap k of sym6 (Daubechies 1992, table 6.2), of which the squares add up to 1; 0 outside of its 12.
+HD static inline float sym6(int k) {
+    const float taps[FILTER] = {0.015404109327027373f, 0.0034907120842174702f, -0.11799011114819057f,
+                                -0.048311742585633f,   0.4910559419267466f,    0.787641141030194f,
+                                0.3379294217276218f,   -0.07263752278646252f,  -0.021060292512300564f,
+                                0.04472490177066578f,  0.0017677118642428036f, -0.007800708325034148f};
+    return k >= 0 && k < FILTER ? taps[k] : 0.0f;
+}
+
+// The pixels of a row, or of a column, and their weights that make the doubled row's value at u.
+struct Around {
+    int first; // and the AROUND - 1 that follow it
+    float weight[AROUND];
+};
+HD static inline Around pixels_around(double u) {
+    const double below = floor(u);
+    const int i = (int)below;
+    const float part = (float)(u - below);
+    Around a;
+    a.first = (i - 5) >> 1; // rounded down, also if it is negative
+    for (int j = 0; j < AROUND; j++) {
+        const int k = i - 2 * (a.first + j) + 5; // the tap that this pixel has in value i of the doubled row
+        a.weight[j] = (1 - part) * sym6(k) + part * sym6(k + 1);
+    }
+    return a;
+}
+
+// Pixel n of a row that is continued by its mirror image at both ends, and itself mirrored or not.
+HD static inline int mirrored(int n, int size, bool flip) {
+    const int period = 2 * size - 2;
+    n %= period;
+    if (n < 0) n += period;
+    if (n >= size) n = period - n;
+    return flip ? size - 1 - n : n;
+}
+
+// The canvas at row `fine_y` and column `fine_x`, of one channel of an image, (H, W) of 1 or 4 bytes a value.
+HD static inline float canvas_value(const Augmentation& a, const void* channel, int bytes, int fine_y, int fine_x,
+                                    int H, int W) {
+    // From the canvas to pixels from the centre; where these come from; and from there to the doubled image.
+    const double x = (fine_x - W - 5) / 2.0;
+    const double y = (fine_y - H - 5) / 2.0;
+    const Around columns = pixels_around(2 * (a.x_x * x + a.x_y * y + a.x_1) + W - 1);
+    const Around rows = pixels_around(2 * (a.y_x * x + a.y_y * y + a.y_1) + H - 1);
+    float sum = 0;
+    for (int i = 0; i < AROUND; i++) {
+        const size_t row = (size_t)mirrored(rows.first + i, H, a.flip_y) * W;
+        float of_row = 0;
+        for (int j = 0; j < AROUND; j++) {
+            const size_t at = row + mirrored(columns.first + j, W, a.flip_x);
+            const float value = bytes == 1 ? ((const uint8_t*)channel)[at] / 127.5f - 1 : ((const float*)channel)[at];
+            of_row += columns.weight[j] * value;
+        }
+        sum += rows.weight[i] * of_row;
+    }
+    return sum;
+}
+
+// The changed image's pixel (y, x), from its channel of the canvas.
+HD static inline float halved(const float* canvas, int y, int x, int W) {
+    float sum = 0;
+    for (int i = 0; i < FILTER; i++) {
+        const float* const row = canvas + (size_t)(2 * y + 1 + i) * fine_size(W) + 2 * x + 1;
+        float of_row = 0;
+        for (int j = 0; j < FILTER; j++) of_row += sym6(j) * row[j];
+        sum += sym6(i) * of_row;
+    }
+    return sum;
 }
 
 // ect's loss of a sample (Geng et al. 2024): weight (sqrt(D + c^2) - c), the pseudo-Huber distance of the student's
@@ -3267,7 +3430,7 @@ struct Sampler {
     int64_t *zero, *one;           // (device) 0 and 1, as steps of random draws
     float* t;                      // (device) (B)
     int* labels;                   // (device) (B)
-    float* values;                 // (device) (B, cond_dim); null: there are none
+    float* values;                 // (device) (B, num_values); null: there are none
     std::vector<float> value_rows; // rows of cond_dim numbers, which the images take in turns
     // With --start_from and --inpaint, on the host: the images (count, H, W, C) and masks, which take turns.
     std::vector<float> images, masks;
@@ -3285,7 +3448,7 @@ static Sampler make_sampler(const Config& c, int B) {
     s.one = device_copy(std::vector<int64_t>{1});
     s.t = device_alloc<float>(B);
     s.labels = device_alloc<int>(B);
-    if (c.cond_dim) s.values = device_alloc<float>((size_t)B * c.cond_dim);
+    if (c.num_values() > 0) s.values = device_alloc<float>((size_t)B * c.num_values());
     s.value_rows = c.value_rows;
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     // --dynamic_threshold q: the limit is the value of rank ceil(q n) among an image's n values, counted from 1.
@@ -3314,15 +3477,13 @@ static std::span<const float> values_of_image(const Config& c, const Sampler& s,
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
 }
 
-// Puts the numbers of images first .. first + B - 1 where the network reads them. With guidance zeros follow, one row
-// for each image: they stand for no numbers.
+// Puts the numbers of images first .. first + B - 1 where the network reads them. The rest is zeros: the numbers of an
+// augmentation, which say that there is none, and with guidance the rows of the second copy, which stand for no numbers.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
-    std::vector<float> values;
-    for (int b = 0; b < B; b++) {
-        const auto row = values_of_image(c, *s, first + b);
-        values.insert(values.end(), row.begin(), row.end());
-    }
-    values.resize(values.size() * copies, 0.0f);
+    const size_t row_size = c.num_values();
+    std::vector<float> values(B * copies * row_size);
+    for (int b = 0; b < B && c.cond_dim > 0; b++)
+        std::ranges::copy(values_of_image(c, *s, first + b), values.begin() + b * row_size);
     copy_to_device(s->values, values.data(), values.size() * sizeof(float));
 }
 
@@ -3363,7 +3524,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     std::vector<int> labels(B * copies, c.num_classes); // num_classes stands for no class
     for (int b = 0; b < B; b++) labels[b] = class_of_image(c, first + b);
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
-    if (c.cond_dim) put_values(c, s, first, B, copies);
+    if (c.num_values() > 0) put_values(c, s, first, B, copies);
     net->t = s->t;
     net->labels = s->labels;
     net->values = s->values;
@@ -3485,7 +3646,9 @@ struct Dataset : InputFile {
     // In a batch labels follow the images, at a multiple of 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
-    size_t batch_bytes(int B, const Config& c) const { return values_at(B) + (size_t)B * c.cond_dim * sizeof(float); }
+    size_t batch_bytes(int B, const Config& c) const {
+        return values_at(B) + (size_t)B * c.num_values() * sizeof(float);
+    }
     // Behind the images come labels, numbers, names and checksums, all in words of 4 bytes. How many there are:
     size_t label_words() const { return classes > 0 ? count : 0; }
     size_t value_words() const { return count * K; }
@@ -3724,10 +3887,10 @@ static int64_t image_at_position(const Dataset& d, const Config& c, bool trainin
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
-// Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, cond_dim). It is of B
-// samples, at positions first .. first + B - 1 of the stream, of which `own` are this rank's. In training these are its
-// microbatches, one behind the other, and some images lose their class and their numbers (--class_dropout); else they
-// are all.
+// Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, num_values), of which those of
+// an augmentation are still zeros. It is of B samples, at positions first .. first + B - 1 of the stream, of which `own`
+// are this rank's. In training these are its microbatches, one behind the other, and some images lose their class and
+// their numbers (--class_dropout); else they are all.
 // Result: whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
@@ -3758,9 +3921,9 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
         const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);
         const bool left_out = random.w[0] < classless;
         if (left_out) labels[k] = c.num_classes; // which stands for no class
-        for (int j = 0; j < c.cond_dim; j++) {
-            const float value = d->values[i * c.cond_dim + j];
-            values[k * c.cond_dim + j] = left_out ? 0 : value;
+        for (int j = 0; j < c.num_values(); j++) {
+            const bool is_known = j < c.cond_dim && !left_out;
+            values[k * c.num_values() + j] = is_known ? d->values[i * c.cond_dim + j] : 0;
         }
     }
     send(batch);
@@ -3807,7 +3970,7 @@ constexpr int SLOT_P_MEAN = 52;
 constexpr int SLOT_P_STD = 53;
 constexpr int SLOT_PATCH_SIZE = 56;
 constexpr int SLOT_COND_DIM = 58;
-constexpr int SLOT_UNUSED = 59; // up to SLOT_STEP
+constexpr int SLOT_UNUSED = 60; // up to SLOT_STEP
 // From here on slots are about a run. But for the first two they are used with HAS_TRAINING alone.
 constexpr int SLOT_STEP = 64; // 8 bytes
 constexpr int SLOT_SEED = 66; // 8 bytes
@@ -4222,13 +4385,17 @@ struct Trainer {
 
     double* squares;            // of the sum, by pieces: all ranks'
     StepState *state, *records; // what a step leaves; (RECORDS) the latest ones, for the log
-    Upload batch[2];            // images (B, C, H, W), and behind them labels (B) and numbers (B, cond_dim)
+    Upload batch[2];            // images (B, C, H, W), and behind them labels (B) and numbers (B, num_values)
     Graph graph[2];             // a step on each of the two
     float* target;              // (micro, H, W, C): what the network should answer
     float* t;                   // (B): what it is told
     NoiseLevel* levels;         // (B)
     int* quarters;              // (B), of the noise levels
     double* loss;               // (B)
+    // --augment
+    Augmentation* augmentations; // (micro); null: images are taken as they are
+    float* canvas;               // (micro, C, fine_size(H), fine_size(W)), see augment_images
+    float* augmented;            // (micro, C, H, W)
     // --objective ect
     NoiseLevel* teachers; // (micro); null: nobody is tuned
     float* teacher_t;     // (micro)
@@ -4288,6 +4455,12 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.levels = device_alloc<NoiseLevel>(samples);
     tr.t = device_alloc<float>(samples);
     tr.quarters = device_alloc<int>(samples);
+    if (c.augment > 0) {
+        const size_t planes = (size_t)tr.net.B * c.in_channels;
+        tr.augmentations = device_alloc<Augmentation>(tr.net.B);
+        tr.canvas = device_alloc<float>(planes * fine_size(c.H) * fine_size(c.W));
+        tr.augmented = device_alloc<float>(planes * c.H * c.W);
+    }
     if (tr.objective.tuning.on()) {
         tr.objective.tuning.step = &tr.state->step;
         tr.teachers = device_alloc<NoiseLevel>(tr.net.B);
@@ -4306,11 +4479,11 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a step
 
-// The loss of samples first .. first + B - 1 of a step, whose images these are, whose levels are drawn, and whose
-// labels net has. Leaves the loss in tr->loss + first and its gradient in output_gradient; in training that is the
+// The loss of samples first .. first + B - 1 of a step, whose images these are (of 1 or 4 bytes a value), whose levels are
+// drawn, and whose labels and numbers net has. Leaves the loss in tr->loss + first and its gradient in output_gradient; in training that is the
 // gradient of a mean over the step's whole batch. Validation has draws of its own, and drops and flips nothing. With
 // --objective ect the teacher is asked first, with the same draws.
-static void forward_and_loss(Trainer* tr, const Objective& o, const Dataset& d, const uint8_t* images, int first, int B,
+static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
     UNet* net = &tr->net;
@@ -4326,7 +4499,7 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const Dataset& d, 
     // Shows the network the images at these levels. teacher: its answer, which is a part of the target; null: none.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
         q_sample_forward(x, tr->target, levels, teacher, images, // then what is drawn
-                         flips, noise_key, flip_key, B, d.C, d.H, d.W, d.bytes);
+                         flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
         net->t = t;
         unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
     };
@@ -4413,10 +4586,18 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             mark({"draw t, noise; q_sample"});
             meet(); // everyone has read received, and it is free again
         }
-        const uint8_t* const micro_images = batch.device + k * B * tr->data.image_bytes();
+        const void* micro_images = batch.device + k * B * tr->data.image_bytes();
+        int bytes = tr->data.bytes; // of a value
         tr->net.labels = labels + k * B;
-        tr->net.values = values + (size_t)k * B * c.cond_dim;
-        forward_and_loss(tr, tr->objective, tr->data, micro_images, first, B, key, dropout, true);
+        tr->net.values = values + (size_t)k * B * c.num_values();
+        if (c.augment > 0) {
+            const RandomKey augment_key{seed, RANDOM_AUGMENT, step, first};
+            augment_images(tr->augmented, tr->augmentations, tr->canvas, tr->net.values + c.cond_dim, c.num_values(),
+                           micro_images, c.augment, augment_key, B, c.in_channels, c.H, c.W, bytes);
+            micro_images = tr->augmented;
+            bytes = sizeof(float);
+        }
+        forward_and_loss(tr, tr->objective, micro_images, bytes, first, B, key, dropout, true);
 
         // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
         int unsent = own.segments; // those behind have been sent to their owners
@@ -4526,7 +4707,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
             draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
             tr->net.labels = (int*)(batch.device + val->labels_at(B));
             tr->net.values = (float*)(batch.device + val->values_at(B));
-            forward_and_loss(tr, objective, *val, batch.device, first, B, key, Dropout{}, false);
+            forward_and_loss(tr, objective, batch.device, val->bytes, first, B, key, Dropout{}, false);
             release(&batch);
         }
         if (N > 1) {
@@ -7880,6 +8061,31 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
         teachers[b] = l;
         t[b] = l.t;
+    });
+}
+
+// --augment: three launches. A thread for a sample, which draws its change; a thread for a value of the canvas; a thread
+// for a value of the result.
+static void augment_images(float* out, Augmentation* drawn, float* canvas, float* told, int stride, const void* images,
+                           float p, RandomKey key, int B, int C, int H, int W, int bytes) {
+    each(B, [=] __device__(size_t b) {
+        Words words[4];
+        for (int k = 0; k < 4; k++) words[k] = random_words(key, k, (int)b);
+        drawn[b] = draw_augmentation(p, words, H, W);
+        for (int k = 0; k < AUGMENT_NUMBERS; k++) told[b * stride + k] = drawn[b].told[k];
+    });
+    const size_t fine = (size_t)fine_size(H) * fine_size(W);
+    each((size_t)B * C * fine, [=] __device__(size_t i) {
+        const size_t plane = i / fine;
+        const int place = (int)(i % fine);
+        const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
+        const int y = place / fine_size(W), x = place % fine_size(W);
+        canvas[i] = canvas_value(drawn[plane / C], channel, bytes, y, x, H, W);
+    });
+    each((size_t)B * C * H * W, [=] __device__(size_t i) {
+        const size_t plane = i / ((size_t)H * W);
+        const int y = (int)(i / W % H), x = (int)(i % W);
+        out[i] = halved(canvas + plane * fine, y, x, W);
     });
 }
 

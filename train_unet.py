@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from common.augment import augment
 from common.config import pick_device, pick_precision, space_timesteps, value_rows
 from common.data_files import Data, open_data
 from common.files import DataError
@@ -92,7 +93,7 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 # ======================================================================================================================
 # data
 
-Conditions = dict[str, torch.Tensor]  # what the model is told of the images besides, by the name of its argument: values (B, cond_dim)
+Conditions = dict[str, torch.Tensor]  # what the model is told of the images besides, by the name of its argument: values (B, cond_dim or num_values)
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", Conditions]  # x0, t, noise, labels
 
 
@@ -124,6 +125,10 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
         labels = torch.where(dropped, config.num_classes, labels)
     if config.cond_dim:
         conditions["values"] = torch.where(dropped[:, None], 0, conditions["values"])
+    if config.augment > 0:
+        own = [conditions["values"]] if config.cond_dim else []
+        x0, told = augment(x0, config.augment, config.seed, step, samples)
+        conditions["values"] = torch.cat([*own, told], dim=1)
     return x0, t, noise, labels, conditions
 
 

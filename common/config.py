@@ -119,6 +119,7 @@ def check_objective(config: Config) -> None:
         enough = math.ceil(config.max_steps / max(most, 1))
         told = f"makes a grow to {stages}, and --ect_q {config.ect_q:g}^a must stay below {LARGEST_GAP_DIVISOR:g}; {enough} is enough"
         check(config, stages <= most, "ect_d", told)
+    check(config, config.augment == 0 or not config.random_flip, "random_flip", "is a part of --augment, which tells the network of it")
     check(config, not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
 
 

@@ -49,6 +49,10 @@ SAVED(18, bool, resblock_updown, false, "residual blocks change the resolution")
 SAVED(19, bool, conv_resample, true, "convolutions change the resolution; False: pooling, as in unet.cu");
 SAVED(20, bool, use_new_attention_order, true, "how files order qkv's rows: q, k, v, then heads");
 SAVED(40, int, max_period, 10000, "slowest period of the timestep embedding, in steps", 1, 1e8);
+SAVED(59, float, augment, 0,
+      "probability of each of EDM's changes to a training image, which the network is told: turned, scaled, stretched, "
+      "shifted, upside down, mirrored; 0: none",
+      0, 1);
 
 HEADING(diffusion, "Diffusion");
 SAVED(41, int, diffusion_steps, 1000, "T, steps of the forward process", 2, 100000);

@@ -229,6 +229,11 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
         return self.class_cond and self.class_dropout > 0
 
     @property
+    def num_values(self) -> int:
+        """Numbers that the network is told of an image: its own, and those of its augmentation."""
+        return self.cond_dim + (AUGMENT_NUMBERS if self.augment > 0 else 0)
+
+    @property
     def can_be_guided(self) -> bool:
         """Whether the model has learnt to do without what it is conditioned on."""
         return self.class_dropout > 0 and (self.class_cond or self.cond_dim > 0)
@@ -288,6 +293,7 @@ SLOTS |= {"image_size": 6, "channel_mult": 23, "attention_resolutions": 32, "see
 CHECKPOINT_FLAGS = sorted(SLOTS, key=SLOTS.__getitem__)
 SAVED_FLAGS = [name for name in CHECKPOINT_FLAGS if SLOTS[name] < 64]
 
+AUGMENT_NUMBERS = 9
 MOST_EMAS = 8
 MOST_LEVELS = 8
 POWER_EMAS = tuple(float32(exponent) for exponent in (16.97, 6.94))  # in the place of a rate: --ema_snapshots'

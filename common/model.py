@@ -103,7 +103,7 @@ class EmbedSequential(nn.Sequential):
 
 
 class UNetModel(nn.Module):
-    """x (B, in_channels, H, W), timesteps (B) [, y (B) class labels] [, values (B, cond_dim)] -> (B, out_channels, H, W)."""
+    """x (B, in_channels, H, W), timesteps (B) [, y (B) class labels] [, values (B, up to num_values)] -> (B, out_channels, H, W)."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -114,9 +114,9 @@ class UNetModel(nn.Module):
         self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
         if config.class_cond:
             self.label_emb = nn.Embedding(config.num_classes + config.null_class, 4 * width)
-        self.cond_dim = config.cond_dim
-        if config.cond_dim:  # no bias: zeros add nothing
-            self.cond_emb = nn.Linear(config.cond_dim, 4 * width, bias=False)
+        self.num_values = config.num_values
+        if self.num_values:  # no bias: zeros add nothing
+            self.cond_emb = nn.Linear(self.num_values, 4 * width, bias=False)
 
         def block(ch: int, level: int, heads: int) -> EmbedSequential:
             out = config.channels(level)
@@ -170,8 +170,8 @@ class UNetModel(nn.Module):
             emb = self.time_embed(self.timestep_embedding(timesteps))
             if self.class_cond:
                 emb = emb + self.label_emb(y)
-            if self.cond_dim:
-                emb = emb + self.cond_emb(values)
+            if values is not None:  # those of an augmentation may be left out: there is none
+                emb = emb + self.cond_emb(F.pad(values, (0, self.num_values - values.shape[1])))
             h, skips = F.pixel_unshuffle(x, self.patch) if self.patch > 1 else x, []
             for block in self.input_blocks:
                 h = run(block, h)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE, CLASS_DROPOUT, KNOWN_NOISE, BACK_NOISE = range(13)
+AUGMENT = 13  # a training image's change
 MASK = 0xFFFFFFFF  # 32 bits
 
 

@@ -1265,6 +1265,30 @@ static inline void draw_teachers(NoiseLevel* teachers, float* t, int B, const Ob
     }
 }
 
+// out (B, C, H, W): images, each changed as a random Augmentation says; told (B, stride): its numbers
+static inline void augment_images(float* out, Augmentation* drawn, float* canvas, float* told, int stride,
+                                  const void* images, float p, RandomKey key, int B, int C, int H, int W, int bytes) {
+    const int fine_H = fine_size(H);
+    const int fine_W = fine_size(W);
+#pragma omp parallel for schedule(dynamic)
+    for (int b = 0; b < B; b++) {
+        Words words[4];
+        for (int k = 0; k < 4; k++) words[k] = random_words(key, k, b);
+        drawn[b] = draw_augmentation(p, words, H, W);
+        std::copy_n(drawn[b].told, AUGMENT_NUMBERS, row_of(told, b, stride));
+        for (int c = 0; c < C; c++) {
+            const size_t plane = (size_t)b * C + c;
+            const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
+            float* const fine = canvas + plane * fine_H * fine_W;
+            for (int y = 0; y < fine_H; y++)
+                for (int x = 0; x < fine_W; x++)
+                    fine[y * fine_W + x] = canvas_value(drawn[b], channel, bytes, y, x, H, W);
+            for (int y = 0; y < H; y++)
+                for (int x = 0; x < W; x++) out[(plane * H + y) * W + x] = halved(fine, y, x, W);
+        }
+    }
+}
+
 // weights (T), from history (T, HISTORY + 1); a step that was not ok is not remembered
 static inline void update_weights(double* weights, float* history,              // (T), (T, HISTORY + 1)
                                   const NoiseLevel* levels, const double* loss, // (B)

@@ -14,6 +14,9 @@ namespace pair_attention {
 namespace pair_attention_block {
 #include "attention_block.cu"
 }
+namespace pair_augment {
+#include "augment.cu"
+}
 namespace pair_conv1x1 {
 #include "conv1x1.cu"
 }
@@ -59,6 +62,7 @@ int main(int argc, char** argv) {
         {"adamw", pair_adamw::main},
         {"attention", pair_attention::main},
         {"attention_block", pair_attention_block::main},
+        {"augment", pair_augment::main},
         {"conv1x1", pair_conv1x1::main},
         {"conv3x3", pair_conv3x3::main},
         {"ddpm_loss", pair_ddpm_loss::main},

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib
+import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,11 +33,13 @@ from conftest import (
 from PIL import Image
 
 import train_unet as twin
+from common.augment import augment, change, draw_changes, rotation
 from common.config import make_config
 from common.data_files import open_data, write_data
 from common.model import build_model
 from common.model_files import ModelFile, write_model
 from common.program import UserError
+from common.random_numbers import AUGMENT, random_words, to_normals
 from common.samples import caption_pixels
 
 torch.set_num_threads(1)
@@ -185,6 +190,8 @@ HOW = {
     "alone": "--cond_dim 3",
     "with classes, left out": "--cond_dim 3 --class_cond True --class_dropout 0.4",
     "ect": "--cond_dim 3 --class_dropout 0.3 --objective ect",
+    "changed images": "--augment 0.5",
+    "changed images with numbers and classes, of ect": "--augment 1 --cond_dim 3 --class_cond True --class_dropout 0.4 --objective ect --microbatch 2",
 }
 
 
@@ -200,7 +207,9 @@ def test_losses_are_the_twins(run: Callable, numbered: Path, tmp_path: Path, how
             assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-4), (name, a, b)
     assert float(ours[-1]["val_loss"]) == pytest.approx(float(theirs[-1]["val_loss"]), rel=1e-4)
     header = read_checkpoint(tmp_path / "twin" / model_name(5)).header
-    assert np.array_equal(header[4:64], read_checkpoint(tmp_path / "cpp" / model_name(5)).header[4:64]) and header[58] == 3
+    assert np.array_equal(header[4:64], read_checkpoint(tmp_path / "cpp" / model_name(5)).header[4:64]) and header[58] == (
+        3 if "--cond_dim" in HOW[how] else 0
+    )
     run(["--resume_checkpoint", tmp_path / "twin" / model_name(5), "--max_steps", 6, "--output_dir", "on", "--sample_interval", 0])
     assert checkpoints(tmp_path / "on") == [6]
 
@@ -261,6 +270,95 @@ def test_a_number_turns_a_knob(run: Callable, tmp_path: Path) -> None:
     assert abs(means - wanted).max() < 0.2, means
     run([*model, "--sample", 2, "--values", 0.5, "--guidance_scale", 1.5, "--output", "g.bin"])
     assert (abs(read_samples(tmp_path / "g.bin").mean((1, 2, 3)) - 0.5) < 0.4).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# changed images (--augment)
+
+
+def draws(count: int, step: int) -> torch.Tensor:
+    return random_words(5, AUGMENT, step, torch.arange(count), 16)
+
+
+def test_changes_are_as_often_and_as_large_as_published() -> None:
+    """Karras et al. 2022, appendix F.2: each with probability p, an image mirrored in half of all cases."""
+    told, _, _ = draw_changes(0.3, draws(4000, 0), 32, 32)
+    often = (told != 0).float().mean(0)
+    wanted = torch.tensor([0.5, 0.15, 0.3, 0.3, 0.3, 0.3, 0.15, 0.3, 0.3])
+    assert (abs(often - wanted) < 0.03).all(), often
+    for k in (2, 7, 8):
+        assert 0.9 < told[told[:, k] != 0, k].std() < 1.1
+
+
+def test_no_change_leaves_the_image() -> None:
+    """But for the mirror: the filter gives every image back, to its border."""
+    x = torch.rand(8, 3, 9, 14, dtype=torch.float64)
+    changed, told = augment(x, 0.0, 5, 0, torch.arange(8))
+    assert torch.allclose(changed, torch.where(told[:, 0, None, None, None] == 1, x.flip(3), x), atol=1e-12) and (told[:, 1:] == 0).all()
+
+
+@pytest.mark.parametrize(("angle", "quarter"), [(math.pi / 2, 1), (math.pi, 2), (-math.pi / 2, 3)])
+def test_turns_and_shifts_by_whole_pixels(angle: float, quarter: int) -> None:
+    """What is told is what is done: quarter turns, and shifts to the right and down."""
+    coarse = torch.rand(1, 2, 4, 4, dtype=torch.float64)
+    x = torch.nn.functional.interpolate(coarse, size=(16, 16), mode="bicubic")[0]  # smooth: the filter is not quite symmetric
+    inside = (slice(None), slice(6, -6), slice(6, -6))
+    told = torch.zeros(9, dtype=torch.float64)
+    turned = change(x, told, rotation(torch.tensor([angle], dtype=torch.float64))[0], torch.zeros(2, dtype=torch.float64))
+    assert torch.allclose(turned[inside], torch.rot90(x, quarter, (1, 2))[inside], atol=0.05)
+    shifted = change(x, told, torch.eye(2, dtype=torch.float64), torch.tensor([-3.0, 2.0], dtype=torch.float64))
+    assert torch.allclose(shifted[inside], x.roll((-2, 3), (1, 2))[inside], atol=1e-9)
+
+
+@pytest.mark.skipif("EDM" not in os.environ, reason="EDM=FOLDER names a checkout of github.com/NVlabs/edm")
+def test_changes_are_edms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AugmentPipe with the same draws. Where an image moves so far that the pipe's padding (one image on each side, then black) would show, ours goes on."""
+    monkeypatch.syspath_prepend(os.environ["EDM"])
+    pipe = importlib.import_module("training.augment").AugmentPipe(p=0.5, xflip=1e8, yflip=1, scale=1, rotate_frac=1, aniso=1, translate_frac=1)
+    H, W, compared = 16, 24, 0
+    for step in range(60):
+        x = torch.rand(1, 3, H, W) * 2 - 1
+        words = draws(1, step)
+        (u,), (z,) = words.double() * 2.0**-32, to_normals(words[:, 12:16])
+        told, matrix, added = draw_changes(0.5, words, H, W)
+        queues = {
+            "randint": [words[0, 0] & 1, words[0, 1] & 1],
+            "rand": [torch.tensor(0.0), u[2], u[3], u[5], u[4], u[7], u[6], u[8], u[9]],
+            "randn": [z[0], z[1], z[2:4].reshape(2, 1)],
+        }
+        for name, queue in queues.items():
+            kind = torch.int64 if name == "randint" else torch.float32
+            monkeypatch.setattr(torch, name, lambda *shape, device, queue=queue, kind=kind: queue.pop(0).to(kind).expand(shape[-1]))
+        theirs, labels = pipe(x)
+        monkeypatch.undo()
+        monkeypatch.syspath_prepend(os.environ["EDM"])
+        assert torch.allclose(labels.double(), told, atol=1e-6)
+        center = torch.tensor([[(W - 1) / 2], [(H - 1) / 2]], dtype=torch.float64)
+        corners = torch.tensor([[-1.0, 1, 1, -1], [-1, -1, 1, 1]], dtype=torch.float64) * center
+        reach = (matrix[0] @ corners + added[0][:, None]).abs().max(1).values + 6 - center[:, 0]
+        if (reach <= 2 * center[:, 0]).all():
+            compared += 1
+            ours, _ = augment(x, 0.5, 5, step, torch.arange(1))
+            assert abs(ours - theirs).max() < 1e-4
+    assert compared > 50
+
+
+def test_the_network_is_told_and_samples_are_not(run: Callable, data: Path, tmp_path: Path) -> None:
+    """A run of --augment alone: nine more columns, samples without numbers, a resumed run with the same bits, and both programs' samples."""
+    given = flags(
+        TINY, "--augment 0.4 --use_scale_shift_norm True --max_steps 4 --save_interval 2 --keep_checkpoints 0 --microbatch 2 --data_file", data
+    )
+    run([*given, "--output_dir", "whole"])
+    run(["--resume_checkpoint", f"whole/{model_name(2)}", "--output_dir", "rest", "--sample_interval", 0])
+    assert (tmp_path / "whole" / model_name(4)).read_bytes() == (tmp_path / "rest" / model_name(4)).read_bytes()
+    file = twin.read_model(str(tmp_path / "whole" / model_name(4)))
+    assert file.config.augment == float(np.float32(0.4)) and file.config.num_values == 9
+    file.weights[:] = random_weights(file.config)
+    write_model(str(tmp_path / "m.bin"), ModelFile(file.config, file.weights))
+    sample = flags(SAMPLE, "--init", tmp_path / "m.bin")
+    run(sample)
+    assert twin.run(flags(sample, "--device cpu --output", tmp_path / "t.bin")) == 0
+    assert abs(read_samples(tmp_path / "s.bin") - read_samples(tmp_path / "t.bin")).max() < 2e-3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -326,6 +424,8 @@ REFUSED = [
     ("--cond_dim 3 --values empty.csv", ["--values empty.csv", "has no row of 3 numbers"]),
     ("--cond_dim 3 --guidance_scale 2", ["--guidance_scale 2", "--class_dropout"]),
     ("--cond_dim 5000", ["--cond_dim 5000", "from 0 to 4096"]),
+    ("--augment 0.1 --random_flip True", ["--random_flip True", "part of --augment"]),
+    ("--augment 1.5", ["--augment 1.5", "from 0 to 1"]),
     ("--class_dropout 0.1", ["--class_dropout 0.1", "--class_cond True or --cond_dim"]),
 ]
 

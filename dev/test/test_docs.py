@@ -96,6 +96,7 @@ def test_shapes() -> None:
             {"conv_resample": True, "resblock_updown": False},
             {"channel_mult": (1.0, 1.0), "attention_resolutions": ()},
             {"cond_dim": 7},
+            {"cond_dim": 2, "augment": 0.1},
         ):
             config = model_files.valid(train_unet.preset_flags(preset) | extra)
             raw = model_files.pack_header(train_unet.ModelFile(config, np.zeros(1, np.float32))).tobytes()

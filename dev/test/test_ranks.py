@@ -56,7 +56,7 @@ RUNS = {
     "ect of a flow": f"--objective ect --ect_frame flow --ect_d 2 {CLASSES} --use_checkpoint True",
     "learned variance, t by their losses, blocks again": "--learn_sigma True --schedule_sampler loss-second-moment --diffusion_steps 4"
     " --noise_schedule cosine --timestep_respacing 4 --use_checkpoint True --use_scale_shift_norm True",
-    "numbers, guidance": "--cond_dim 2 --class_dropout 0.3 --guidance_scale 2",
+    "numbers, guidance, changed images": "--cond_dim 2 --class_dropout 0.3 --guidance_scale 2 --augment 0.3",
     "steps that are skipped": "--lr 100 --weight_decay 100 --grad_clip 0 --max_bad_steps 9 --num_samples 1",
 }
 
