@@ -9,86 +9,86 @@
 //    457     2. The interface: all that the program asks of a device
 //    733     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    824     4. Configuration: flags, presets, help, what can work and what cannot
-//   1462     5. The network: a list of layers, made of guided-diffusion's flags
-//   2241     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2478     7. Forward and backward: two walks over the list
-//   2593     8. Diffusion: noise schedules, objectives, samplers
-//   2795         the level of a training sample, drawn, and its share of the loss
-//   3094         samplers
-//   3597     9. Data: .bin files that may be larger than memory, the order of their images
-//   3934    10. Model files: weights and checkpoints, initial weights
-//   4271    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4286         the learning rate, the verdict on a step, averages of the weights
-//   4365         what a trainer holds
-//   4480         a step
-//   4725    12. A run: log, guard, checkpoints, resume, samples
-//   4750         the log in memory, as the page shows it
-//   4856         what a run holds
-//   4923         the log and the status line
-//   5106         checkpoints, snapshots and grids
-//   5326         the start of a run: new, from a file's weights, or resumed
-//   5501         the loop over the steps
-//   5613         a run from its first to its last line
-//   5760         samples, without a run
-//   5937    13. main: the command line, then a run or samples
-//   6177         what ranks must have in common
-//   6242         main
-//   6362  Part II. The device
-//   6365    14. What all devices share: nonlinearities, patches of pixels
-//   6409    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6477    16. The GPU: what all kernels share
-//   6542         Launches, which may overlap
-//   6584         Decisions: what kernels are chosen with
-//   6619         Single instructions: shared memory, mbarriers, clusters
-//   6703         Activations: pieces of 16 bytes
-//   6915         each_kernel: a thread for an element
-//   6929         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7068         Swizzle: how rows lie in shared memory
-//   7086         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7261         building blocks of Hopper's kernels (sm_90a)
-//   7509    17. Small operations: resampling, embeddings, diffusion
-//   7512         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7697         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8038         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8436    18. Group norm
-//   8439         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8947         groupnorm_backward_whole: an image's slab in shared memory
-//   9304    19. Attention
-//   9407         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9922         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10057         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10707    20. Convolution
-//  10740         ConvOut: results, 4 channels of a pixel at a time
-//  10966         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11026         conv_halo: 3x3, stride 1, any GPU
-//  11417         conv_gather: any kernel size and stride, any GPU
-//  11668         conv_few: the first and the last layer
-//  11837         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12387         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12486         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  12874         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13173         conv_weight_tma: weight gradients (sm_90a)
-//  13407    21. The optimiser
-//  13410         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13629    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13632         groupnorm_backward
-//  13731         attention: forward and, where a has dout, backward
-//  13771         convolution: forward and input gradient
-//  14075         convolution: weight gradients
-//  14357    23. The GPU: memory, copies, repeated work
-//  14568    24. Between ranks: from device to device
+//   1465     5. The network: a list of layers, made of guided-diffusion's flags
+//   2246     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2485     7. Forward and backward: two walks over the list
+//   2600     8. Diffusion: noise schedules, objectives, samplers
+//   2802         the level of a training sample, drawn, and its share of the loss
+//   3101         samplers
+//   3604     9. Data: .bin files that may be larger than memory, the order of their images
+//   3941    10. Model files: weights and checkpoints, initial weights
+//   4278    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4293         the learning rate, the verdict on a step, averages of the weights
+//   4372         what a trainer holds
+//   4487         a step
+//   4732    12. A run: log, guard, checkpoints, resume, samples
+//   4757         the log in memory, as the page shows it
+//   4864         what a run holds
+//   4931         the log and the status line
+//   5116         checkpoints, snapshots and grids
+//   5338         the start of a run: new, from a file's weights, or resumed
+//   5515         the loop over the steps
+//   5627         a run from its first to its last line
+//   5774         samples, without a run
+//   5954    13. main: the command line, then a run or samples
+//   6194         what ranks must have in common
+//   6259         main
+//   6380  Part II. The device
+//   6383    14. What all devices share: nonlinearities, patches of pixels
+//   6427    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6495    16. The GPU: what all kernels share
+//   6560         Launches, which may overlap
+//   6602         Decisions: what kernels are chosen with
+//   6637         Single instructions: shared memory, mbarriers, clusters
+//   6721         Activations: pieces of 16 bytes
+//   6933         each_kernel: a thread for an element
+//   6947         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7086         Swizzle: how rows lie in shared memory
+//   7104         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7279         building blocks of Hopper's kernels (sm_90a)
+//   7527    17. Small operations: resampling, embeddings, diffusion
+//   7530         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7715         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8056         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8454    18. Group norm
+//   8457         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   8965         groupnorm_backward_whole: an image's slab in shared memory
+//   9322    19. Attention
+//   9425         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//   9940         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10075         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10725    20. Convolution
+//  10758         ConvOut: results, 4 channels of a pixel at a time
+//  10984         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11044         conv_halo: 3x3, stride 1, any GPU
+//  11435         conv_gather: any kernel size and stride, any GPU
+//  11686         conv_few: the first and the last layer
+//  11855         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12405         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12504         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  12892         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13191         conv_weight_tma: weight gradients (sm_90a)
+//  13425    21. The optimiser
+//  13428         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13647    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13650         groupnorm_backward
+//  13749         attention: forward and, where a has dout, backward
+//  13789         convolution: forward and input gradient
+//  14093         convolution: weight gradients
+//  14375    23. The GPU: memory, copies, repeated work
+//  14589    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6358, train 5717, run_step 5549, train_step 4663, load_batch 3895, step_gradients 4568, forward_and_loss 4486,
-//     draw_levels 8050, q_sample_forward 8140, unet_forward 2502, loss_forward_backward 8247, unet_backward 2565,
-//     sum_gradients 13456, judge_step 13503, adamw_update 13607, next_step 13509, record_step 13514, collect_steps 5505
-//   pictures, from noise: sample_batch 3514, plan_route 3314, device_step 3357, euler_step 3124 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4568
-//   a nonlinearity beside SiLU: Nonlinearity 226, Silu 6382, with_nonlinearity 6392
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2719
-//   an objective: its word in common/flags.h, make_objective 2774, draw_level 2860, level_at 3341, sampler_sigmas 3246
-//   a kind of layer: LayerKind 1513, forward_linear 1733 and backward_linear 1737 beside it, OPS 1868, add_resblock 2039 and its like
+//     main 6376, train 5731, run_step 5563, train_step 4670, load_batch 3902, step_gradients 4575, forward_and_loss 4493,
+//     draw_levels 8068, q_sample_forward 8158, unet_forward 2509, loss_forward_backward 8265, unet_backward 2572,
+//     sum_gradients 13474, judge_step 13521, adamw_update 13625, next_step 13527, record_step 13532, collect_steps 5519
+//   pictures, from noise: sample_batch 3521, plan_route 3321, device_step 3364, euler_step 3131 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4575
+//   a nonlinearity beside SiLU: Nonlinearity 226, Silu 6400, with_nonlinearity 6410
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2726
+//   an objective: its word in common/flags.h, make_objective 2781, draw_level 2867, level_at 3348, sampler_sigmas 3253
+//   a kind of layer: LayerKind 1516, forward_linear 1736 and backward_linear 1740 beside it, OPS 1871, add_resblock 2043 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -1041,7 +1041,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
 // Sets what a preset sets: a list of words, --name value --name value. The command line's flags stay as they are.
 static void apply_preset(Config* c, const std::string& preset) {
     const std::set<std::string> without = left_out_of_preset(*c);
-    std::istringstream words(PRESETS.at(preset));
+    std::istringstream words(PRESETS.at(preset)); // --name value --name value
     for (std::string flag, value; words >> flag >> value;) {
         const std::string name = flag.substr(2);
         if (c->given(name) || without.contains(name)) continue;
@@ -1178,6 +1178,7 @@ static void take_aliases(Config* c) {
 // guided-diffusion's name for two values of --vlb_weight. This is called when the other flags are known, because one of
 // these values depends on --diffusion_steps. from_file: a model file has told --vlb_weight, so a preset must not.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
+    // The command line wins over a preset, which may name either flag.
     const bool given = c->given("rescale_learned_sigmas");
     const bool weight_given = c->given("vlb_weight");
     if (given && weight_given)
@@ -1245,6 +1246,7 @@ static std::string check_divisions(Config* c) {
     const int levels = (int)c->mult.size();
     const int depth = p << (levels - 1); // the side of a square that becomes one pixel of the lowest level
     if (c->H % depth == 0 && c->W % depth == 0) return "";
+    // The message names the next smaller size that works.
     const int H = std::max(c->H / depth, 1) * depth;
     const int W = std::max(c->W / depth, 1) * depth;
     return wrong(c, "image_size",
@@ -1264,6 +1266,7 @@ static std::string parse_attention_resolutions(Config* c) {
         heights += text("%s %d", level ? "," : "", c->height(level));
         occur.insert((float)c->height(level));
     }
+    // A height that is no whole number is none of these, either.
     for (float height : c->attention_heights)
         if (!occur.contains(height))
             return wrong(c, "attention_resolutions",
@@ -1422,7 +1425,7 @@ static void check_microbatch(Config* c, const std::string& where) {
     const int B = c->batch_size;
     const int N = world.size;
     if (B % N) {
-        const int nearest = std::max(1, (B + (N - 1) / 2) / N) * N;
+        const int nearest = std::max(1, (B + (N - 1) / 2) / N) * N; // rounded, and at least N
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
             B, N, nearest);
     }
@@ -1700,7 +1703,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     // All blocks' projections of the embedding lie side by side in one tensor: this layer's columns begin at emb_byte.
     const size_t emb_byte = layer.emb_offset * sizeof(float);
     a.emb = buffer_data<float>(net, net->tensor(layer.emb).buffer, emb_byte);
-    a.emb_stride = net->tensor(net->emb).C;
+    a.emb_stride = net->tensor(net->emb).C; // columns of all blocks together
     a.demb = buffer_data<float>(net, layer.demb, emb_byte);
     a.saved = buffer_data<float>(net, layer.saved);
     a.dropout = walk.dropout;
@@ -1914,6 +1917,7 @@ static constexpr Op OPS[] = {
     {.kind = PIXELS, .name = "pixels", .forward = forward_pixels, .backward = backward_pixels, .fp32 = true},
 };
 
+// Checked by the compiler, so that nobody forgets a row.
 static constexpr bool ops_are_in_order() {
     for (size_t i = 0; i < std::size(OPS); i++)
         if (OPS[i].kind != (LayerKind)i) return false;
@@ -2162,6 +2166,7 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
         const int ch = c.channels(level);
         const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
+            // [the running tensor | the encoder's], then attention, then, at the level's end, double the resolution
             const std::string name = "output_blocks." + std::to_string(block++);
             h = add_resblock(net, name + ".0", h, skips.back(), ch);
             skips.pop_back();
@@ -2231,7 +2236,7 @@ static UNet build_unet(const Config& c) {
     place_params(&net);
     Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out);
     const auto first_param = std::ranges::find(net.params, 0u, &Param::offset);
-    projection.weight = (int)(first_param - net.params.begin());
+    projection.weight = (int)(first_param - net.params.begin()); // group 0 comes first (param_group)
 
     for (const Layer& l : net.layers) net.flops += OPS[l.kind].flops(layer_args(Walk{.net = &net, .B = 1}, l));
     return net;
@@ -2335,6 +2340,7 @@ static void plan_fusions(UNet* net) {
     for (size_t i = 1; i < net->layers.size(); i++) {
         Layer& l = net->layers[i];
         Layer& skip = net->layers[i - 1];
+        // skip comes directly before the convolution that adds its result.
         const bool adds_it = l.kind == CONV && skip.kind == CONV && l.residual == skip.out;
         if (!adds_it) continue;
         const ConvShape shape = layer_args(walk, l).conv();
@@ -2367,7 +2373,8 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
         if (!l.fused) use(time, {data(l.out), stats(l.out)});
     };
-    use(0, {data(net->input)}); // the sampler works on input and output
+    // Before the first layer and after the last one: the sampler and the loss work on input and output.
+    use(0, {data(net->input)});
     use(L + 1, {data(net->input), data(net->output)});
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
@@ -4757,7 +4764,7 @@ using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN
 
 // The values of a row of log.csv; what can't be read becomes 0, and what is missing NaN.
 static LogValues parse_row(const std::string& row) {
-    std::istringstream fields(row);
+    std::istringstream fields(row); // with commas between them
     std::string field;
     LogValues values;
     for (double& value : values) {
@@ -4833,6 +4840,7 @@ void LogSummary::add(const std::string& row) {
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
+    // The run's own guard has judged the step by the same rule.
     const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     const LogPart part = part_of_row(values, seconds, skipped);
     // The share of the newest loss in the mean is 10 / (n + 9), so the weights of the n losses grow as n^9.
@@ -4987,6 +4995,7 @@ static void check_folder(Run* run) {
 
 // Writes the rows that log.csv lacks. If the disk has no room for all of them, the rest waits; the run goes on.
 static void write_log(Run* run) {
+    // The system may take only a part of what it is given.
     std::string& rows = run->unwritten_rows;
     while (!rows.empty()) {
         const ssize_t written = write(run->log_file, rows.data(), rows.size());
@@ -5070,6 +5079,7 @@ static std::string shorten_status(std::string line, size_t columns) {
         if (!columns || line.size() < columns) break;
         const size_t found = line.find(word);
         if (found == std::string::npos) continue;
+        // The part is erased with the separator before it.
         const size_t begin = line.rfind(" | ", found);
         const size_t end = line.find(" | ", found);
         line.erase(begin, end - begin);
@@ -5110,6 +5120,7 @@ static void print_step(Run* run, double val) {
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = run->folder.list(); // by step: the first one is the oldest
+    // best.bin is another link to its file, which stays.
     while (keep && found.size() > keep) {
         const auto oldest = found.begin();
         run->folder.remove(oldest->second);
@@ -5217,6 +5228,7 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
 static void keep_best(Run* run, const std::string& checkpoint) {
     const bool is_better = run->val_loss < run->best_loss; // false for NaN
     if (world.rank || !run->config.keep_best || !is_better) return;
+    // A link costs no room on the disk. If it can't be made, the run goes on.
     const std::string failure = try_link_file(run->folder, checkpoint, BEST);
     if (failure.empty()) {
         run->best_loss = run->val_loss;
@@ -5340,6 +5352,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 // has none of this rate, the one in the same place; if there is none either, the weights (array 0).
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
+    // The rates may have been given in another order than before.
     for (int i = 0; i < m.emas(); i++)
         if (m.ema_rate(i) == rate) return m.ema_array(i);
     const bool averages_whole_run = rate > 1; // a power function; see POWER_EMAS
@@ -5487,6 +5500,7 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
         printf("processes: %d, which share a step's batch of %d, %d images at a time; "
                "each keeps its part of the moments and averages\n",
                world.size, c.batch_size, c.micro());
+    // Without checksums of their own, the images of a long file were not read at the start (READ_AT_START).
     const bool verified = !data.image_crc.empty();
     const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
@@ -5790,6 +5804,7 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
     uint8_t* const bytes = (uint8_t*)floats.data();
     std::vector<float> images;
     for (int i = 0; i < count; i++) {
+        // From (C, H, W) to (H, W, C), and from 0 ... 255 to [-1, 1].
         if (!read_image(&d, i, bytes)) refuse(d.error);
         for (int element = 0; element < HW * C; element++) { // of the image as (H, W, C)
             const int pixel = element / C;
@@ -5825,6 +5840,7 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
 // Opens the folder of --output. Drawing samples may take long, so everything that would make the writing fail is found
 // before: a name that can't be written, and a file that must not be replaced.
 static Folder open_output(const Config& c, const std::string& resume) {
+    // Every sentence begins with the flag.
     auto must = [&](bool ok, const std::string& why) {
         if (!ok) refuse("--output " + c.output + ": " + why);
     };
@@ -5892,7 +5908,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     UNet net = build_unet(c);
     check_size(model, net);
     // Ranks share the images. With guidance the network computes each image twice: with its class and without.
-    const int share = (c.sample + world.size - 1) / world.size;
+    const int share = (c.sample + world.size - 1) / world.size; // rounded up
     const int batch_images = std::min(share, c.batch_size);
     plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
     const int array = array_to_sample(c, model);
@@ -5902,6 +5918,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     Sampler sampler = make_sampler(c, net.B);
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
     if (!c.inpaint.empty()) {
+        // The device keeps those of the batch that is drawn.
         sampler.images = read_images(c, "inpaint", c.inpaint, c.in_channels);
         sampler.masks = read_images(c, "mask", c.mask, 1);
         const size_t batch_values = (size_t)net.B * c.H * c.W * c.in_channels;
@@ -6282,6 +6299,7 @@ static void check_contradictions(const Config& c) {
 // Fills in what the command line leaves open, but for what the data tells. Opens the data file if the choice of a
 // preset needs it. resume: the model file is a checkpoint whose run goes on.
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
+    // A preset is chosen by the images, and fills in what is not given; then a model file fills in, or overrules it.
     if (c->preset.empty()) {
         if (c->given("data_file")) *data = open_dataset(c->data_file);
         c->preset = default_preset(*c, *data);
@@ -14390,6 +14408,7 @@ static int choose_device(int number) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
             cudaGetErrorString(error));
+    // Of several processes on a machine each takes another GPU.
     if (world.size > 1 && count == 1) number = 0; // some launchers show each process a GPU of its own
     else if (world.size > 1) number += world.local_rank;
     if (world.size > 1 && number >= count)
@@ -14416,6 +14435,7 @@ static int code_version(int number) {
     return code.ptxVersion;
 }
 
+// Chooses the GPU, asks for all that decisions depend on (struct gpu), and makes the streams.
 static void start_device(const std::string& precision, int number) {
     number = choose_device(number);
     CUDA_CHECK(cudaSetDevice(number));
@@ -14429,7 +14449,7 @@ static void start_device(const std::string& precision, int number) {
            // Code for 9.0 is always sm_90a's, which has wgmma: the #error beside typedef bf16 sees to that.
            .wgmma = version == 90 && allowed.hopper};
     act_element = element_named(precision, Element::BF16);
-    int low, high;
+    int low, high; // priorities
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&side_stream, cudaStreamNonBlocking, low));
@@ -14490,6 +14510,7 @@ template <class F> static void replay(Graph* g, F work) {
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.stream));
 }
 
+// A graph must not be destroyed while it runs.
 static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)g->exec));
@@ -14555,7 +14576,7 @@ static void grow(char** memory, size_t* bytes, size_t wanted) {
 }
 // Memory for all operations to come: each lane's workspace, which they share, and the norms' sums.
 static void reserve(const Workspace& most, bool training) {
-    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384;
+    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
         grow(&device.side.workspace, &device.side.workspace_bytes, std::max(most.side, for_most_batches));
