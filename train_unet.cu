@@ -95,16 +95,15 @@
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
 //   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
 //   workspace           an operation's own memory, which the next one may overwrite
-//   statistics          sums of a tensor's channels and of their squares, for the group norm that reads it
+//   statistics          of each image and channel, the sums over pixels of x and of x^2: a group norm makes its mean and
+//                       variance of them
 //   addend              a gradient from another reader of the same tensor, added as this one's is stored
 //   fuse                to compute one operation inside another one's kernel, such as a skip connection
 //   materialise         to write to memory what a kernel could also make as it reads, such as an upsampled input
 //   block, cluster      threads with one shared memory; up to 8 blocks that reach each other's (sm_90)
 //   warp, warpgroup     32 threads; four warps that multiply together by wgmma
 //   tile                the part of a result that a block, a warpgroup or a warp computes at a time
-//   tap                 a position (kh, kw) of a convolution's kernel, of which there are 1 or 9
-//   halo                the pixels of a tile and the border that taps reach: what nine taps read in place
-//   slice               the channels (32 or 64) of a halo that are in shared memory at a time
+//   tap, halo, slice    words of the convolutions, which section 20 defines and draws
 //   stage, ring         a part of shared memory that is filled while others are read; stages that take turns
 //   producer, consumer  warps that fill stages, and warps that multiply what is there
 //   epilogue            what becomes of a tile's sums: bias, embedding, addend, rounding, statistics
@@ -6752,7 +6751,9 @@ INLINE void unpack(float (&v)[8], uint4 r) {
 template <int V> INLINE void add_piece(float (&sum)[V], uint4 piece) {
     float v[V];
     unpack(v, piece);
-    UNROLL_FOR (int i = 0; i < V; i++) sum[i] += v[i];
+    UNROLL_FOR (int i = 0; i < V; i++) {
+        sum[i] += v[i];
+    }
 }
 
 // Back to a piece; bf16 are rounded to nearest, ties to even.
@@ -6761,20 +6762,43 @@ INLINE uint32_t pack_bf16(float low, float high) {
     return *(const uint32_t*)&r;
 }
 INLINE uint4 pack(const float (&v)[4]) {
-    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+    uint4 r;
+    r.x = __float_as_uint(v[0]);
+    r.y = __float_as_uint(v[1]);
+    r.z = __float_as_uint(v[2]);
+    r.w = __float_as_uint(v[3]);
+    return r;
 }
 INLINE uint4 pack(const float (&v)[8]) {
-    return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+    uint4 r;
+    r.x = pack_bf16(v[0], v[1]);
+    r.y = pack_bf16(v[2], v[3]);
+    r.z = pack_bf16(v[4], v[5]);
+    r.w = pack_bf16(v[6], v[7]);
+    return r;
 }
 
-INLINE float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-INLINE float4 operator*(float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); }
+INLINE float4 operator+(float4 a, float4 b) {
+    a.x += b.x;
+    a.y += b.y;
+    a.z += b.z;
+    a.w += b.w;
+    return a;
+}
+INLINE float4 operator*(float4 a, float4 b) {
+    a.x *= b.x;
+    a.y *= b.y;
+    a.z *= b.z;
+    a.w *= b.w;
+    return a;
+}
 
 // Four elements as they lie in memory (8 or 16 bytes), for loops that take four channels at a time.
 template <class T> using Four = std::conditional_t<sizeof(T) == 4, float4, uint2>;
 
 INLINE float4 to_floats(uint2 v) {
-    const float2 low = unpack_bf16(v.x), high = unpack_bf16(v.y);
+    const float2 low = unpack_bf16(v.x);
+    const float2 high = unpack_bf16(v.y);
     return make_float4(low.x, low.y, high.x, high.y);
 }
 INLINE float4 to_floats(float4 v) { return v; }
@@ -6804,8 +6828,10 @@ template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (co
 
 // dx[i ...] = v + the addends, for the VEC<T> elements of a piece
 template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
-    UNROLL_FOR (int k = 0; k < 2; k++)
-        if (const T* add = k ? g.add2 : g.add1) add_piece(v, load16(add + i));
+    UNROLL_FOR (int k = 0; k < 2; k++) {
+        const T* add = k ? g.add2 : g.add1;
+        if (add) add_piece(v, load16(add + i));
+    }
     *(uint4*)(g.dx + i) = pack(v);
 }
 
@@ -6822,7 +6848,8 @@ INLINE float reciprocal_fast(float x) {
 // 1 / (1 + e^-z), given u = Z_FACTOR<T> z (see Silu). For bf16 e^-z = 2^u is one instruction; rounding u costs 1e-6
 // of the result where |z| = 10, far below bf16's 4e-3. For fp32 u is z, and the library's exponential is exact enough.
 template <class T> INLINE float sigmoid(float u) {
-    return reciprocal_fast(1.0f + (sizeof(T) == 4 ? expf(-u) : exp2_fast(u)));
+    const float e_to_minus_z = sizeof(T) == 4 ? expf(-u) : exp2_fast(u);
+    return reciprocal_fast(1.0f + e_to_minus_z);
 }
 
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -6833,7 +6860,11 @@ struct Origin {
     int n, h, w;
 };
 INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int columns, int images = 1) {
-    return Origin{tile / tiles_w / tiles_h * images, tile / tiles_w % tiles_h * rows, tile % tiles_w * columns};
+    Origin o;
+    o.n = tile / tiles_w / tiles_h * images;
+    o.h = tile / tiles_w % tiles_h * rows;
+    o.w = tile % tiles_w * columns;
+    return o;
 }
 
 // --- copies from global to shared memory in the background (cp.async, sm_80; PTX ISA, "Asynchronous Copy: non-bulk")
@@ -6858,12 +6889,15 @@ INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool v
 // 8 channels: one piece of bf16, or two of floats. The second piece lies where bit 4 of the address is toggled, since
 // rows are swizzled (see Swizzle).
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
-    UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++)
-        copy_async_row_if(wanted, (to ^ (j * 16)) + offset, from + j * VEC<T>, valid);
+    UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++) {
+        const uint32_t piece = (to ^ (j * 16)) + offset;
+        copy_async_row_if(wanted, piece, from + j * VEC<T>, valid);
+    }
 }
 // The address of a pixel of C channels. In this form it is one instruction, a 32-bit product added to 64 bits.
 template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
-    return (const T*)((const char*)x + (size_t)pixel * (uint32_t)(C * (int)sizeof(T)));
+    const uint32_t pixel_bytes = C * (int)sizeof(T);
+    return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
 }
 // Copies of 4 or 8 bytes
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) {
@@ -6885,6 +6919,7 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // The sum over the lanes of a warp whose numbers differ in these bits alone; each of them gets it. lane_sum<1, 2> adds
 // lanes 4i, 4i + 1, 4i + 2, 4i + 3; bits are taken in the order in which they are given. lane_max: the largest.
+// (The fold over `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -6907,10 +6942,17 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     return upper;
 }
 
-// Adds up a block's statistics. Thread t comes with two arrays of V neighbouring channels' sums (first: of x; second:
-// of x^2), of the channels in column t % columns. result(k, column, sum) is called once for every channel and array:
-// sum is over the column's threads, k = 2 channel + (0: first, 1: second). fp32 comes in, double goes out. THREADS, V
-// and columns are powers of 2; shared has 2 V (THREADS + columns) floats.
+// Adds up two sums of each channel over a block's threads: of x and x^2 for a group norm's statistics, of dz and dz x
+// in its backward pass. The threads lie in rows of `columns`, and those of a column have the same V neighbouring channels:
+//
+//                column 0        column 1
+//   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
+//   row 1    [   thread 2        thread 3   ]
+//   ...
+//   result(k, column, sum): once for every column, channel i of V and array; k = 2 i (first) or 2 i + 1 (second), and
+//   sum is over the column's threads, in double
+//
+// THREADS, V and columns are powers of 2. shared has 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
     const int pitch = THREADS + columns; // padded, so that different k lie in different banks
@@ -6920,12 +6962,17 @@ INLINE void fold_columns(float* shared, int columns, const float (&first)[V], co
     }
     __syncthreads();
     const int lanes = THREADS / (2 * V * columns); // threads that add up one sum together
-    const int i = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-    const int k = i / columns, column = i % columns;
+    const int i = threadIdx.x / lanes;             // the sum
+    const int lane = threadIdx.x % lanes;
+    const int k = i / columns;
+    const int column = i % columns;
     double total = 0;
-    UNROLL_8_FOR (int t = lane * columns + column; t < THREADS; t += lanes * columns)
+    UNROLL_8_FOR (int t = lane * columns + column; t < THREADS; t += lanes * columns) {
         total += shared[k * (THREADS + columns) + t];
-    for (int o = lanes / 2; o; o /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, o);
+    }
+    for (int o = lanes / 2; o; o /= 2) {
+        total += __shfl_xor_sync(0xFFFFFFFFu, total, o);
+    }
     if (lane == 0) result(k, column, total);
 }
 
@@ -7319,12 +7366,20 @@ struct SharedMemory {
 //   writers > 1     so many warps fill a stage with ordinary stores: acquire, store, warp_stored
 //   BYTES = 0       the stages lie elsewhere; the ring only tells when they are full
 //
-// Two rules. Breaking each was a bug once; dev/test/test_pipelines.py models every kernel's roles:
-// Its own full barrier. With OWNERS = 2 a stage is filled for one of two warpgroups, which waits at a barrier of its
-//   own. With one barrier for both, it would miss the phases that ended while the other warpgroup had the stage. Since
-//   a wait tells only odd phases from even ones, it would then take the other one's tile for its own.
-// Never so far ahead. The thread that loads waits in acquire. If it feeds two pipelines, it must not wait for a stage
-//   of one that is freed only by products whose operands it has still to load into the other one.
+// Two rules. Each was broken once, and was a bug; dev/test/test_pipelines.py models every kernel's roles.
+//
+// 1. If two warpgroups take turns with a ring, each waits at a full barrier of its own (OWNERS = 2). A waiting thread
+//    cannot tell phase 1 from phase 3: it knows the parity alone. So it must see every phase of its barrier. With one
+//    barrier for both, phases would end while the other warpgroup has the stage, and the first one would take the
+//    other's tile for its own:
+//
+//      stage 0 is filled for   warpgroup 0   warpgroup 1   warpgroup 0   when warpgroup 0's second wait (parity 1) ends
+//      one barrier: phase      0             1             2             at warpgroup 1's tile: wrong
+//      a barrier each: phase   0             0             1             at its own second tile
+//
+// 2. A thread that feeds two rings must not load so far ahead in one that it waits for a stage there (in acquire) which
+//    becomes free only by a product whose other operand it has still to load into the second ring. It would wait for
+//    itself. So it loads both in the order in which the products need them.
 struct Stage {
     uint32_t address, full; // where the tile goes, and the barrier that it arrives at
 };
@@ -7345,7 +7400,10 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        auto take = [](uint32_t& next, int n, int bytes) { return (next += n * bytes) - n * bytes; };
+        auto take = [](uint32_t& next, int n, int bytes) { // n times so many bytes: their address
+            next += n * bytes;
+            return next - n * bytes;
+        };
         size = n;
         stages_at = take(shared.tiles_at, n, BYTES);
         full_at = take(shared.barriers_at, n, 8 * OWNERS);
@@ -7360,7 +7418,8 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         }
     }
     INLINE Stage stage(int i, int owner = 0) const {
-        return {stages_at + i * BYTES, full_at + 8 * OWNERS * i + (OWNERS == 2 ? 8 * owner : 0)};
+        const int of_owner = OWNERS == 2 ? 8 * owner : 0;
+        return {stages_at + i * BYTES, full_at + 8 * OWNERS * i + of_owner};
     }
     INLINE uint32_t empty(int i) const { return empty_at + 8 * i; }
 
@@ -7453,18 +7512,21 @@ struct TileWalk : Origin {
 // Where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it: it computes the whole
 // address, then XORs bits 4-6 with bits 7-9 (rows of 128 bytes), or bits 4-5 with bits 7-8 (rows of 64 bytes).
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
-    return CHANNELS == 64 ? row * 128 + ((chunk ^ (row & 7)) << 4) : row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+    if (CHANNELS == 64) return row * 128 + ((chunk ^ (row & 7)) << 4);
+    return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// A tile's pixels, 64 channels each, in rows of PITCH pixels with the border that 3x3 taps reach. The nine taps read
-// them in place: the operand of a tap is the same memory, with another start. With PITCH = 8 there is one tap (1x1).
+// A tile's pixels, 64 channels each, in rows of PITCH pixels with the border that a 3x3 filter reads (section 20 draws
+// a halo and its taps). The nine taps read them in place: the operand of a tap is the same memory, with another start.
+// With PITCH = 8 there is one tap (1x1).
 template <int PITCH> struct Halo {
     Operand first;
     INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
     // Tap (kh, kw) = (tap / 3, tap % 3) starts kh * PITCH + kw pixels further on, = kh * (PITCH - 3) + tap; a pixel is
     // 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
     INLINE Operand shifted(int tap) const {
-        return {first.low + (PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap) * 8, first.high};
+        const int pixels = PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap;
+        return {first.low + pixels * 8, first.high};
     }
 };
 
@@ -10290,8 +10352,8 @@ template <int N> struct Softmax {
 //   1. The first thread starts the loads: queries, then as many chunks as there are stages.
 //   2. Each warp loads its queries into registers, and S of chunk 0 is computed.
 //   3. In turn i a warpgroup takes the softmax of chunk i, and then multiplies twice at once: out += P v of chunk i,
-//      and the scores of chunk i + 1. The first thread loads the chunk that takes the place of chunk i - 1: one turn later
-//      than it might, so that no warpgroup waits for the other one.
+//      and the scores of chunk i + 1. The first thread loads the chunk that takes the place of chunk i - 1: one turn
+//      later than it might, so that no warpgroup waits for the other one.
 //   4. out / sum is stored, and SoftmaxRow for the backward pass.
 // The compiler must see every wait for wgmma in the same turn of the loop, and between fence and wait no other
 // instruction may touch its registers. Else it overlaps none of them, and ptxas says so (C7510 to C7520).
@@ -13575,8 +13637,8 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 //   p   = decay p - step_size m / (sqrt(v) / root + eps)
 //   ema = ema_rate ema + (1 - ema_rate) p
 //
-// A thread takes four neighbours at a time: elements i ... i + 3 of the slice (in ema, m and v), which are 4 k ... 4 k +
-// 3 of the flat arrays (params, copy, sum).
+// A thread takes four neighbours at a time: elements 4 i ... 4 i + 3 of the slice (in ema, m and v), which are 4 k ...
+// 4 k + 3 of the flat arrays (params, copy, sum).
 // u is a __grid_constant__: it stays in constant memory, since params.at[r] has an index that the compiler doesn't
 // know.
 static __global__ void __launch_bounds__(256)
