@@ -4,91 +4,91 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    171  Part I. The program
-//    174     1. Types at the interface: what operations are called with
-//    457     2. The interface: all that the program asks of a device
-//    733     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    824     4. Configuration: flags, presets, help, what can work and what cannot
-//   1465     5. The network: a list of layers, made of guided-diffusion's flags
-//   2246     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2485     7. Forward and backward: two walks over the list
-//   2600     8. Diffusion: noise schedules, objectives, samplers
-//   2802         the level of a training sample, drawn, and its share of the loss
-//   3101         samplers
-//   3604     9. Data: .bin files that may be larger than memory, the order of their images
-//   3941    10. Model files: weights and checkpoints, initial weights
-//   4278    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4293         the learning rate, the verdict on a step, averages of the weights
-//   4372         what a trainer holds
-//   4487         a step
-//   4732    12. A run: log, guard, checkpoints, resume, samples
-//   4757         the log in memory, as the page shows it
-//   4864         what a run holds
-//   4931         the log and the status line
-//   5116         checkpoints, snapshots and grids
-//   5338         the start of a run: new, from a file's weights, or resumed
-//   5515         the loop over the steps
-//   5627         a run from its first to its last line
-//   5774         samples, without a run
-//   5954    13. main: the command line, then a run or samples
-//   6194         what ranks must have in common
-//   6259         main
-//   6380  Part II. The device
-//   6383    14. What all devices share: nonlinearities, patches of pixels
-//   6427    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6495    16. The GPU: what all kernels share
-//   6560         Launches, which may overlap
-//   6602         Decisions: what kernels are chosen with
-//   6637         Single instructions: shared memory, mbarriers, clusters
-//   6721         Activations: pieces of 16 bytes
-//   6933         each_kernel: a thread for an element
-//   6947         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7086         Swizzle: how rows lie in shared memory
-//   7104         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7279         building blocks of Hopper's kernels (sm_90a)
-//   7527    17. Small operations: resampling, embeddings, diffusion
-//   7530         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7715         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8056         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8454    18. Group norm
-//   8457         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   8965         groupnorm_backward_whole: an image's slab in shared memory
-//   9322    19. Attention
-//   9425         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//   9940         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10075         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10725    20. Convolution
-//  10758         ConvOut: results, 4 channels of a pixel at a time
-//  10984         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11044         conv_halo: 3x3, stride 1, any GPU
-//  11435         conv_gather: any kernel size and stride, any GPU
-//  11686         conv_few: the first and the last layer
-//  11855         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12405         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12504         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  12892         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13191         conv_weight_tma: weight gradients (sm_90a)
-//  13425    21. The optimiser
-//  13428         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13647    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13650         groupnorm_backward
-//  13749         attention: forward and, where a has dout, backward
-//  13789         convolution: forward and input gradient
-//  14093         convolution: weight gradients
-//  14375    23. The GPU: memory, copies, repeated work
-//  14589    24. Between ranks: from device to device
+//    170  Part I. The program
+//    173     1. Types at the interface: what operations are called with
+//    456     2. The interface: all that the program asks of a device
+//    732     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    823     4. Configuration: flags, presets, help, what can work and what cannot
+//   1464     5. The network: a list of layers, made of guided-diffusion's flags
+//   2245     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2484     7. Forward and backward: two walks over the list
+//   2599     8. Diffusion: noise schedules, objectives, samplers
+//   2801         the level of a training sample, drawn, and its share of the loss
+//   3100         samplers
+//   3603     9. Data: .bin files that may be larger than memory, the order of their images
+//   3940    10. Model files: weights and checkpoints, initial weights
+//   4277    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4292         the learning rate, the verdict on a step, averages of the weights
+//   4371         what a trainer holds
+//   4486         a step
+//   4731    12. A run: log, guard, checkpoints, resume, samples
+//   4756         the log in memory, as the page shows it
+//   4863         what a run holds
+//   4930         the log and the status line
+//   5115         checkpoints, snapshots and grids
+//   5337         the start of a run: new, from a file's weights, or resumed
+//   5514         the loop over the steps
+//   5626         a run from its first to its last line
+//   5773         samples, without a run
+//   5953    13. main: the command line, then a run or samples
+//   6193         what ranks must have in common
+//   6258         main
+//   6379  Part II. The device
+//   6382    14. What all devices share: nonlinearities, patches of pixels
+//   6426    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6494    16. The GPU: what all kernels share
+//   6559         Launches, which may overlap
+//   6601         Decisions: what kernels are chosen with
+//   6636         Single instructions: shared memory, mbarriers, clusters
+//   6720         Activations: pieces of 16 bytes
+//   6980         each_kernel: a thread for an element
+//   6994         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7133         Swizzle: how rows lie in shared memory
+//   7151         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7326         building blocks of Hopper's kernels (sm_90a)
+//   7589    17. Small operations: resampling, embeddings, diffusion
+//   7592         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7777         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8119         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8518    18. Group norm
+//   8521         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9029         groupnorm_backward_whole: an image's slab in shared memory
+//   9386    19. Attention
+//   9489         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10009         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10144         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10801    20. Convolution
+//  10834         ConvOut: results, 4 channels of a pixel at a time
+//  11060         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11120         conv_halo: 3x3, stride 1, any GPU
+//  11511         conv_gather: any kernel size and stride, any GPU
+//  11762         conv_few: the first and the last layer
+//  11931         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12481         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12580         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  12968         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13267         conv_weight_tma: weight gradients (sm_90a)
+//  13501    21. The optimiser
+//  13504         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13723    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13726         groupnorm_backward
+//  13825         attention: forward and, where a has dout, backward
+//  13883         convolution: forward and input gradient
+//  14187         convolution: weight gradients
+//  14469    23. The GPU: memory, copies, repeated work
+//  14683    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6376, train 5731, run_step 5563, train_step 4670, load_batch 3902, step_gradients 4575, forward_and_loss 4493,
-//     draw_levels 8068, q_sample_forward 8158, unet_forward 2509, loss_forward_backward 8265, unet_backward 2572,
-//     sum_gradients 13474, judge_step 13521, adamw_update 13625, next_step 13527, record_step 13532, collect_steps 5519
-//   pictures, from noise: sample_batch 3521, plan_route 3321, device_step 3364, euler_step 3131 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4575
-//   a nonlinearity beside SiLU: Nonlinearity 226, Silu 6400, with_nonlinearity 6410
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2726
-//   an objective: its word in common/flags.h, make_objective 2781, draw_level 2867, level_at 3348, sampler_sigmas 3253
-//   a kind of layer: LayerKind 1516, forward_linear 1736 and backward_linear 1740 beside it, OPS 1871, add_resblock 2043 and its like
+//     main 6375, train 5730, run_step 5562, train_step 4669, load_batch 3901, step_gradients 4574, forward_and_loss 4492,
+//     draw_levels 8131, q_sample_forward 8221, unet_forward 2508, loss_forward_backward 8329, unet_backward 2571,
+//     sum_gradients 13550, judge_step 13597, adamw_update 13701, next_step 13603, record_step 13608, collect_steps 5518
+//   pictures, from noise: sample_batch 3520, plan_route 3320, device_step 3363, euler_step 3130 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4574
+//   a nonlinearity beside SiLU: Nonlinearity 225, Silu 6399, with_nonlinearity 6409
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2725
+//   an objective: its word in common/flags.h, make_objective 2780, draw_level 2866, level_at 3347, sampler_sigmas 3252
+//   a kind of layer: LayerKind 1515, forward_linear 1735 and backward_linear 1739 beside it, OPS 1870, add_resblock 2042 and its like
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -7844,7 +7844,8 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
         }
         __syncthreads(); // all have read: the next quads may come
     }
-    // The warps' partial sums take the place of rows, which nobody reads any more.
+    // The warps' partial sums take the place of rows, which nobody reads any more. A thread then adds up and stores one
+    // output of every so-many-th image.
     typedef float PartialSums[WARPS][OUTPUTS][LINEAR_ROWS + 1];
     PartialSums& sums = *(PartialSums*)rows;
     UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
@@ -7879,7 +7880,7 @@ struct LinearStage {
     float before[LINEAR_OUTS][64];
     float dout[LINEAR_OUTS][LINEAR_ROWS + 4];
 };
-struct LinearShared {
+struct LinearShared { // of a block
     LinearStage stages[LINEAR_WARPS][2];
     float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // the warps' dx
 };
@@ -8014,7 +8015,7 @@ static int linear_splits(int Cin, int Cout) {
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
     return std::max(1, std::min(two_blocks_an_sm, all_warps_busy));
 }
-static size_t linear_backward_workspace(int B, int Cin, int Cout) {
+static size_t linear_backward_workspace(int B, int Cin, int Cout) { // for the parts of dx
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
@@ -8270,7 +8271,8 @@ constexpr int LOSS_PARTS = 4; // blocks to an image
 // where a multiprocessor has 2,048 threads, there is room for two. Other GPUs have 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// The sum over a block of 1024 threads, which thread 0 gets: over each warp, then over the 32 warps' sums.
+// The sum over a block of 1024 threads, which thread 0 gets: over each warp, then over the 32 warps' sums. The order is
+// fixed, so a run's losses and norms repeat to the bit.
 INLINE double block_sum(double v) {
     __shared__ double sums[32]; // of each warp
     v = warp_sum(v);
@@ -8296,7 +8298,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     const size_t first = (size_t)blockIdx.y * HW * Cout;     // this image's first element in out and dout
     const size_t first_target = (size_t)blockIdx.y * HW * C; // and in target and x
     const NoiseLevel l = levels[blockIdx.y];
-    const float mse = o.mse * l.weight;
+    const float mse = o.mse * l.weight; // how much each term counts at this noise level
     const float bound = o.bound * l.importance;
     const float slope = factor / ((float)HW * C);
     double sum = 0;
@@ -9613,7 +9615,7 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h, shared_address(from));
             }
-        const float scale = own.scale[slot] * take_apart<T>(b);
+        const float scale = own.scale[slot] * take_apart<T>(b); // 1 for bf16
         multiply<T, Tile::MT, Tile::NT>(scores[0], Tile::NT, 1, own.kept[slot], b, scale);
     }
 }
@@ -9730,7 +9732,7 @@ template <class Tile> struct RunningSoftmax {
     float sum[Tile::MT][2] = {}; // over this thread's columns alone
 
     INLINE RunningSoftmax() {
-        for (auto& rows : top) {
+        for (auto& rows : top) { // any score is higher
             rows[0] = -INFINITY;
             rows[1] = -INFINITY;
         }
@@ -9791,6 +9793,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     OwnRows<Tile> q;
     Sums<Tile, CT> out = {};
     RunningSoftmax<Tile> softmax;
+    // first: the first of N keys, which lie in `stage`. A stage's copies were started one round before.
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
@@ -9799,6 +9802,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
         const T* values = keys + Tile::STREAMED;
+        // SUB keys at a time, since the registers of a thread would not hold the scores of N.
         NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
             Scores<Tile> p = {}; // S, and then P
             multiply_transposed<Tile>(p, q, keys, sub);
@@ -9823,6 +9827,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
 }
 
 // D of a row, rowsum(dout * out): summed by four lanes, which all get it.
+// d: elements of both rows
 template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
     const int lane = threadIdx.x % 4;
@@ -9948,7 +9953,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
         }
 
     const float scale = rsqrtf((float)a.d);
-    const float scale2 = scale * LOG2E;
+    const float scale2 = scale * LOG2E; // of scores in the exponent of 2
     OwnRows<Tile> a1, a2;
     Sums<Tile, CT> sum1 = {};              // dq or dk, before the division by sqrt(d)
     float sum2[KEYS ? MT : 1][CT][4] = {}; // dv
@@ -9961,6 +9966,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             a2.load(own2);
         }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
+        // Where this stage's rows lie, and, if they are queries, what else of them is needed.
         const T* b1 = streamed + stage * 2 * Tile::STREAMED;
         const T* b2 = b1 + Tile::STREAMED;
         const float* stage_rows = query_values + stage * Tile::QUERY_VALUES;
@@ -9976,7 +9982,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_add<Tile, CT>(sum1, ds, b1, sub, chunk * DC);
         }
     }
-    const auto d_own = tile.of_qkv<T>(a.to, KEYS ? K_PART : Q_PART); // dk or dq
+    // dq or dk get the factor 1 / sqrt(d) once, here; dv has none.
+    const auto d_own = tile.of_qkv<T>(a.to, KEYS ? K_PART : Q_PART);
     store_rows<Tile, CT>(d_own, own1, sum1, tile, chunk * DC, scale);
     if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
@@ -10076,7 +10083,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     const float scale2 = LOG2E * scale;
     float sum1[GENERAL_COLUMNS] = {}; // of dq or dk
     float sum2[GENERAL_COLUMNS] = {}; // of dv
-    for (int j = 0; j < a.T; j++) {
+    for (int j = 0; j < a.T; j++) {   // the streamed rows: queries, if the warp owns a key
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
         const size_t query = tile.row_index(keys ? j : row);
@@ -10102,7 +10109,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
 // Launches forward or, where a has dout, backward, as all launch functions of attention do.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
-    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS);
+    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // of 256 columns, a warp each
     const dim3 grid(tiles, chunks, a.dout ? 2 : 1);
     constexpr int threads = 32 * GENERAL_WARPS;
     if (!a.dout) return launch(attention_forward_general_kernel<T>, grid, threads, 0, a);
@@ -10249,6 +10256,7 @@ template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a
     }
     wgmma_commit();
 }
+// d = 0, before the first product that is added to it
 template <int M> INLINE void clear(float (&d)[M]) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         d[i] = 0;
@@ -10377,6 +10385,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
     const HeadTile tile{p, 64 * T::WARPGROUPS};
     await_previous_kernel();
+    // The first thread has a second position in both rings: where it loads.
     auto keys_to_load = keys;
     auto values_to_load = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int part, int row) {
@@ -10429,6 +10438,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
+    // A row's P was summed by four lanes. Each stores its part of out / sum; the first one stores the row's SoftmaxRow.
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
@@ -10560,6 +10570,7 @@ template <class T> struct BackwardBlock {
         const float2 two = lane & 2 ? make_float2(other, own) : make_float2(own, other);
         const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
         if (part == 0) dots_to_send.acquire();
+        // The same place in all blocks' shared memory
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
@@ -10605,6 +10616,7 @@ template <class T> struct BackwardBlock {
                 const int part = i - max(steps / 2 - 1, 0);            // of the next head's -D
                 const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
+                // Loads for the next head begin before the products, so that nobody waits for them.
                 if (dots_now) load_dots(dot, head + head_stride, part);
                 if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
                 float dq[DIM / 2] = {};
@@ -10718,7 +10730,9 @@ template <class T> struct BackwardBlock {
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
             }
-            warps_sync(1 + warpgroup, 128); // no warp of this warpgroup reads v any more, whose memory store_head uses
+            // dk and dv are complete. They go to memory by way of v's place in shared memory, which no warp of this
+            // warpgroup reads any more after this barrier.
+            warps_sync(1 + warpgroup, 128);
             bf16* const to = (bf16*)p.to + element(head, rank * T::KEYS + warpgroup * 64, 3);
             store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
             store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
@@ -13809,42 +13823,60 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
-template <int D> static void launch_attention_wgmma(const AttentionCall& a) {
-    using Alone = AttentionBackward<D, 1>;
-    using Ring = AttentionBackward<D, 2>;
-    const bool back = a.dout, ring = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
+// Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels and T a multiple of 64. Backward, a head of 64 rows fits a
+// block; one of 256 to 1,024 rows lies in a cluster of blocks of 128 rows. Other heads go back by the portable kernel.
+template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
+    using Alone = AttentionBackward<DIM, 1>;
+    using Cluster = AttentionBackward<DIM, 2>;
+    const bool back = a.dout;
+    const bool fits_block = a.T == 64;
+    const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
+    const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
+    const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
+    // Forward: channels of a head, warpgroups, keys to a chunk, chunks (0: they pass through a ring)
+    using Forward64 = AttentionForward<DIM, 1, 64, 1>;
+    using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
+    using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
+    using ForwardRing1 = AttentionForward<DIM, 1, 64, 0>;
     const Way<AttentionCall> ways[] = {
-        {back && a.T == 64 && attention_clusters<Alone>(a.T), launch_attention_backward_wgmma<Alone>},
-        {back && ring && attention_clusters<Ring>(a.T), launch_attention_backward_wgmma<Ring>},
-        {back, launch_attention<bf16, D>},
-        {a.T == 64, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 1>>},
-        {a.T == 256, launch_attention_forward_wgmma<AttentionForward<D, 2, D, 256 / D>>},
-        {a.T % 128 == 0, launch_attention_forward_wgmma<AttentionForward<D, 2, 64, 0>>},
-        {true, launch_attention_forward_wgmma<AttentionForward<D, 1, 64, 0>>},
+        {alone, launch_attention_backward_wgmma<Alone>},
+        {cluster, launch_attention_backward_wgmma<Cluster>},
+        {back, launch_attention<bf16, DIM>},
+        {a.T == 64, launch_attention_forward_wgmma<Forward64>},
+        {a.T == 256, launch_attention_forward_wgmma<Forward256>},
+        {a.T % 128 == 0, launch_attention_forward_wgmma<ForwardRing2>},
+        {true, launch_attention_forward_wgmma<ForwardRing1>},
     };
     decide(a, ways);
 }
 
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = sizeof(T) == 2 && gpu.wgmma && a.T % 64 == 0;
+    constexpr int LARGEST = 32 * VEC<T>; // channels of a head: rows of 512 bytes
     const Way<AttentionCall> ways[] = {
-        {wgmma && a.d == 32, launch_attention_wgmma<32>},
+        {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's
         {wgmma && a.d == 64, launch_attention_wgmma<64>},
-        {a.d <= 32, launch_attention<T, 32>},
+        {a.d <= 32, launch_attention<T, 32>}, // any GPU; d is padded to the next of these
         {a.d <= 64, launch_attention<T, 64>},
         {a.d <= 128, launch_attention<T, 128>},
-        {a.d <= 32 * VEC<T>, launch_attention<T, 32 * VEC<T>>}, // rows of 512 bytes
-        {true, launch_attention_general<T>},
+        {a.d <= LARGEST, launch_attention<T, LARGEST>},
+        {true, launch_attention_general<T>}, // any size
     };
     decide(a, ways);
 }
 
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
-    with_act([&]<class A>(A) { attention<A>({out, rows, qkv, nullptr, nullptr, B, T, C, heads}); });
+    const AttentionCall call{out, rows, qkv, nullptr, nullptr, B, T, C, heads};
+    with_act([&]<class A>(A) { attention<A>(call); });
 }
-static void attention_backward(act* dqkv, const act* dout, const act* qkv, const act* out, // of (B, T, C or 3C)
-                               const SoftmaxRow* rows, int B, int T, int C, int heads) {
-    with_act([&]<class A>(A) { attention<A>({dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, T, C, heads}); });
+static void attention_backward(act* dqkv,              // (B, T, 3C)
+                               const act* dout,        // (B, T, C)
+                               const act* qkv,         // (B, T, 3C)
+                               const act* out,         // (B, T, C)
+                               const SoftmaxRow* rows, // (B, heads, T)
+                               int B, int T, int C, int heads) {
+    const AttentionCall call{dqkv, (SoftmaxRow*)rows, qkv, dout, out, B, T, C, heads};
+    with_act([&]<class A>(A) { attention<A>(call); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
