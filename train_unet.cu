@@ -41,48 +41,48 @@
 //   6601         Decisions: what kernels are chosen with
 //   6636         Single instructions: shared memory, mbarriers, clusters
 //   6720         Activations: pieces of 16 bytes
-//   6980         each_kernel: a thread for an element
-//   6994         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7133         Swizzle: how rows lie in shared memory
-//   7151         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7326         building blocks of Hopper's kernels (sm_90a)
-//   7589    17. Small operations: resampling, embeddings, diffusion
-//   7592         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7777         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8119         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8518    18. Group norm
-//   8521         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9029         groupnorm_backward_whole: an image's slab in shared memory
-//   9386    19. Attention
-//   9489         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10009         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10144         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10801    20. Convolution
-//  10834         ConvOut: results, 4 channels of a pixel at a time
-//  11060         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11120         conv_halo: 3x3, stride 1, any GPU
-//  11511         conv_gather: any kernel size and stride, any GPU
-//  11762         conv_few: the first and the last layer
-//  11931         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12481         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12580         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  12968         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13267         conv_weight_tma: weight gradients (sm_90a)
-//  13501    21. The optimiser
-//  13504         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13723    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13726         groupnorm_backward
-//  13825         attention: forward and, where a has dout, backward
-//  13883         convolution: forward and input gradient
-//  14187         convolution: weight gradients
-//  14469    23. The GPU: memory, copies, repeated work
-//  14683    24. Between ranks: from device to device
+//   6981         each_kernel: a thread for an element
+//   6995         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7134         Swizzle: how rows lie in shared memory
+//   7152         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7327         building blocks of Hopper's kernels (sm_90a)
+//   7590    17. Small operations: resampling, embeddings, diffusion
+//   7593         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7778         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8120         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8527    18. Group norm
+//   8530         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9038         groupnorm_backward_whole: an image's slab in shared memory
+//   9395    19. Attention
+//   9498         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10018         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10153         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10811    20. Convolution
+//  10844         ConvOut: results, 4 channels of a pixel at a time
+//  11070         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11130         conv_halo: 3x3, stride 1, any GPU
+//  11521         conv_gather: any kernel size and stride, any GPU
+//  11772         conv_few: the first and the last layer
+//  11941         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12491         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12590         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  12978         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13277         conv_weight_tma: weight gradients (sm_90a)
+//  13511    21. The optimiser
+//  13514         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13733    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13736         groupnorm_backward
+//  13835         attention: forward and, where a has dout, backward
+//  13894         convolution: forward and input gradient
+//  14198         convolution: weight gradients
+//  14480    23. The GPU: memory, copies, repeated work
+//  14694    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 6375, train 5730, run_step 5562, train_step 4669, load_batch 3901, step_gradients 4574, forward_and_loss 4492,
-//     draw_levels 8131, q_sample_forward 8221, unet_forward 2508, loss_forward_backward 8329, unet_backward 2571,
-//     sum_gradients 13550, judge_step 13597, adamw_update 13701, next_step 13603, record_step 13608, collect_steps 5518
+//     draw_levels 8132, q_sample_forward 8230, unet_forward 2508, loss_forward_backward 8338, unet_backward 2571,
+//     sum_gradients 13560, judge_step 13607, adamw_update 13711, next_step 13613, record_step 13618, collect_steps 5518
 //   pictures, from noise: sample_batch 3520, plan_route 3320, device_step 3363, euler_step 3130 and the other samplers' steps
 //   why several GPUs compute the bits of one: step_gradients 4574
 //   a nonlinearity beside SiLU: Nonlinearity 225, Silu 6399, with_nonlinearity 6409
@@ -95,8 +95,8 @@
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
 //   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
 //   workspace           an operation's own memory, which the next one may overwrite
-//   statistics          of each image and channel, the sums over pixels of x and of x^2: a group norm makes its mean and
-//                       variance of them
+//   statistics          of each image and channel, the sums over pixels of x and of x^2: a group norm makes its mean
+//                       and variance of them
 //   addend              a gradient from another reader of the same tensor, added as this one's is stored
 //   fuse                to compute one operation inside another one's kernel, such as a skip connection
 //   materialise         to write to memory what a kernel could also make as it reads, such as an upsampled input
@@ -6943,7 +6943,8 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
 }
 
 // Adds up two sums of each channel over a block's threads: of x and x^2 for a group norm's statistics, of dz and dz x
-// in its backward pass. The threads lie in rows of `columns`, and those of a column have the same V neighbouring channels:
+// in its backward pass. The threads lie in rows of `columns`, and those of a column have the same V neighbouring
+// channels:
 //
 //                column 0        column 1
 //   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
@@ -8145,27 +8146,34 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
-// --augment: three launches. A thread for a sample, which draws its change; a thread for a value of the canvas; a thread
-// for a value of the result.
+// --augment, in three launches. A thread has a sample, and draws its change; then a value of the canvas, which is the
+// changed image at twice the resolution (canvas_value); then a value of the result.
 static void augment_images(float* out, Augmentation* drawn, float* canvas, float* told, int stride, const void* images,
                            float p, RandomKey key, int B, int C, int H, int W, int bytes) {
     each(B, [=] __device__(size_t b) {
         Words words[4];
-        for (int k = 0; k < 4; k++) words[k] = random_words(key, k, (int)b);
+        for (int k = 0; k < 4; k++) {
+            words[k] = random_words(key, k, (int)b);
+        }
         drawn[b] = draw_augmentation(p, words, H, W);
-        for (int k = 0; k < AUGMENT_NUMBERS; k++) told[b * stride + k] = drawn[b].told[k];
+        // What the network is told of the change
+        for (int k = 0; k < AUGMENT_NUMBERS; k++) {
+            told[b * stride + k] = drawn[b].told[k];
+        }
     });
     const size_t fine = (size_t)fine_size(H) * fine_size(W);
     each((size_t)B * C * fine, [=] __device__(size_t i) {
-        const size_t plane = i / fine;
+        const size_t plane = i / fine; // b C + c
         const int place = (int)(i % fine);
         const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
-        const int y = place / fine_size(W), x = place % fine_size(W);
+        const int y = place / fine_size(W);
+        const int x = place % fine_size(W);
         canvas[i] = canvas_value(drawn[plane / C], channel, bytes, y, x, H, W);
     });
     each((size_t)B * C * H * W, [=] __device__(size_t i) {
         const size_t plane = i / ((size_t)H * W);
-        const int y = (int)(i / W % H), x = (int)(i % W);
+        const int y = (int)(i / W % H);
+        const int x = (int)(i % W);
         out[i] = halved(canvas + plane * fine, y, x, W);
     });
 }
@@ -8202,6 +8210,7 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     each_quad(B, per_sample, [=] __device__(int b, int e) {
         float z[4];
         normals(z, random_words(key, e / 4, b));
+        // The last four of a sample may be fewer.
         for (int k = 0; k < 4 && e + k < per_sample; k++) {
             float& v = out[(size_t)b * per_sample + e + k];
             v = scale * z[k] + (add ? v : 0.0f);
@@ -8598,7 +8607,7 @@ template <class T, int PIXELS> struct NormColumn {
     int place = threadIdx.x * VEC<T>;               // of the first element, among those of `rows` pixels of the slab
     int c = slab0 + (place & (a.slab - 1));         // this thread's first channel
     int rows = NORM_THREADS * VEC<T> >> a.log_slab; // pixels of the block at a time
-    int first = blockIdx.x * a.chunk + (place >> a.log_slab);
+    int first = blockIdx.x * a.chunk + (place >> a.log_slab); // this thread's first pixel
     int end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
     bool in_x1 = c < a.s.C1;                              // else the channels are x2's
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                  // elements of a pixel of x1 or x2
@@ -8664,9 +8673,9 @@ template <int V> struct NormParameters {
     INLINE float factor(int i) const { return 1 + scale[i]; }
     // Scale and shift of the i-th channel: z z_factor = x scale + shift.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
-        const float w = rstd * weight[i]; // xhat weight = x w - mean w
-        const float z_scale = w * factor(i);
-        const float z_shift = (bias[i] - mean * w) * factor(i) + shift[i];
+        const float x_weight = rstd * weight[i]; // xhat weight = (x - mean) x_weight
+        const float z_scale = x_weight * factor(i);
+        const float z_shift = (bias[i] - mean * x_weight) * factor(i) + shift[i];
         return make_float2(z_scale * z_factor, z_shift * z_factor);
     }
 };
@@ -9491,8 +9500,8 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys). The other rows stream past through
 //   two stages of shared memory, N at a time: while one stage is multiplied, the other one is loaded.
 //
-//     own rows (M, d)    x    streamed rows (N, d)^T   ->   S (M, N), in registers: 16 MT rows of a warp, SUB columns
-//     at P (M, SUB), packed to bf16 in the same registers   x   streamed rows (SUB, d)   ->   out (M, d), in registers
+//     S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
+//     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S, packed to bf16
 //
 //   mma.sync's result S has the layout that its A operand needs, so P needs no way through shared memory. The softmax
 //   is taken as rows stream past: each row has its highest score so far and the sum of its exponentials; when a higher
@@ -9552,7 +9561,7 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
 // The first of a warp's own rows, of the block's
 template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WARP_ROWS; }
 
-// What a block's shared memory and a warp's registers hold, for MT = 1 and four warps (forward):
+// What a block's shared memory and a warp's registers hold in the forward kernel, for MT = 1 and four warps:
 //
 //     own rows (M, PITCH)        stage 0         stage 1              registers of warp 1
 //   [ q of warp 0: 16 rows ]   [ k: N rows ]   [ k: N rows ]        q      16 x d     OwnRows (KEEP)
@@ -9695,7 +9704,7 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums
                 const float* const two = sums[m][n] + 2 * r;
                 store_two(warp_rows + row * Tile::PITCH + column, factor * two[0], factor * two[1]);
             }
-    // 2. Each lane stores whole pieces. Heads with an odd d do not begin at multiples of 16 bytes.
+    // 2. Each lane stores whole pieces. If d is not a multiple of a piece's elements, it stores them one by one.
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
         const int r = i / PIECES;
@@ -10505,7 +10514,8 @@ template <class T> struct BackwardBlock {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // The first query of a step's chunk. Each block begins WARPGROUPS chunks before the block in front of it.
+    // The first query of a step's chunk. Each block is WARPGROUPS chunks behind the block before it, so all but block 0
+    // begin with a head's last chunks.
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * rank;
         return (step - before + (step < before ? steps : 0)) * 64;
@@ -13823,8 +13833,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
-// Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels and T a multiple of 64. Backward, a head of 64 rows fits a
-// block; one of 256 to 1,024 rows lies in a cluster of blocks of 128 rows. Other heads go back by the portable kernel.
+// Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels and T a multiple of 64. Backward, a head of 64 rows fits
+// a block; one of 256 to 1,024 rows lies in a cluster of blocks of 128 rows. Other heads go back by the portable
+// kernel.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
