@@ -34,58 +34,58 @@
 //   6193         what ranks must have in common
 //   6258         main
 //   6379  Part II. The device
-//   6382    14. What all devices share: nonlinearities, patches of pixels
-//   6426    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6494    16. The GPU: what all kernels share
-//   6559         Launches, which may overlap
-//   6601         Decisions: what kernels are chosen with
-//   6636         Single instructions: shared memory, mbarriers, clusters
-//   6720         Activations: pieces of 16 bytes
-//   6981         each_kernel: a thread for an element
-//   6995         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7134         Swizzle: how rows lie in shared memory
-//   7152         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7327         building blocks of Hopper's kernels (sm_90a)
-//   7590    17. Small operations: resampling, embeddings, diffusion
-//   7593         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7778         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8120         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8527    18. Group norm
-//   8530         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9038         groupnorm_backward_whole: an image's slab in shared memory
-//   9395    19. Attention
-//   9498         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10018         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10153         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10811    20. Convolution
-//  10844         ConvOut: results, 4 channels of a pixel at a time
-//  11070         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11130         conv_halo: 3x3, stride 1, any GPU
-//  11521         conv_gather: any kernel size and stride, any GPU
-//  11772         conv_few: the first and the last layer
-//  11941         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12491         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12590         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  12978         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13277         conv_weight_tma: weight gradients (sm_90a)
-//  13511    21. The optimiser
-//  13514         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13733    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13736         groupnorm_backward
-//  13835         attention: forward and, where a has dout, backward
-//  13894         convolution: forward and input gradient
-//  14198         convolution: weight gradients
-//  14480    23. The GPU: memory, copies, repeated work
-//  14694    24. Between ranks: from device to device
+//   6382    14. What all devices share: elements, nonlinearities, patches of pixels
+//   6448    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6516    16. The GPU: what all kernels share
+//   6580         Launches, which may overlap
+//   6622         Decisions: what kernels are chosen with
+//   6666         Single instructions: shared memory, mbarriers, clusters
+//   6750         Activations: pieces of 16 bytes
+//   7014         each_kernel: a thread for an element
+//   7028         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7180         Swizzle: how rows lie in shared memory
+//   7198         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7375         building blocks of Hopper's kernels (sm_90a)
+//   7638    17. Small operations: resampling, embeddings, diffusion
+//   7641         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7826         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8168         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8575    18. Group norm
+//   8578         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9086         groupnorm_backward_whole: an image's slab in shared memory
+//   9443    19. Attention
+//   9546         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10063         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10198         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10856    20. Convolution
+//  10889         ConvOut: results, 4 channels of a pixel at a time
+//  11115         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11175         conv_halo: 3x3, stride 1, any GPU
+//  11566         conv_gather: any kernel size and stride, any GPU
+//  11817         conv_few: the first and the last layer
+//  11986         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12535         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12634         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13022         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13321         conv_weight_tma: weight gradients (sm_90a)
+//  13555    21. The optimiser
+//  13558         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13777    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13780         groupnorm_backward
+//  13879         attention: forward and, where a has dout, backward
+//  13938         convolution: forward and input gradient
+//  14242         convolution: weight gradients
+//  14526    23. The GPU: memory, copies, repeated work
+//  14740    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 6375, train 5730, run_step 5562, train_step 4669, load_batch 3901, step_gradients 4574, forward_and_loss 4492,
-//     draw_levels 8132, q_sample_forward 8230, unet_forward 2508, loss_forward_backward 8338, unet_backward 2571,
-//     sum_gradients 13560, judge_step 13607, adamw_update 13711, next_step 13613, record_step 13618, collect_steps 5518
+//     draw_levels 8180, q_sample_forward 8278, unet_forward 2508, loss_forward_backward 8386, unet_backward 2571,
+//     sum_gradients 13604, judge_step 13651, adamw_update 13755, next_step 13657, record_step 13662, collect_steps 5518
 //   pictures, from noise: sample_batch 3520, plan_route 3320, device_step 3363, euler_step 3130 and the other samplers' steps
 //   why several GPUs compute the bits of one: step_gradients 4574
-//   a nonlinearity beside SiLU: Nonlinearity 225, Silu 6399, with_nonlinearity 6409
+//   a nonlinearity beside SiLU: Nonlinearity 225, Silu 6421, with_nonlinearity 6431
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2725
 //   an objective: its word in common/flags.h, make_objective 2780, draw_level 2866, level_at 3347, sampler_sigmas 3252
 //   a kind of layer: LayerKind 1515, forward_linear 1735 and backward_linear 1739 beside it, OPS 1870, add_resblock 2042 and its like
@@ -6379,7 +6379,29 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // Part II. The device
 
 // =====================================================================================================================
-// 14. What all devices share: nonlinearities, patches of pixels
+// 14. What all devices share: elements, nonlinearities, patches of pixels
+
+// Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> says what depends on the type and
+// is more than its size. (What depends on it elsewhere: conversions, in "Activations: pieces of 16 bytes"; mma and
+// pack_pair, in "Tensor cores by mma.sync"; with_act, which gets from an Element to its type.)
+template <class T> struct ElementOf;
+template <> struct ElementOf<float> {
+    static constexpr Element ELEMENT = Element::FP32;
+    static constexpr bool FAST_EXP = false; // Is the hardware's approximation of e^x exact enough for such tensors?
+    static constexpr int PARTS = 2;         // numbers of fp16 into which the tensor cores' operands are taken apart
+    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones, as tensor cores read them: of fp16
+    static constexpr int FEW_PARTS = 1;              // numbers of this type that make up a float for conv_few
+};
+#ifdef __CUDACC__
+typedef __nv_bfloat16 bf16;
+template <> struct ElementOf<bf16> {
+    static constexpr Element ELEMENT = Element::BF16;
+    static constexpr bool FAST_EXP = true;
+    static constexpr int PARTS = 1; // tensor cores multiply bf16 as it is
+    static constexpr uint32_t TWO_ONES = 0x3F803F80;
+    static constexpr int FEW_PARTS = 2;
+};
+#endif
 
 // A nonlinearity is a value of enum Nonlinearity, a struct with two functions like Silu below, and a line in
 // with_nonlinearity, which now has one for all but NONE. The group norms of both builds call these and know no formula
@@ -6390,7 +6412,7 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // the factor goes into scale and shift once for an image and channel. For bf16, u = -z log2(e): the hardware computes
 // 2^u, which is e^-z. For fp32, u is z.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-template <class T> constexpr float Z_FACTOR = sizeof(T) == 4 ? 1 : -LOG2E;
+template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
 // sigmoid(z) = 1 / (1 + e^-z), given u, as exact as tensors of type T need it
 template <class T> INLINE float sigmoid(float u);
@@ -6400,7 +6422,7 @@ template <class T> struct Silu {
     static INLINE float f(float z) { return z * sigmoid<T>(Z_FACTOR<T> * z); }
     static INLINE float df(float u) {
         const float s = sigmoid<T>(u);
-        if (sizeof(T) == 4) return s * (1 + u * (1 - s));
+        if (!ElementOf<T>::FAST_EXP) return s * (1 + u * (1 - s));
         return fmaf(u, s * fmaf(s, LN2, -LN2), s); // z = -ln(2) u
     }
 };
@@ -6503,7 +6525,6 @@ static void release(Upload*) {}
 #define UNROLL_8_FOR _Pragma("unroll 8") for
 #define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll, and registers spill
 
-typedef __nv_bfloat16 bf16;
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
@@ -6611,7 +6632,16 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
 
 // Returns f(T()), where T is the type of activations (act_element). The program calls operations with act*, of no known
 // type; f is a template, so from here on the type is known to the compiler.
-template <class F> static auto with_act(F f) { return act_element == Element::BF16 ? f(bf16()) : f(float()); }
+template <class F> static auto with_act(F f) {
+    switch (act_element) {
+    case Element::BF16: return f(bf16());
+    case Element::FP32: break;
+    }
+    return f(float());
+}
+
+// Hopper's kernels, those that multiply by wgmma, are written for bf16.
+static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
 // The candidate with the least cost, as costs were measured. Of candidates with equal costs it is the first one.
 template <class T> struct Cheapest {
@@ -6803,6 +6833,9 @@ INLINE float4 to_floats(uint2 v) {
 }
 INLINE float4 to_floats(float4 v) { return v; }
 INLINE uint2 pack_bf16(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
+// Stores two neighbours, rounded.
+INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
+INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats(*(const Four<T>*)p); }
 
 // One store of 8 or 16 bytes. Left alone, the compiler took such stores apart, and half of every 32-byte sector that
@@ -6817,7 +6850,7 @@ INLINE void store_whole(void* p, float4 v) {
 // Stores v, rounded to T. Returns the rounded values: statistics are taken of what the group norm will read.
 template <class T> INLINE float4 store4(T* p, float4 v) {
     Four<T> four;
-    if constexpr (sizeof(T) == 4) four = v;
+    if constexpr (ElementOf<T>::ELEMENT == Element::FP32) four = v;
     else four = pack_bf16(v);
     store_whole(p, four);
     return to_floats(four);
@@ -6848,7 +6881,7 @@ INLINE float reciprocal_fast(float x) {
 // 1 / (1 + e^-z), given u = Z_FACTOR<T> z (see Silu). For bf16 e^-z = 2^u is one instruction; rounding u costs 1e-6
 // of the result where |z| = 10, far below bf16's 4e-3. For fp32 u is z, and the library's exponential is exact enough.
 template <class T> INLINE float sigmoid(float u) {
-    const float e_to_minus_z = sizeof(T) == 4 ? expf(-u) : exp2_fast(u);
+    const float e_to_minus_z = ElementOf<T>::FAST_EXP ? exp2_fast(u) : expf(-u);
     return reciprocal_fast(1.0f + e_to_minus_z);
 }
 
@@ -6889,7 +6922,7 @@ INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool v
 // 8 channels: one piece of bf16, or two of floats. The second piece lies where bit 4 of the address is toggled, since
 // rows are swizzled (see Swizzle).
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
-    UNROLL_FOR (int j = 0; j < (int)sizeof(T) / 2; j++) {
+    UNROLL_FOR (int j = 0; j < 8 / VEC<T>; j++) {
         const uint32_t piece = (to ^ (j * 16)) + offset;
         copy_async_row_if(wanted, piece, from + j * VEC<T>, valid);
     }
@@ -7033,7 +7066,20 @@ MMA(mma_fp16, "f32.f16.f16.f32")
 // exponents, so numbers that are taken apart together share one scale, by the largest of them. A number that is smaller
 // than that by 2^-17 begins to lose bits.
 // PARTS: how many parts an element is taken apart into. A fragment has so many times bf16's registers.
-template <class T> constexpr int PARTS = sizeof(T) / 2;
+template <class T> constexpr int PARTS = ElementOf<T>::PARTS;
+static int act_parts() {
+    return with_act([]<class T>(T) { return PARTS<T>; });
+}
+
+// Of types that are not taken apart: d += a b; and two neighbours along k, as a register of a fragment.
+template <class T> INLINE void mma(float (&d)[4], const uint32_t* a, const uint32_t* b) {
+    static_assert(ElementOf<T>::ELEMENT == Element::BF16, "another type needs its instruction here");
+    mma_bf16(d, a, b);
+}
+template <class T> INLINE uint32_t pack_pair(float low, float high) {
+    static_assert(ElementOf<T>::ELEMENT == Element::BF16, "another type needs its conversion here");
+    return pack_bf16(low, high);
+}
 struct PartScale {
     uint32_t exponent; // the largest magnitude's, as it stands in a float's bits
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
@@ -7051,7 +7097,7 @@ INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& 
 // high and low parts. Any order of the k within 16 is right as long as a's is b's. Returns what undoes the scale; for
 // bf16 it does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
-    if (sizeof(T) == 2) return 1;
+    if (PARTS<T> == 1) return 1;
     float top = 0;
     UNROLL_FOR (const auto& fragment : x)
         UNROLL_FOR (uint32_t v : fragment) top = fmaxf(top, fabsf(__uint_as_float(v)));
@@ -7117,7 +7163,7 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
     auto at = [&](int i) -> float(&)[4] { return d[i % NA * a_step + i / NA * b_step]; };
     static_assert(N % AT_ONCE == 0, "");
     UNROLL_FOR (int first = 0; first < N; first += AT_ONCE) {
-        if constexpr (PARTS<T> == 1) mma_bf16(at(first), a[first % NA], b[first / NA]);
+        if constexpr (PARTS<T> == 1) mma<T>(at(first), a[first % NA], b[first / NA]);
         else {
             float sum[AT_ONCE][4] = {};
             UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high': the smallest first
@@ -7300,13 +7346,14 @@ static EncodeTensorMap find_encode_tensor_map() {
 // Describes to TMA a dense tensor of bf16 (or fp32) of sizes dims, innermost dimension first, that is moved in boxes of
 // sizes box. Dimensions that are not named are 1. A box's rows lie swizzled in shared memory, in the pattern of their
 // width of 128 or 64 bytes. Without a tensor (p is null) the map is empty.
-static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4], bool fp32 = false) {
+static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4],
+                              Element element = Element::BF16) {
     static const EncodeTensorMap encode = find_encode_tensor_map();
     CUtensorMap map = {};
     if (!p) return map;
     cuuint64_t size[4];
     cuuint64_t pitch[4]; // bytes from an element to the next one along dimension i + 1; the driver reads three of them
-    cuuint64_t bytes = fp32 ? sizeof(float) : sizeof(bf16);
+    cuuint64_t bytes = bytes_of(element);
     cuuint32_t boxes[4], steps[4] = {1, 1, 1, 1};
     for (int i = 0; i < 4; i++) {
         size[i] = (cuuint64_t)std::max<int64_t>(1, dims[i]);
@@ -7314,8 +7361,9 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
         bytes *= size[i];
         pitch[i] = bytes;
     }
-    const auto type = fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const auto swizzle = box[0] == 64 || fp32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    const bool is_bf16 = element == Element::BF16, is_128_bytes = box[0] * bytes_of(element) == 128;
+    const auto type = is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    const auto swizzle = is_128_bytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
     const auto outside = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE; // zeros
     const CUresult error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                   swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, outside);
@@ -9637,7 +9685,7 @@ INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile
         UNROLL_FOR (int i = 0; i < 4; i++) { // rows g, g + 8 of the first 8 columns, then of the next 8
             const float* const two = p[m][2 * k + i / 2] + i % 2 * 2;
             if constexpr (Tile::PARTS == 1) {
-                a[m][i] = pack_bf16(two[0], two[1]);
+                a[m][i] = pack_pair<typename Tile::T>(two[0], two[1]);
             } else {
                 a[m][2 * i] = __float_as_uint(two[0]);
                 a[m][2 * i + 1] = __float_as_uint(two[1]);
@@ -9680,9 +9728,6 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
         }
     }
 }
-
-INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
-INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 
 // Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's own rows. They go through the shared memory of these
 // rows, which nobody else reads, so that 16 bytes at a time are written to memory.
@@ -11378,7 +11423,7 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
                          const FragmentB<T> (&b)[10], float scale) {
     if constexpr (PARTS<T> == 1) {
         UNROLL_FOR (int r = 0; r < 8; r++) {
-            mma_bf16(acc[r][m], a, b[r + kh]);
+            mma<T>(acc[r][m], a, b[r + kh]);
         }
     } else
         UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums are under way, as in multiply
@@ -11850,7 +11895,7 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         }
         T* const row = (T*)p.rows + (size_t)pixel * p.R + first;
         *(uint4*)row = pack(v);
-        if constexpr (sizeof(T) == 2) {
+        if constexpr (ElementOf<T>::FEW_PARTS == 2) {
             UNROLL_FOR (int j = 0; j < V; j++) v[j] -= (float)(T)v[j];
             *(uint4*)(row + half) = pack(v);
         }
@@ -11900,7 +11945,7 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.last = conv_is_last(s);
     p.F = p.last ? s.Cout : s.C1;
     p.C = p.last ? s.C1 : s.Cout;
-    p.parts = act_element == Element::FP32 ? 1 : 2;
+    p.parts = with_act([]<class T>(T) { return ElementOf<T>::FEW_PARTS; });
     p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
     p.weight_rows = memory + (size_t)p.B * p.H * p.W * p.R * act_bytes();
@@ -12147,9 +12192,8 @@ template <class T, int M> struct BiasSum {
     }
     INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // dout times ones
         FragmentB<T> ones[1] = {};
-        constexpr uint32_t TWO_ONES = PARTS<T> == 1 ? 0x3F803F80 : 0x3C003C00; // in bf16; the high parts in fp16
-        ones[0][0] = TWO_ONES;
-        ones[0][1] = TWO_ONES;
+        ones[0][0] = ElementOf<T>::TWO_ONES; // of the high parts of floats
+        ones[0][1] = ElementOf<T>::TWO_ONES;
         if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
     }
 };
@@ -13862,7 +13906,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
 }
 
 template <class T> static void attention(const AttentionCall& a) {
-    const bool wgmma = sizeof(T) == 2 && gpu.wgmma && a.T % 64 == 0;
+    const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
     constexpr int LARGEST = 32 * VEC<T>; // channels of a head: rows of 512 bytes
     const Way<AttentionCall> ways[] = {
         {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's
@@ -13896,7 +13940,7 @@ static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride 
 
 // Do Hopper's kernels know this convolution? If so, conv_weight_tma always computes its weight gradient.
 static bool conv_is_wgmma(const ConvShape& s) {
-    return act_element == Element::BF16 && gpu.wgmma && s.stride == 1 && !s.upsample && !conv_is_few(s);
+    return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
 // Hopper's kernels know neither strides nor upsampling. So the input is upsampled in the workspace, or for stride 2 the
@@ -14229,7 +14273,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
     // The portable kernels. Floats take three products where bf16 takes one, and twice the time.
-    const int slow = act_element == Element::FP32 ? 2 : 1, most = 4 * MAX_WEIGHT_PARTIALS;
+    const int slow = act_parts(), most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
     if (p.block_co == 2) return {2 * gpu.sms, 2600, p.taps, 8000, 8000, 0, most};
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
@@ -14310,7 +14354,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
         const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
-        const bool wide = act_element == Element::BF16 && many_tiles && products >= 64 * gpu.sms;
+        const bool wide = act_parts() == 1 && many_tiles && products >= 64 * gpu.sms;
         p.block_co = wide && !halo ? 2 : 1;
         p.block_ci = p.block_co;
     }
@@ -14356,7 +14400,8 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane
         const ConvShape& s = p.shape;
         const TmaParts x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, 64, Tile::PITCH, Tile::HALO_H, 1);
         const CUtensorMap dout = tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {64, Tile::TILE_W, Tile::TILE_H});
-        const CUtensorMap dweight = tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout}, {32, Tile::KERNEL, 64}, true);
+        const CUtensorMap dweight =
+            tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout}, {32, Tile::KERNEL, 64}, Element::FP32);
         return ConvWeightTma{x, dout, dweight, p};
     };
     launch_weights(conv_weight_tma_kernel<Tile>, works, lane, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
@@ -14420,7 +14465,8 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         {conv_weight_tma<WeightTile<3, 1, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 9>>},
         {with_act([]<class T>(T) { return conv_weight_halo<T>; })},
         {with_act([]<class T>(T) { return conv_weight_gather<T, 1>; })},
-        {conv_weight_gather<bf16, 2>},
+        {with_act(
+            []<class T>(T) { return conv_weight_gather < T, PARTS<T> == 1 ? 2 : 1 > ; })}, // floats are never wide
     };
     for (int k = 0; k < WEIGHT_KINDS; k++)
         if (!kinds[k].empty()) launches[k][kinds[k][0].warpgroups == 3](kinds[k], lane);
@@ -14551,7 +14597,7 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .overlap = version >= 90,
            .clusters = version >= 90 && allowed.clusters,
-           // Code for 9.0 is always sm_90a's, which has wgmma: the #error beside typedef bf16 sees to that.
+           // Code for 9.0 is always sm_90a's, which has wgmma: the #error at the head of section 16 sees to that.
            .wgmma = version == 90 && allowed.hopper};
     act_element = element_named(precision, Element::BF16);
     int low, high; // priorities
