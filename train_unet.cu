@@ -4,95 +4,99 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    170  Part I. The program
-//    173     1. Types at the interface: what operations are called with
-//    456     2. The interface: all that the program asks of a device
-//    732     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    823     4. Configuration: flags, presets, help, what can work and what cannot
-//   1464     5. The network: a list of layers, made of guided-diffusion's flags
-//   2245     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2484     7. Forward and backward: two walks over the list
-//   2599     8. Diffusion: noise schedules, objectives, samplers
-//   2801         the level of a training sample, drawn, and its share of the loss
-//   3100         samplers
-//   3603     9. Data: .bin files that may be larger than memory, the order of their images
-//   3940    10. Model files: weights and checkpoints, initial weights
-//   4277    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4292         the learning rate, the verdict on a step, averages of the weights
-//   4371         what a trainer holds
-//   4486         a step
-//   4731    12. A run: log, guard, checkpoints, resume, samples
-//   4756         the log in memory, as the page shows it
-//   4863         what a run holds
-//   4930         the log and the status line
-//   5115         checkpoints, snapshots and grids
-//   5337         the start of a run: new, from a file's weights, or resumed
-//   5514         the loop over the steps
-//   5626         a run from its first to its last line
-//   5773         samples, without a run
-//   5953    13. main: the command line, then a run or samples
-//   6193         what ranks must have in common
-//   6258         main
-//   6379  Part II. The device
-//   6382    14. What all devices share: elements, nonlinearities, patches of pixels
-//   6448    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6516    16. The GPU: what all kernels share
-//   6580         Launches, which may overlap
-//   6622         Decisions: what kernels are chosen with
-//   6666         Single instructions: shared memory, mbarriers, clusters
-//   6750         Activations: pieces of 16 bytes
-//   7014         each_kernel: a thread for an element
-//   7028         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7180         Swizzle: how rows lie in shared memory
-//   7198         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7375         building blocks of Hopper's kernels (sm_90a)
-//   7638    17. Small operations: resampling, embeddings, diffusion
-//   7641         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7826         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8168         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8575    18. Group norm
-//   8578         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9086         groupnorm_backward_whole: an image's slab in shared memory
-//   9443    19. Attention
-//   9546         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10063         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10198         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10856    20. Convolution
-//  10889         ConvOut: results, 4 channels of a pixel at a time
-//  11115         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11175         conv_halo: 3x3, stride 1, any GPU
-//  11566         conv_gather: any kernel size and stride, any GPU
-//  11817         conv_few: the first and the last layer
-//  11986         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12535         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12634         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13022         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13321         conv_weight_tma: weight gradients (sm_90a)
-//  13555    21. The optimiser
-//  13558         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13777    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13780         groupnorm_backward
-//  13879         attention: forward and, where a has dout, backward
-//  13938         convolution: forward and input gradient
-//  14242         convolution: weight gradients
-//  14526    23. The GPU: memory, copies, repeated work
-//  14740    24. Between ranks: from device to device
+//    174  Part I. The program
+//    177     1. Types at the interface: what operations are called with
+//    460     2. The interface: all that the program asks of a device
+//    736     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    827     4. Configuration: flags, presets, help, what can work and what cannot
+//   1468     5. The network: a list of layers, made of guided-diffusion's flags
+//   2249     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2488     7. Forward and backward: two walks over the list
+//   2603     8. Diffusion: noise schedules, objectives, samplers
+//   2805         the level of a training sample, drawn, and its share of the loss
+//   3104         samplers
+//   3607     9. Data: .bin files that may be larger than memory, the order of their images
+//   3944    10. Model files: weights and checkpoints, initial weights
+//   4281    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4296         the learning rate, the verdict on a step, averages of the weights
+//   4375         what a trainer holds
+//   4490         a step
+//   4735    12. A run: log, guard, checkpoints, resume, samples
+//   4760         the log in memory, as the page shows it
+//   4867         what a run holds
+//   4934         the log and the status line
+//   5119         checkpoints, snapshots and grids
+//   5341         the start of a run: new, from a file's weights, or resumed
+//   5518         the loop over the steps
+//   5630         a run from its first to its last line
+//   5777         samples, without a run
+//   5957    13. main: the command line, then a run or samples
+//   6197         what ranks must have in common
+//   6262         main
+//   6383  Part II. The device
+//   6386    14. What all devices share: elements, nonlinearities, patches of pixels
+//   6452    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6520    16. The GPU: what all kernels share
+//   6584         Launches, which may overlap
+//   6626         Decisions: what kernels are chosen with
+//   6670         Single instructions: shared memory, mbarriers, clusters
+//   6754         Activations: pieces of 16 bytes
+//   7018         each_kernel: a thread for an element
+//   7032         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7184         Swizzle: how rows lie in shared memory
+//   7202         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7379         building blocks of Hopper's kernels (sm_90a)
+//   7642    17. Small operations: resampling, embeddings, diffusion
+//   7645         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7830         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8172         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8579    18. Group norm
+//   8582         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9090         groupnorm_backward_whole: an image's slab in shared memory
+//   9447    19. Attention
+//   9550         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10067         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10202         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10860    20. Convolution
+//  10893         ConvOut: results, 4 channels of a pixel at a time
+//  11119         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11179         conv_halo: 3x3, stride 1, any GPU
+//  11570         conv_gather: any kernel size and stride, any GPU
+//  11821         conv_few: the first and the last layer
+//  11990         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12539         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12638         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13026         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13325         conv_weight_tma: weight gradients (sm_90a)
+//  13559    21. The optimiser
+//  13562         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13781    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13784         groupnorm_backward
+//  13883         attention: forward and, where a has dout, backward
+//  13942         convolution: forward and input gradient
+//  14246         convolution: weight gradients
+//  14530    23. The GPU: memory, copies, repeated work
+//  14744    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6375, train 5730, run_step 5562, train_step 4669, load_batch 3901, step_gradients 4574, forward_and_loss 4492,
-//     draw_levels 8180, q_sample_forward 8278, unet_forward 2508, loss_forward_backward 8386, unet_backward 2571,
-//     sum_gradients 13604, judge_step 13651, adamw_update 13755, next_step 13657, record_step 13662, collect_steps 5518
-//   pictures, from noise: sample_batch 3520, plan_route 3320, device_step 3363, euler_step 3130 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4574
-//   a nonlinearity beside SiLU: Nonlinearity 225, Silu 6421, with_nonlinearity 6431
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2725
-//   an objective: its word in common/flags.h, make_objective 2780, draw_level 2866, level_at 3347, sampler_sigmas 3252
-//   a kind of layer: LayerKind 1515, forward_linear 1735 and backward_linear 1739 beside it, OPS 1870, add_resblock 2042 and its like
+//     main 6379, train 5734, run_step 5566, train_step 4673, load_batch 3905, step_gradients 4578, forward_and_loss 4496,
+//     draw_levels 8184, q_sample_forward 8282, unet_forward 2512, loss_forward_backward 8390, unet_backward 2575,
+//     sum_gradients 13608, judge_step 13655, adamw_update 13759, next_step 13661, record_step 13666, collect_steps 5522
+//   pictures, from noise: sample_batch 3524, plan_route 3324, device_step 3367, euler_step 3134 and the other samplers' steps
+//   why several GPUs compute the bits of one: step_gradients 4578
+//   a nonlinearity beside SiLU: Nonlinearity 229, Silu 6425, with_nonlinearity 6435
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2729
+//   an objective: its word in common/flags.h, make_objective 2784, draw_level 2870, level_at 3351, sampler_sigmas 3256
+//   a kind of layer: LayerKind 1519, forward_linear 1739 and backward_linear 1743 beside it, OPS 1874, add_resblock 2046 and its like
+//   an element type beside bf16: Element 204, ElementOf 6401, unpack 6777 and pack 6806, mma 7079, with_act 6639,
+//     cast_params 13671, conv_product 14101, act_has_wgmma 6648; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
+//   activation          a tensor between two layers, or its gradient. (What SiLU is, is called a nonlinearity.)
+//   element             a number of a tensor as it lies in memory: fp32 or bf16; kernels know it as a type T
 //   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
 //   workspace           an operation's own memory, which the next one may overwrite
 //   statistics          of each image and channel, the sums over pixels of x and of x^2: a group norm makes its mean
