@@ -64,25 +64,25 @@
 //  11570         conv_gather: any kernel size and stride, any GPU
 //  11821         conv_few: the first and the last layer
 //  11990         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12539         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12638         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13026         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13325         conv_weight_tma: weight gradients (sm_90a)
-//  13559    21. The optimiser
-//  13562         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13781    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13784         groupnorm_backward
-//  13883         attention: forward and, where a has dout, backward
-//  13942         convolution: forward and input gradient
-//  14246         convolution: weight gradients
-//  14530    23. The GPU: memory, copies, repeated work
-//  14744    24. Between ranks: from device to device
+//  12544         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12643         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13041         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13418         conv_weight_tma: weight gradients (sm_90a)
+//  13697    21. The optimiser
+//  13700         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13919    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13922         groupnorm_backward
+//  14056         attention: forward and, where a has dout, backward
+//  14117         convolution: forward and input gradient
+//  14527         convolution: weight gradients
+//  14844    23. The GPU: memory, copies, repeated work
+//  15058    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 6379, train 5734, run_step 5566, train_step 4673, load_batch 3905, step_gradients 4578, forward_and_loss 4496,
 //     draw_levels 8184, q_sample_forward 8282, unet_forward 2512, loss_forward_backward 8390, unet_backward 2575,
-//     sum_gradients 13608, judge_step 13655, adamw_update 13759, next_step 13661, record_step 13666, collect_steps 5522
+//     sum_gradients 13746, judge_step 13793, adamw_update 13897, next_step 13799, record_step 13804, collect_steps 5522
 //   pictures, from noise: sample_batch 3524, plan_route 3324, device_step 3367, euler_step 3134 and the other samplers' steps
 //   why several GPUs compute the bits of one: step_gradients 4578
 //   a nonlinearity beside SiLU: Nonlinearity 229, Silu 6425, with_nonlinearity 6435
@@ -90,7 +90,7 @@
 //   an objective: its word in common/flags.h, make_objective 2784, draw_level 2870, level_at 3351, sampler_sigmas 3256
 //   a kind of layer: LayerKind 1519, forward_linear 1739 and backward_linear 1743 beside it, OPS 1874, add_resblock 2046 and its like
 //   an element type beside bf16: Element 204, ElementOf 6401, unpack 6777 and pack 6806, mma 7079, with_act 6639,
-//     cast_params 13671, conv_product 14101, act_has_wgmma 6648; docs/READING.md says what at each
+//     cast_params 13809, conv_product 14416, act_has_wgmma 6648; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -12175,6 +12175,7 @@ template <class T, int M> struct BiasSum {
     int left = per_image - first % per_image; // its pixel tiles that are still to come
     float acc[M][4] = {};
 
+    // A pixel tile begins. If it is the first one of an image, the sums of the image before are stored.
     INLINE void next_tile() {
         if (left == 0) {
             put();
@@ -12279,6 +12280,7 @@ template <class T> struct WeightHaloCopies {
             copy_channels(dout_place, offset, pixel_of(dout, source, p.shape.Cout), valid, owns_dout(k));
         }
         copies_committed();
+        // on to the next pixel tile: to the right, in the next row of tiles, or in the next image
         next.w += 8;
         if (next.w < W) return;
         next.w = 0;
@@ -12413,7 +12415,8 @@ template <class T, int N> struct WeightGatherCopies {
     const bool x_in = t < p.channel_tiles && ci < C;
     const bool dout_in = co < p.shape.Cout;
     const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // each pixel reads the one in its place
-    const T* const x = (const T*)(second && x_in ? p.x2 : p.x1) + (x_in ? ci : 0);
+    const act* const input = second && x_in ? p.x2 : p.x1;
+    const T* const x = (const T*)input + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
@@ -12440,6 +12443,7 @@ template <class T, int N> struct WeightGatherCopies {
             copy_channels(place, stage + k * ROW, pixel_of(x, x_pixel, C), x_valid);
             copy_channels(place, stage + (64 + k) * ROW, pixel_of(dout, dout_pixel, p.shape.Cout), dout_valid);
         }
+        // on to the next pixel tile: of this image, or the first one of the next image
         p0 += 64;
         if (p0 < HWo) return;
         p0 = 0;
@@ -12466,7 +12470,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
     const int co_warp = warp & 1;
     const int ci_warp = warp >> 1 & 1;
 
-    // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1.
+    // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1. Blocks with neighbouring
+    // numbers have the same range and tap, so that the L2 cache serves their pixels.
     const auto [p, block] = batch.own();
     const int co_tiles = p.tiles / p.channel_tiles;
     const int ci_blocks = ceil_div(p.channel_tiles, N);
@@ -12694,7 +12699,10 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, 64 * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
     // Of pixels, for which there is room beside so many weights.
-    static int stages(int n) { return std::min((hopper_shared(1) - shared_bytes(0, n)) / STAGE, MAX_STAGES); }
+    static int stages(int weights) {
+        const int room = hopper_shared(1) - shared_bytes(0, weights);
+        return std::min(room / STAGE, MAX_STAGES);
+    }
     using Pixels = Pipeline<STAGE, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
     static INLINE int half(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; } // of a stage: this one's pixels
@@ -12717,7 +12725,10 @@ template <class T> struct TileWork {
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
     const int results = pieces - T::BLOCKS;      // pieces in front of the results
     const int others = T::RESIDENT ? pieces : 0; // stages of the other warpgroup's tile, between two of one's own
-    INLINE bool has_addend(int b) const { return (p.addends.is_second(out0 + b) ? p.out.part2 : p.out.part1).add1; }
+    INLINE bool has_addend(int b) const {
+        const bool second = p.addends.is_second(out0 + b);
+        return (second ? p.out.part2 : p.out.part1).add1;
+    }
     INLINE bool has_addends() const {
         bool any = false;
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
@@ -12816,7 +12827,7 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     prefetch_tensor_map(&p.results.map1);
     await_previous_kernel();
     results.pass_over(warpgroup * work.others + work.results);
-    for (TileWalk tile = work.tiles(warpgroup); tile; tile.next(), results.pass_over(work.others + work.results))
+    for (TileWalk tile = work.tiles(warpgroup); tile;) {
         for (int b = 0; b < T::BLOCKS; b++) {
             results.arrived(warpgroup);
             const int stage = results.hand_over();
@@ -12826,6 +12837,9 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
             tma_stores_read();
             pixels.free(stage);
         }
+        tile.next();
+        results.pass_over(work.others + work.results);
+    }
 }
 
 // What a warpgroup does with a tile's sums: it adds embedding and addend, rounds, puts the results together as rows of
@@ -12846,7 +12860,9 @@ template <class T> struct Epilogue {
         const int warp = threadIdx.x >> 5 & 3;
         const int lane = threadIdx.x & 31;
         c = work.c0 + warp * 16 + (lane >> 2);
-        lane_place = box_place<64>((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1));
+        const int pixel = (lane & 7) + (lane >> 4) * 8; // of two image rows
+        const int chunk = 2 * warp + (lane >> 3 & 1);   // of 8 channels
+        lane_place = box_place<64>(pixel, chunk);
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
                 const int channel = c + b * 64 + 8 * k;
@@ -12901,6 +12917,7 @@ template <class T> struct Epilogue {
     }
     // Four threads have the same channels, of different pixels: their sums are added up, and one of the four stores
     // them. A tile is one part of the statistics or PARTS parts, one below the other.
+    static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
         const int down = ceil_div(p.H, p.whole ? T::ROWS : T::STATS_ROWS);
@@ -12909,9 +12926,7 @@ template <class T> struct Epilogue {
                 sums[0][k] += sums[PARTS - 1][k];
             }
         UNROLL_FOR (int r = 0; r < PARTS; r++) {
-            UNROLL_FOR (float& sum : sums[r]) {
-                sum = lane_sum<1, 2>(sum);
-            }
+            UNROLL_FOR (float& sum : sums[r]) sum = sum_of_four(sum);
             const int part = h / (p.whole ? T::ROWS : T::STATS_ROWS) + r;
             if (threadIdx.x & 3 || part >= down || (r && p.whole)) continue;
             const size_t part_of_all = ((size_t)n * down + part) * p.tiles_w + w / 8;
@@ -13027,17 +13042,30 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 // Used when: images are too small for conv_tiles: too few tiles for persistent blocks (conv_small's costs decide).
 // How: A block has one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup has a
 //   square of 8 x 8 pixels: D[64 pixels][N channels], A = pixels, B = weights. One more warp loads.
+//
+//     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
+//     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
+//
 //   A step is one tap of a slice, or GROUP = 3 taps if the products of one are short. The steps' weights pass through a
 //   ring of SLOTS, while the next slice's halo is on its way:
 //
 //     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
 //
 //   SPLIT = 2: the two blocks of a cluster take half of the steps each. At the end each sends the other one half of its
-//   sums, and finishes the other half.
+//   sums, and finishes the other half:
+//
+//     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  gets the same from 1
+//     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  gets the same from 0
+//
+//   From the top down: pick_conv_small (section 22) picks a tile, conv_small launches conv_small_kernel, whose
+//   warpgroups call multiply_small: for each step GROUP x K times Wgmma<N>::add.
 // Costs: a tile's halo is read once for N channels, and all weights of N channels once for each tile.
-template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
-    static constexpr bool TRANSPOSED = TRANSPOSED_;
-    static constexpr int WARPGROUPS = WARPGROUPS_, N = N_, IMAGES = IMAGES_, SPLIT = SPLIT_;
+template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
+    static constexpr bool BACKWARD = BACKWARD_;
+    static constexpr int WARPGROUPS = WARPGROUPS_;
+    static constexpr int N = N_;
+    static constexpr int IMAGES = IMAGES_;
+    static constexpr int SPLIT = SPLIT_;
     static constexpr int PER_SM = PER_SM_;             // blocks on a multiprocessor
     static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side
     static constexpr int TILE_W = ACROSS * 8;
@@ -13050,24 +13078,26 @@ template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, in
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * 128;
     static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024;
     // Results: OUT_N channels that a block finishes (OUT_BLOCKS of 8), in boxes of 64 pixels x BOX channels.
-    static constexpr int OUT_N = N / SPLIT, OUT_BLOCKS = OUT_N / 8;
+    static constexpr int OUT_N = N / SPLIT;
+    static constexpr int OUT_BLOCKS = OUT_N / 8;
     static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // from the cluster's other block
     static constexpr int SHIFTS_BYTES = CONSUMERS * 8;                                // bias + embedding
-    // What remains is for weights. A step is GROUP taps of a slice; CHUNKS: boxes of 64 channels, if TRANSPOSED.
+    // What remains is for weights. A step is GROUP taps of a slice. BACKWARD, a tap is CHUNKS boxes of 64 channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     static constexpr int CHUNKS = (N + 63) / 64;
     static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1;
     static constexpr int GROUPS = 9 / GROUP; // steps of a slice
-    static constexpr int TAP_BYTES = TRANSPOSED ? CHUNKS * 64 * 128 : N * 128;
+    static constexpr int TAP_BYTES = BACKWARD ? CHUNKS * 64 * 128 : N * 128;
     static constexpr int WEIGHT_BYTES = GROUP * TAP_BYTES;
     static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP);
     static constexpr int SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
-    static_assert(N <= 2 * CONSUMERS && SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES); // sums lie there at last
+    static_assert(N <= 2 * CONSUMERS, "a thread has the shifts of two channels at most");
+    static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "the statistics are summed there at last");
 };
 
 // What a block does: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all, or half of
@@ -13075,22 +13105,28 @@ template <bool TRANSPOSED_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, in
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
-    const int half = blockIdx.x % T::SPLIT, steps = p.x.slices * T::GROUPS, tile = blockIdx.x / T::SPLIT;
-    const int first = steps * half / T::SPLIT, end = steps * (half + 1) / T::SPLIT;
-    const int c0 = blockIdx.y * T::N, out_c0 = c0 + half * T::OUT_N; // out_c0: of the channels that it finishes
+    const int half = blockIdx.x % T::SPLIT; // SPLIT = 2: this block's rank in its cluster
+    const int steps = p.x.slices * T::GROUPS;
+    const int tile = blockIdx.x / T::SPLIT;
+    const int first = steps * half / T::SPLIT;
+    const int end = steps * (half + 1) / T::SPLIT;
+    const int c0 = blockIdx.y * T::N;
+    const int out_c0 = c0 + half * T::OUT_N; // of the channels that it finishes
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
-    // Where a warpgroup's 8x8 block lies.
+    // Where a warpgroup's square of 8 x 8 pixels lies.
     INLINE Origin in_image(int wg) const {
         return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
     INLINE void load_weights(Stage to, int step) const {
-        const int slice = step / T::GROUPS, tap0 = step % T::GROUPS * T::GROUP;
+        const int slice = step / T::GROUPS;
+        const int tap0 = step % T::GROUPS * T::GROUP;
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
         UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
-            const uint32_t at = to.address + i * T::TAP_BYTES;
-            if (!T::TRANSPOSED) tma_load(at, &p.weight, to.full, slice * 64, tap0 + i, c0);
-            UNROLL_FOR (int k = 0; T::TRANSPOSED && k < T::CHUNKS; k++)
-                tma_load(at + k * 64 * 128, &p.weight, to.full, c0 + k * 64, 8 - tap0 - i, slice * 64);
+            const uint32_t place = to.address + i * T::TAP_BYTES;
+            if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * 64, tap0 + i, c0);
+            UNROLL_FOR (int k = 0; T::BACKWARD && k < T::CHUNKS; k++) {
+                tma_load(place + k * 64 * 128, &p.weight, to.full, c0 + k * 64, 8 - tap0 - i, slice * 64);
+            }
         }
     }
 };
@@ -13099,7 +13135,8 @@ template <class T> struct SmallWork {
 // the slice before: by then the products that free a stage for it have all that they need, so the wait for it ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
-    int next = work.first / T::GROUPS, last = (work.end - 1) / T::GROUPS; // slices
+    int next = work.first / T::GROUPS;           // the slice to load
+    const int last = (work.end - 1) / T::GROUPS; // the last slice
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, T::HALO_BYTES);
@@ -13107,12 +13144,13 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     };
     load_halo();
     if (work.has_addend) {
-        auto [at, full] = addends.stage(0);
+        auto [place, full] = addends.stage(0);
         mbarrier_expect(full, T::STAGED_BYTES);
         for (int wg = 0; wg < T::WARPGROUPS; wg++) {
             const auto [n, h, w] = work.in_image(wg);
-            for (int c = 0; c < T::OUT_N; c += T::BOX, at += T::BOX_BYTES)
-                tma_load(at, &p.addends.map1, full, work.out_c0 + c, w, h, n);
+            for (int c = 0; c < T::OUT_N; c += T::BOX, place += T::BOX_BYTES) {
+                tma_load(place, &p.addends.map1, full, work.out_c0 + c, w, h, n);
+            }
         }
     }
     weights.pass_over(T::SLOTS);
@@ -13122,27 +13160,35 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     }
 }
 
-// Role: multiply. K: products of 16 channels for each tap.
+// Role: multiply. d (64 pixels, N channels) += pixels under a tap (64, 64) x weights of the tap (64, N), for all steps.
+// K: products of 16 input channels for each tap.
 template <int K, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
-    // Steps; with fewer products the round trip of wait, arrival and issue starves the tensor cores.
-    constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1, B_MAJOR = T::TRANSPOSED ? MN_MAJOR : K_MAJOR;
-    constexpr int B_STEP = T::TRANSPOSED ? 128 : 2, TAP_STEP = T::TAP_BYTES / 16;  // 16 k on, a tap, in 16 bytes
-    const int block = (wg / T::ACROSS * 10 * T::PITCH + wg % T::ACROSS * 8) * 128; // of the halo
-    int group = work.first % T::GROUPS, group_done = group;
+    // Steps that are on their way while the next one is issued. With fewer products the round trip of wait, arrival and
+    // issue starves the tensor cores.
+    constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1;
+    constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
+    constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
+    constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's
+    const int image = wg / T::ACROSS;
+    const int square = wg % T::ACROSS;
+    const int own_pixels = (image * 10 * T::PITCH + square * 8) * 128; // where this warpgroup's begin in a halo
+    int group = work.first % T::GROUPS;                                // the step of its slice: the next one,
+    int group_done = group;                                            // and the next one to be released
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
-        if (step == work.first || group == 0) halo = halos.arrived() + block;
+        if (step == work.first || group == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
         const Operand b = Operand::rows(weights.arrived(), 8, 64);
         wgmma_fence();
         UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
-            UNROLL_FOR (int k = 0; k < K; k++)
+            UNROLL_FOR (int k = 0; k < K; k++) {
                 Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
+            }
         wgmma_commit();
         wgmma_wait<IN_FLIGHT>();
-        if (step - work.first >= IN_FLIGHT) {
+        if (step - work.first >= IN_FLIGHT) { // the step that has just ended
             weights.release();
             if (++group_done == T::GROUPS) {
                 group_done = 0;
@@ -13156,34 +13202,46 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
 
 // What a warpgroup does with its sums, (pixels, channels) here: it adds those of the cluster's other block, addend,
 // bias and embedding, rounds, puts the results together in boxes of BOX channels, and sums them for the statistics.
+//
+//   d of a thread, for each block j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
+//   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each
+//
 // This code runs once in a block, so its time is that of fetching it (20 bytes a cycle): what needs no accumulators is
 // not unrolled, but loops over each warp's own 16 pixels.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
-    const int tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31;
-    const Origin at;                 // this warpgroup's 8x8 block
-    float bias[2] = {}, emb[2] = {}; // of this block's channels tid, tid + 128; added up when they have arrived
+    const int tid = threadIdx.x & 127;
+    const int warp = tid >> 5;
+    const int lane = tid & 31;
+    const Origin at;    // this warpgroup's square of 8 x 8 pixels
+    float bias[2] = {}; // of this block's channels tid, tid + 128
+    float emb[2] = {};  // likewise; the two are added up when they have arrived
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
-            const int own = tid + i * 128, c = work.out_c0 + own;
+            const int own = tid + i * 128;
+            const int c = work.out_c0 + own;
             if (own >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
+    // Bias + embedding go to shared memory, where each thread finds those of its channels.
     INLINE void put_shifts(uint32_t shifts) const {
-        for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128)
+        for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128) {
             PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
+        }
     }
     // SPLIT = 2: the half of the sums that the other block finishes goes there; what comes from there is added to ours.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
-        const uint32_t mine = pushed + threadIdx.x * 16, theirs = at_block(mine, 1 - work.half);
+        const uint32_t mine = pushed + threadIdx.x * 16;
+        const uint32_t theirs = at_block(mine, 1 - work.half);
         UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
             UNROLL_FOR (int k = 0; k < 4; k++) {
-                const float low = d[i + k], high = d[T::OUT_BLOCKS * 4 + i + k];
+                const float low = d[i + k];
+                const float high = d[T::OUT_BLOCKS * 4 + i + k];
                 v[k] = work.half ? low : high;
                 d[i + k] = work.half ? high : low;
             }
@@ -13197,8 +13255,10 @@ template <class T> struct SmallEpilogue {
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
+    // Adds the addend, which lies where the results will go, bias and embedding, and rounds.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
-        // (pixel, block j), (pixel + 8, block j), (pixel, block j + 1), (pixel + 8, block j + 1); blocks of 8 channels
+        // Where this lane's row for ldmatrix and stmatrix lies, of the four matrices (pixels 0-7, block j), (pixels
+        // 8-15, block j), (pixels 0-7, block j + 1), (pixels 8-15, block j + 1); blocks of 8 channels.
         auto place = [&](int j) {
             const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
@@ -13207,22 +13267,32 @@ template <class T> struct SmallEpilogue {
             UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
                 uint32_t v[4];
                 ldmatrix(v, v + 2, place(j));
-                UNROLL_FOR (int i = 0; i < 4; i++) add_bf16(d + 4 * j + 2 * i, v[i]);
+                UNROLL_FOR (int i = 0; i < 4; i++) {
+                    add_bf16(d + 4 * j + 2 * i, v[i]);
+                }
             }
         UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
                 const float* const sums = d + 4 * (j + i);
-                const float2 s = load_shared_2(shifts + ((j + i) * 8 + (lane & 3) * 2) * 4);
-                UNROLL_FOR (int k = 0; k < 2; k++) v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
+                const int channel = (j + i) * 8 + (lane & 3) * 2;
+                const float2 s = load_shared_2(shifts + channel * 4);
+                UNROLL_FOR (int k = 0; k < 2; k++) {
+                    v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
+                }
             }
             stmatrix(place(j), v);
         }
     }
-    // The sums of each warp's 16 pixels, to shared memory: (warp of the warpgroup, channel, 2).
+    // The sums of each warp's 16 pixels, to shared memory: (warp of the warpgroup, channel, 2). A lane reads two
+    // neighbouring channels of every PIXELS_AT_ONCE-th pixel.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
-        constexpr int WORDS = T::BOX / 2, PIXELS_AT_ONCE = 32 / WORDS, LOADS = 8 / PIXELS_AT_ONCE; // of a row of a box
-        const int c = lane % WORDS * 2, rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0, columns = p.W - at.w;
+        constexpr int WORDS = T::BOX / 2; // pairs of channels of a row of a box
+        constexpr int PIXELS_AT_ONCE = 32 / WORDS;
+        constexpr int LOADS = 8 / PIXELS_AT_ONCE;
+        const int c = lane % WORDS * 2;
+        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // of the warp's two image rows, inside the image
+        const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
@@ -13242,16 +13312,23 @@ template <class T> struct SmallEpilogue {
                 }
             }
             if (PIXELS_AT_ONCE == 2)
-                UNROLL_FOR (int k = 0; k < 4; k++) t[k] = lane_sum<16>(t[k]);
+                UNROLL_FOR (int k = 0; k < 4; k++) {
+                    t[k] = lane_sum<16>(t[k]);
+                }
             if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack(t));
         }
     }
+    // The four warps' sums are added up. Each square of 8 x 8 pixels is a part of the statistics.
     INLINE void store_stats(uint32_t sums) const {
-        const int across = ceil_div(p.W, 8), parts = across * ceil_div(p.H, 8), part = at.h / 8 * across + at.w / 8;
+        const int across = ceil_div(p.W, 8);
+        const int parts = across * ceil_div(p.H, 8);
+        const int part = at.h / 8 * across + at.w / 8;
         if (at.n >= p.B || at.h >= p.H || at.w >= p.W) return;
         for (int i = tid; i < T::OUT_N * 2; i += 128) {
             float t[4];
-            UNROLL_FOR (int k = 0; k < 4; k++) t[k] = load_float(sums + k * (T::OUT_N * 8) + i * 4);
+            UNROLL_FOR (int k = 0; k < 4; k++) {
+                t[k] = load_float(sums + k * (T::OUT_N * 8) + i * 4);
+            }
             const int c = work.out_c0 + i / 2;
             double* const to = p.out.stats + (((size_t)at.n * parts + part) * p.C + c) * 2 + i % 2;
             if (c < p.C) *to = (t[0] + t[1]) + (t[2] + t[3]);
@@ -13259,6 +13336,11 @@ template <class T> struct SmallEpilogue {
     }
 };
 
+// Phases:
+//   1. One thread initialises the barriers and starts the first SLOTS steps of weights.
+//   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
+//   3. A warpgroup exchanges sums with the cluster's other block, adds shifts and addend, rounds, sums for statistics.
+//   4. One thread of each warpgroup stores its results by TMA; all of them store the statistics.
 template <class T, int K_STEPS> // a SmallTile; products for each tap of a slice, as ConvTiles::STEPS
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
@@ -13266,7 +13348,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     Pipeline<T::HALO> halos(shared, T::HALOS, T::WARPGROUPS);
     Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
     Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
-    const uint32_t pushed = shared.tiles_at, all_shifts = pushed + T::PUSHED_BYTES;
+    const uint32_t pushed = shared.tiles_at;
+    const uint32_t all_shifts = pushed + T::PUSHED_BYTES;
     const SmallWork<T> work{p};
     if (threadIdx.x == T::CONSUMERS) {
         init_barriers(halos, weights, addends);
@@ -13276,22 +13359,29 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
         prefetch_tensor_map(&p.results.map1);
         if (work.has_addend) prefetch_tensor_map(&p.addends.map1);
     }
-    if (T::SPLIT == 2) cluster_sync();
+    if (T::SPLIT == 2) cluster_sync(); // the barriers can be used now
     else __syncthreads();
 
     await_previous_kernel();
-    const int warp = threadIdx.x >> 5, wg = warp >> 2;
+    const int warp = threadIdx.x >> 5;
+    const int wg = warp >> 2;
+
+    // The warp that loads.
     if (warp == T::WARPGROUPS * 4) {
         if ((threadIdx.x & 31) == 0) load_small(work, halos, weights, addends);
         __syncwarp();
-        if (T::SPLIT == 2) cluster_sync();
+        if (T::SPLIT == 2) cluster_sync(); // the one in exchange counts all threads of both blocks
         return;
     }
+
+    // The warpgroups that multiply.
     const SmallEpilogue<T> epilogue(work, wg);
     float acc[T::N / 2] = {};
     multiply_small<K_STEPS>(work, halos, weights, wg, acc);
 
-    const uint32_t shifts = all_shifts + wg * 1024, results = addends.stage(0).address + wg * 64 * T::OUT_N * 2;
+    // Sums become results.
+    const uint32_t shifts = all_shifts + wg * 1024;
+    const uint32_t results = addends.stage(0).address + wg * 64 * T::OUT_N * 2;
     epilogue.put_shifts(shifts);
     if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
@@ -13302,6 +13392,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     if (p.out.stats) epilogue.sum_pixels(results, sums);
     fence_async();
     warps_sync(2 + wg, 128);
+    // All have written their part of the results: one thread stores them.
     for (int c = 0; epilogue.tid == 0 && c < T::OUT_N; c += T::BOX) {
         const auto [n, h, w] = epilogue.at;
         const uint32_t from = results + c / T::BOX * T::BOX_BYTES;
@@ -13312,8 +13403,10 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
 #endif
 }
 
-template <class T> static void conv_small_launch(const ConvCall& p) {
-    const ConvTma t = tma_arguments(p, T::TRANSPOSED, {8, T::TILE_W, T::IMAGES, T::BOX, T::N});
+template <class T> static void conv_small(const ConvCall& p) {
+    const TmaBoxes box{
+        .rows = 8, .columns = T::TILE_W, .images = T::IMAGES, .result_channels = T::BOX, .weight_rows = T::N};
+    const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
@@ -13323,12 +13416,18 @@ template <class T> static void conv_small_launch(const ConvCall& p) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_weight_tma: weight gradients (sm_90a)
+// dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
+//
 // Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
 // How: A = dout and B = x, both as they lie in memory, one pixel a row of 64 channels: the pixels are k of this
 //   product. A warpgroup's D[64 Cout][192] is
 //     3x3   three taps of a filter row x 64 Cin: the three thirds of B are the same halo under kw = 0, 1, 2, so the
 //           "leading" distance between them is ONE PIXEL
 //     1x1   up to 192 Cin: the thirds of B are three slices of x
+//
+//     D of a 3x3's filter row:    | kw = 0: 64 Cin | kw = 1: 64 Cin | kw = 2: 64 Cin |
+//     D of a 1x1:                 | Cin 0 .. 63    | Cin 64 .. 127  | Cin 128 .. 191 |     x 64 Cout rows
+//
 //   A block has GROUPS warpgroups and a range of pixel tiles:
 //     1     one of these products
 //     3     3x3: all three filter rows; 1x1: up to 192 Cout. It reads a third of the bytes, which is what large tensors
@@ -13336,10 +13435,17 @@ template <class T> static void conv_small_launch(const ConvCall& p) {
 //   One warp loads. In the blocks of filter row 0 and input tile 0 further warps sum dout over the pixels, for the
 //   bias. If one range is all, TMA puts the sums into dweight; else they are partials, for conv_weight_sum.
 //   One launch does several layers: small ones alone would leave most of the GPU idle.
+//
+//   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time of its bytes from the L2 (large tensors: from memory), or of its products; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
-    static constexpr int KERNEL = KERNEL_, GROUPS = GROUPS_, STAGES = STAGES_;
-    static constexpr int TILE_H = 8, TILE_W = TILE_W_, PIXELS = TILE_H * TILE_W; // a pixel tile
+    static constexpr int KERNEL = KERNEL_;
+    static constexpr int GROUPS = GROUPS_;
+    static constexpr int STAGES = STAGES_;
+    // A pixel tile.
+    static constexpr int TILE_H = 8;
+    static constexpr int TILE_W = TILE_W_;
+    static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr bool TAPS = KERNEL == 3;          // a product is three taps of a filter row
     static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
     // Warps: those that multiply, the one that loads, those that sum for the bias.
@@ -13364,25 +13470,33 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
 };
 struct ConvWeightTma {
     TmaParts x;
-    CUtensorMap dout, dweight; // dweight: fp32, in boxes of 32 Cin, a filter row, 64 Cout
+    CUtensorMap dout;
+    CUtensorMap dweight; // fp32, in boxes of 32 Cin, a filter row, 64 Cout
     ConvWeight p;
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
 // What a block does: which products, and of which range of pixel tiles.
+//
+//   block (of this layer's) = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
-    const int block; // of this work's
+    const int block; // of this layer's
     const ConvWeight& p = maps.p;
-    int split = block % p.splits, row0 = block / p.splits % T::ROWS; // row0: filter row
-    int group = block / p.splits / T::ROWS, output_group = group / p.input_groups;
-    int co_tile = output_group * p.block_co, ci_tile = (group - output_group * p.input_groups) * p.block_ci;
-    int first = first_pixel_tile(p, split), end = first_pixel_tile(p, split + 1);
-    int parts = min(p.block_ci, p.channel_tiles - ci_tile); // tiles of Cin, of Cout:
+    int split = block % p.splits;           // its range of pixel tiles
+    int row0 = block / p.splits % T::ROWS;  // its first filter row
+    int group = block / p.splits / T::ROWS; // of tiles of channels
+    int output_group = group / p.input_groups;
+    int co_tile = output_group * p.block_co; // its first tiles of 64 channels
+    int ci_tile = (group - output_group * p.input_groups) * p.block_ci;
+    int first = first_pixel_tile(p, split); // pixel tiles first .. end - 1
+    int end = first_pixel_tile(p, split + 1);
+    int parts = min(p.block_ci, p.channel_tiles - ci_tile); // its tiles of Cin, and of Cout
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
-    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups, and warps, that have work
+    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups that have work, and warps that sum for the bias
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
-    bool sums_bias = row0 == 0 && ci_tile == 0, final = p.splits == 1;
+    bool sums_bias = row0 == 0 && ci_tile == 0;
+    bool final = p.splits == 1; // its sums are the gradients, not partials of them
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
     // The sum of channel c over image n, or over what this range has of it.
     INLINE void put_image_sum(int n, int c, float v) const {
@@ -13398,7 +13512,10 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
     await_previous_kernel();
     for (; tile; tile.next()) {
-        const int h = tile.h * T::TILE_H, w = tile.w * T::TILE_W, h_x = h + work.row0 - T::BORDER, w_x = w - T::BORDER;
+        const int h = tile.h * T::TILE_H;
+        const int w = tile.w * T::TILE_W;
+        const int h_x = h + work.row0 - T::BORDER;
+        const int w_x = w - T::BORDER;
         const Stage to = stages.acquire();
         mbarrier_expect(to.full, work.dout_parts * T::DOUT_BYTES + work.parts * T::X_LOADED);
         for (int i = 0; i < (T::TAPS ? 1 : work.parts); i++) {
@@ -13406,8 +13523,9 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
             tma_load(to.address + i * T::X_BYTES, maps.x.map(slice), to.full, maps.x.channel(slice), w_x, h_x, tile.n);
         }
         const uint32_t dout = to.address + T::DOUT_AT;
-        for (int i = 0; i < work.dout_parts; i++)
+        for (int i = 0; i < work.dout_parts; i++) {
             tma_load(dout + i * T::DOUT_BYTES, &maps.dout, to.full, (work.co_tile + i) * 64, w, h, tile.n);
+        }
     }
 }
 
@@ -13416,14 +13534,19 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
 // neighbouring lanes read all banks. At an image's end the lanes that have the same chunk share its sums out among them
 // (halve), until each has those of VALUES channels, from c on.
 template <class T> struct ChannelSums {
-    static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS, CHUNKS = 8 / WARPS, VALUES = WARPS == 1 ? 2 : 1;
+    static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
+    static constexpr int CHUNKS = 8 / WARPS;
+    static constexpr int VALUES = WARPS == 1 ? 2 : 1;
     const WeightBlock<T>& work;
-    const int own; // of these warps
-    const int lane = threadIdx.x & 31, eight = lane >> 3, tile = WARPS == 1 ? own : 0;
+    const int own; // number of this warp among those that sum
+    const int lane = threadIdx.x & 31;
+    const int eight = lane >> 3;
+    const int tile = WARPS == 1 ? own : 0; // of 64 channels
     const int chunk = (WARPS == 1 ? 0 : own * CHUNKS) + lane % CHUNKS;
     const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
     const int c = (work.co_tile + tile) * 64 + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
-    float sum[8] = {}, total[VALUES] = {};
+    float sum[8] = {};
+    float total[VALUES] = {};
 
     INLINE void add(uint32_t dout) {
         UNROLL_FOR (int i = 0; i < T::PIXELS; i += 4 * WARPS) {
@@ -13448,7 +13571,8 @@ template <class T> struct ChannelSums {
 // Role: sum dout for the bias, as the pixel tiles come by.
 template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages, ChannelSums<T> sums) {
     const int image_tiles = work.p.pixel_tiles / work.p.bias_images;
-    int n = work.first / image_tiles, left = (n + 1) * image_tiles - work.first; // pixel tiles left of image n
+    int n = work.first / image_tiles;
+    int left = (n + 1) * image_tiles - work.first; // pixel tiles left of image n
     for (int t = work.first; t < work.end; t++) {
         sums.add(stages.arrived() + T::DOUT_AT);
         __syncwarp();
@@ -13464,8 +13588,10 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
 }
 
 // Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M): three taps, or up to three tiles of 64 Cin.
+// Warpgroup wg has filter row row0 + wg of a 3x3, or tile wg of the block's Cout.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
-    const int x_at = T::TAPS ? wg * T::PITCH * 128 : 0, dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
+    const int x_at = T::TAPS ? wg * T::PITCH * 128 : 0;
+    const int dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
     for (int t = work.first; t < work.end; t++) {
         const uint32_t tile = stages.arrived();
         const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / 128);
@@ -13473,7 +13599,8 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
         wgmma_fence();
         UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
             UNROLL_FOR (int c = 0; c < T::TILE_W; c += 8) {
-                const uint64_t a = dout.at((r * T::TILE_W + c) * 8), b = x.at((r * T::PITCH + c) * 8);
+                const uint64_t a = dout.at((r * T::TILE_W + c) * 8);
+                const uint64_t b = x.at((r * T::PITCH + c) * 8);
                 Wgmma<2 * M>::template add<MN_MAJOR, MN_MAJOR>(d, a, b);
             }
         wgmma_commit();
@@ -13483,14 +13610,15 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// Writes a range's sums to the partials, in the order of weight_place.
+// Writes a range's sums to the partials, in the order of weight_place: (splits, tiles, taps, 1024 fragments).
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
-    const int warp = threadIdx.x / 32 % 4, tile = co_tile * p.channel_tiles + work.ci_tile;
+    const int warp = threadIdx.x / 32 % 4;
+    const int tile = co_tile * p.channel_tiles + work.ci_tile;
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::TAPS || f / 8 < work.parts)
+        if (T::TAPS || f / 8 < work.parts) // third f / 8 of D is another tap or tile: 1024 fragments further on
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
@@ -13502,24 +13630,32 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     constexpr int BOX_BYTES = (T::TAPS ? 3 * 64 : 64) * 128;
     const ConvWeight& p = work.p;
     const TmaParts& x = work.maps.x;
-    const int lane = threadIdx.x % 32, co = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int lane = threadIdx.x % 32;
+    const int co = threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
-            const int box = f % 8 / 4 + (T::TAPS ? 0 : f / 8 * 2), r = T::TAPS ? (co + 8 * i) * 3 + f / 8 : co + 8 * i;
-            const uint32_t to = boxes + box * BOX_BYTES + box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
+            const int third = f / 8;
+            const int box = f % 8 / 4 + (T::TAPS ? 0 : third * 2);
+            const int r = T::TAPS ? (co + 8 * i) * 3 + third : co + 8 * i;
+            const uint32_t in_box = box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
+            const uint32_t to = boxes + box * BOX_BYTES + in_box;
             PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(d[4 * f + 2 * i]), "f"(d[4 * f + 2 * i + 1]));
         }
     fence_async();
     warps_sync(3 + threadIdx.x / 128, 128);
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
-        const int slice = work.ci_tile + box / 2, half = box % 2 * 32, ci = x.row(slice) + half;
+        const int slice = work.ci_tile + box / 2;
+        const int half = box % 2 * 32; // a box is one half of a slice's channels
+        const int ci = x.row(slice) + half;
         if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * 64);
     }
     tma_stores_read();
 }
 
+// Roles by warp: 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, the BIAS_WARPS behind it sum dout. When all pixel tiles
+// of the range are done, each warpgroup puts its sums into dweight or into the partials.
 template <class T> // a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
@@ -13532,14 +13668,15 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     }
     ready(stages);
 
-    const int warp = threadIdx.x >> 5, own = warp - T::LOADER - 1;
+    const int warp = threadIdx.x >> 5;
+    const int bias_warp = warp - T::LOADER - 1;
     if (warp == T::LOADER) {
         if ((threadIdx.x & 31) == 0) load_weight_tiles<T>(work, stages);
         return;
     }
     await_previous_kernel();
     if (warp > T::LOADER) {
-        if (work.sums_bias && own < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>{work, own});
+        if (work.sums_bias && bias_warp < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>{work, bias_warp});
         return;
     }
     const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
@@ -13548,7 +13685,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     if (T::TAPS || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
     else if (work.parts == 2) multiply_tiles<T>(work, stages, wg, (float(&)[64])acc);
     else multiply_tiles<T>(work, stages, wg, (float(&)[32])acc);
-    const int row = work.row0 + (T::TAPS ? wg : 0), co_tile = work.co_tile + (T::TAPS ? 0 : wg);
+    const int row = work.row0 + (T::TAPS ? wg : 0);
+    const int co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
     warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
     put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * 64 * 128);
@@ -13804,8 +13942,10 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
 
     // Memory moves whole sectors of 32 bytes, and rows of 128 bytes best.
     const int row_bytes = w.slab / act_vec() * 16; // a slab's channels of one pixel
-    double short_rows = 1;
-    if (w.slab != C) short_rows += 0.07 * (row_bytes < 128) + 0.1 * (row_bytes % 32 > 0);
+    double loss = 0;
+    if (row_bytes < 128) loss += 0.07;
+    if (row_bytes % 32 > 0) loss += 0.1;
+    const double short_rows = w.slab == C ? 1 : 1 + loss;
     const int run = 16 << w.log_columns; // bytes that a warp reads of a pixel
     double short_runs = 1;
     if (run < 64) short_runs = 1.14;
@@ -13816,7 +13956,9 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
     const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * throughput;
 
-    const int fit = std::min(gpu.blocks_of(w.bytes(), 16), 2 * MAX_WHOLE_THREADS / w.threads); // on a multiprocessor
+    // Blocks: how many fit on a multiprocessor, how many there are, how many of them run there together.
+    const int fit_threads = 2 * MAX_WHOLE_THREADS / w.threads;
+    const int fit = std::min(gpu.blocks_of(w.bytes(), 16), fit_threads);
     const int blocks = s.B * (C / w.slab) * w.chunks;
     const int together = std::min(fit, ceil_div(blocks, gpu.sms));
     double filled = 1; // large clusters do not fill all multiprocessors
@@ -13824,57 +13966,88 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     else if (w.chunks > 2) filled = 0.94;
     const double waves = blocks / (filled * fit * gpu.sms);
     const double block = hypot(latency, together * (throughput + WARPS * w.threads / 256));
-    return START + (w.chunks > 1) * CLUSTER + block * (waves > 1 ? waves + 0.18 : 1);
+    const double start = w.chunks > 1 ? START + CLUSTER : START;
+    return start + block * (waves > 1 ? waves + 0.18 : 1);
 }
 
 // The plan with the lowest cost. No chunks: no plan fits, or two passes are faster.
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
-    const int V = act_vec(), C = s.C1 + s.C2, Cg = C / s.groups, tensors = add ? 4 : 3;
-    const double moved = (tensors + 2) * 16 / 1024.0 * s.B * s.HW * C / V / gpu.sms; // by two passes
+    const int V = act_vec();
+    const int C = s.C1 + s.C2;
+    const int group_channels = C / s.groups;
+    const int tensors = add ? 4 : 3;
+
+    // What two passes take. moved: their kilobytes, for each multiprocessor.
+    const double pieces = (double)s.B * s.HW * C / V; // of 16 bytes, of one tensor
+    const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
+    const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
+
+    Cheapest<NormWhole> plan{{}, two_passes};
+    auto consider = [&](int slab, int log_columns, int log_warps, int chunks) {
+        const int threads = ceil_div(slab / V, 1 << log_columns) << (5 + log_warps);
+        const NormWhole w{threads, slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks)};
+        const bool whole_groups = slab % group_channels == 0 && C % slab == 0;
+        const bool enough_rows = chunks == 1 || w.chunk >= 2 * w.rows();
+        const bool fits = threads >= std::max(slab, 64) && threads <= MAX_WHOLE_THREADS;
+        if (!whole_groups || !enough_rows || !fits) return;
+        if (w.bytes() > gpu.shared_for(1, 256)) return;
+        plan.consider(norm_whole_cost(s, w, tensors), w);
+    };
     const int least_log_columns = std::countr_zero(16u / V); // a block takes 16 neighbouring channels or more
-    Cheapest<NormWhole> plan{{}, std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved)};
-    for (int slab = V; slab <= std::min(C, MAX_WHOLE_THREADS); slab += V)
-        for (int i = 0; i < 3 * 5 * (gpu.clusters ? 4 : 1); i++) { // every combination of the three that follow
-            const int log_columns = least_log_columns + i % 3, log_warps = i / 3 % 5, chunks = 1 << i / 15;
-            const int threads = ceil_div(slab / V, 1 << log_columns) << (5 + log_warps);
-            const NormWhole w{threads, slab, log_columns, log_warps, chunks, ceil_div(s.HW, chunks)};
-            const bool whole_groups = slab % Cg == 0 && C % slab == 0;
-            const bool enough_rows = chunks == 1 || w.chunk >= 2 * w.rows();
-            const bool fits = threads >= std::max(slab, 64) && threads <= MAX_WHOLE_THREADS;
-            if (!whole_groups || !enough_rows || !fits || w.bytes() > gpu.shared_for(1, 256)) continue;
-            plan.consider(norm_whole_cost(s, w, tensors), w);
-        }
+    const int most_chunks = gpu.clusters ? 8 : 1;
+    const int largest_slab = std::min(C, MAX_WHOLE_THREADS);
+    for (int slab = V; slab <= largest_slab; slab += V)
+        for (int chunks = 1; chunks <= most_chunks; chunks *= 2)
+            for (int log_warps = 0; log_warps < 5; log_warps++)
+                for (int i = 0; i < 3; i++) {
+                    consider(slab, least_log_columns + i, log_warps, chunks);
+                }
     return plan.best;
 }
 
-static void groupnorm_backward(Grad dx1, Grad dx2, float* dweight, float* dbias, float* dscale_shift, const act* dout,
-                               const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
-                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
-                               NormShape s) {
-    const bool drop = dropout.p > 0, addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
-    const size_t bytes = norm_sums_bytes(s); // for each image's part of the parameters' gradients
+// The kernel of the second pass. Each combination of dropout and addends has a version of its own.
+template <class T> static auto norm_second_pass(bool drop, bool addends) {
+    if (addends) return drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
+    return drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
+}
+
+static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 and x2
+                               float* dweight, float* dbias,         // (C1 + C2)
+                               float* dscale_shift,                  // (B, ss_stride) or null
+                               const act* dout,                      // (B, HW, C1 + C2)
+                               const act* x1, const act* x2,         // (B, HW, C1), (B, HW, C2)
+                               const float* mean, const float* rstd, // (B, groups)
+                               const float* weight, const float* bias, const float* scale_shift, int ss_stride,
+                               Dropout dropout, NormShape s) {
+    const bool drop = dropout.p > 0;
+    const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
+
+    // Each image's part of the parameters' gradients stays in memory until finish_gradients adds the parts up.
+    const size_t bytes = norm_sums_bytes(s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
-    float2 *const sums = (float2*)(device.norm_sums + norm_sums_used), *const partial = (float2*)device.workspace;
+    float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
     norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, s.B, s.C1 + s.C2};
     norm_sums_used += bytes;
+
     NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, mean, rstd, dscale_shift, sums};
     const NormWhole w = plan_norm_whole(s, addends);
     with_act([&]<class T>(T) {
-        const GradOf<T> to1 = typed<T>(dx1), to2 = typed<T>(dx2);
+        const GradOf<T> to1 = typed<T>(dx1);
+        const GradOf<T> to2 = typed<T>(dx2);
         if (w.chunks) {
             auto kernel = drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_LANE, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
+        // Two passes: sums of chunks of the pixels, then the gradient. All blocks of the second pass read all chunks'
+        // sums, so there are 64 chunks at most. With addends the second pass has its own chunks.
         auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
-        auto second = drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
-        dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64); // all blocks of the second pass read all chunks' sums
+        auto second = norm_second_pass<T>(drop, addends);
+        float2* const partial = (float2*)device.workspace;
+        dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64);
         const int chunks = grid.x;
         launch(first, grid, NORM_THREADS, 0, partial, dout, a);
-        if (addends) { // the second pass has its own chunks
-            second = drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
-            grid = norm_grid(a, norm_backward_blocks(true), s.HW);
-        }
+        if (addends) grid = norm_grid(a, norm_backward_blocks(true), s.HW);
         launch(second, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
     });
 }
@@ -13909,6 +14082,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     decide(a, ways);
 }
 
+// Heads of a.d channels: the kernel with the smallest number of channels that has room for them.
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
     constexpr int LARGEST = 32 * VEC<T>; // channels of a head: rows of 512 bytes
@@ -13924,6 +14098,7 @@ template <class T> static void attention(const AttentionCall& a) {
     decide(a, ways);
 }
 
+// The two operations are one call: it is a backward pass if it has dout.
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
     const AttentionCall call{out, rows, qkv, nullptr, nullptr, B, T, C, heads};
     with_act([&]<class A>(A) { attention<A>(call); });
@@ -13940,6 +14115,22 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: forward and input gradient
+// The road of a convolution, from the network's list of layers to an instruction of the tensor cores. Functions that
+// begin with pick_ only choose a tile by measured costs or by a table.
+//
+//   OPS, forward_conv (section 5)     a row of the list of kinds calls the operation
+//   conv_forward                      takes detours (upsampling, stride 2, few channels), and fills a ConvCall
+//   conv_product                      which kernel: a table
+//
+//   Hopper, bf16, 3x3                         Hopper, bf16, small images     any GPU, 3x3            any GPU, all others
+//   pick_conv_tiles_3x3 (1x1: _1x1)           pick_conv_small                pick_conv_halo          pick_conv_gather
+//   conv_tiles          makes tensor maps     conv_small                     conv_halo               conv_gather
+//   conv_tiles_kernel   slices and taps       conv_small_kernel              conv_halo_kernel        conv_gather_kernel
+//   Accumulators::multiply   4 x 16 k         multiply_small                 multiply_step, _tap     multiply
+//   Wgmma<N>::add                             Wgmma<N>::add                  mma_bf16 or mma_fp16    mma_bf16 or mma_fp16
+//   = wgmma.mma_async.m64nNk16                = wgmma.mma_async.m64nNk16     = mma.sync.m16n8k16     = mma.sync.m16n8k16
+//
+// An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
 // Do Hopper's kernels know this convolution? If so, conv_weight_tma always computes its weight gradient.
@@ -13967,7 +14158,8 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     if (!s.upsample && !conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
     const int channels = s.upsample ? s.C1 : s.Cout; // the upsampled input, or the spread gradient
-    return ((size_t)one.B * one.H * one.W * channels * act_bytes() + 255) / 256 * 256;
+    const size_t bytes = (size_t)one.B * one.H * one.W * channels * act_bytes();
+    return (bytes + 255) / 256 * 256;
 }
 
 // Weight gradients that first go through something else, alone; then they are those of conv_weight_shape.
@@ -13976,6 +14168,20 @@ static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
+// The number of tiles that cover what comes out: a tile has so many images, rows and columns.
+static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
+    const int tiles_of_image = ceil_div(c.H, rows) * ceil_div(c.W, columns);
+    return ceil_div(c.B, images) * tiles_of_image;
+}
+
+// conv_tiles' tiles for 3x3: taps, rows, blocks of 64 channels, resident weights. Up to 128 input channels all weights
+// stay in shared memory, and the two warpgroups take turns; of more channels the weights stream past.
+template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
+template <bool BACKWARD> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD>;
+template <bool BACKWARD> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD>;
+template <bool BACKWARD> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD>;
+template <bool BACKWARD> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD>;
+
 // What a block of conv_small takes, in ns as measured on an H200.
 struct SmallCosts {
     int block;     // beside its taps
@@ -13983,8 +14189,8 @@ struct SmallCosts {
     int tap_full;  // and if there are more
 };
 
-// 3x3 on images of up to 32 x 32: the kernel and the tile that end soonest.
-template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
+// 3x3 on images of up to 32 x 32: the kernel (conv_small or conv_tiles) and the tile that end soonest.
+template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
     const int taps = ceil_div(p.C1, 64) * 9; // of all slices
     Cheapest<void (*)(const ConvCall&)> way;
 
@@ -13992,187 +14198,243 @@ template <bool TRANSPOSED> static void conv_small(const ConvCall& p) {
     auto consider = [&](auto tile, SmallCosts cost) {
         using T = decltype(tile);
         if (T::SPLIT > 1 && !gpu.clusters) return;
-        const int tiles = ceil_div(p.B, T::IMAGES) * ceil_div(p.H, 8) * ceil_div(p.W, T::TILE_W);
+        const int tiles = count_tiles(p, T::IMAGES, 8, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
-        const int rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
+        const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
         const bool half_slice = p.C1 == 32 && T::N <= 64; // a slice of 32 channels is half the products
         int tap = blocks <= gpu.sms ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
-        way.consider((int64_t)rounds * (cost.block + tap * taps / T::SPLIT), conv_small_launch<T>);
+        const int block = cost.block + tap * taps / T::SPLIT;
+        way.consider(rounds * block, conv_small<T>);
     };
-    //           warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
-    consider(SmallTile<TRANSPOSED, 1, 64, 1, 1, 2>(), {1270, 104, 209});  // the most blocks
-    consider(SmallTile<TRANSPOSED, 1, 64, 1, 2, 2>(), {2350, 52, 235});   // two blocks share a tile's taps
-    consider(SmallTile<TRANSPOSED, 2, 64, 2, 2, 1>(), {2780, 94, 196});   // the same, and two images share weights
-    consider(SmallTile<TRANSPOSED, 2, 64, 2, 1, 1>(), {1780, 140, 184});  // two images share weights
-    consider(SmallTile<TRANSPOSED, 1, 192, 1, 1, 1>(), {1250, 267, 345}); // many channels share pixels
-    consider(SmallTile<TRANSPOSED, 2, 128, 2, 1, 1>(), {2340, 286, 366}); // both
-    if (p.W > 8) {                                                        // tiles of 8 x 16 pixels
-        consider(SmallTile<TRANSPOSED, 2, 32, 1, 1, 1>(), {1040, 129, 124});
-        consider(SmallTile<TRANSPOSED, 2, 192, 1, 1, 1>(), {3160, 422, 475});
+    //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
+    consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2>(), {1270, 104, 209});  // the most blocks
+    consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2>(), {2350, 52, 235});   // two blocks share a tile's taps
+    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1>(), {2780, 94, 196});   // the same, and two images share weights
+    consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1>(), {1780, 140, 184});  // two images share weights
+    consider(SmallTile<BACKWARD, 1, 192, 1, 1, 1>(), {1250, 267, 345}); // many channels share pixels
+    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1>(), {2340, 286, 366}); // both
+    if (p.W > 8) {                                                      // tiles of 8 x 16 pixels
+        consider(SmallTile<BACKWARD, 2, 32, 1, 1, 1>(), {1040, 129, 124});
+        consider(SmallTile<BACKWARD, 2, 192, 1, 1, 1>(), {3160, 422, 475});
     }
     if (p.H <= 8) return way.best(p);
 
     // conv_tiles, whose blocks are persistent. Time = once + tiles of the busiest block / n * each (n tiles), in ns.
-    const int tiles = p.B * ceil_div(p.H, 16) * ceil_div(p.W, 8);
+    // (Here a tile is 8 x 16 pixels, whatever the kernel's own tiles are.)
+    const int tiles = count_tiles(p, 1, 16, 8);
     auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
         way.consider(once + runs_of_n * each, conv_tiles<decltype(tile)>);
     };
-    // Up to 128 input channels all weights stay in shared memory, and the two warpgroups take turns.
-    if (p.C1 == 32) consider_tiles(ConvTiles<9, 16, 1, true, TRANSPOSED, 2>(), 1550, 1, 325 + 74 * taps);
-    else if (taps <= 18) consider_tiles(ConvTiles<9, 16, 1, true, TRANSPOSED>(), 1550, 1, 325 + 148 * taps);
-    else if (p.H % 32) consider_tiles(ConvTiles<9, 16, 1, false, TRANSPOSED>(), 425, 2, 1660 + 314 * taps);
-    else consider_tiles(ConvTiles<9, 32, 1, false, TRANSPOSED>(), 425, 4, 1660 + 640 * taps);
+    if (p.C1 == 32) consider_tiles(HalfSlice<BACKWARD>(), 1550, 1, 325 + 74 * taps);
+    else if (taps <= 18) consider_tiles(Resident16<BACKWARD>(), 1550, 1, 325 + 148 * taps);
+    else if (p.H % 32) consider_tiles(Streamed16<BACKWARD>(), 425, 2, 1660 + 314 * taps);
+    else consider_tiles(Streamed32<BACKWARD>(), 425, 4, 1660 + 640 * taps);
     way.best(p);
 }
 
-// 1x1: the tile of conv_tiles that ends soonest, in cycles as measured on an H200.
-template <bool TRANSPOSED> static void conv_point(const ConvCall& c) {
-    ConvCall p = c;
-    const int HW = p.H * p.W;
+// 1x1: what a tile T of conv_tiles takes for p, in cycles as measured on an H200; infinite, if its results do not fit
+// into shared memory.
+template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
+    constexpr int64_t L2_BYTES = 36; // that a multiprocessor gets from the L2 or writes there in a cycle, at most
     const bool add = p.out.part1.add1 || p.out.part2.add1;
+    const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS;
+    const int stages = T::stages(weights);
+    const bool results_fit = stages > T::BLOCKS && (T::RESIDENT || slices >= T::BLOCKS);
+    if (!results_fit) return INFINITY; // a tile's results take BLOCKS stages
+
+    // A unit is what passes through a stage at once: a tile, or one for each of two warpgroups.
+    const int tiles = count_tiles(p, 1, T::ROWS, 8);
+    const int units = ceil_div(tiles, T::UNIT);
+    const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
+
+    // Cycles of a unit's products: for each slice and block of channels 4 of k = 16, with 6 cycles to start each.
+    const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
+
+    // Cycles of a unit's bytes: slices and streamed weights in, results out, addends in.
+    const int64_t tile_bytes = T::UNIT * T::PIXEL_BYTES;
+    const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
+    const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
+    // Few stages beside a tile's results and the slice in work: less is on its way, over a latency of 1800 cycles.
+    const int64_t ahead = std::max(1, stages - T::BLOCKS - 2) * tile_bytes;
+    const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
+    const int64_t longest = std::max(products, bytes / bytes_per_cycle);
+
+    // Cycles after a unit's products: adding, rounding, storing. If stages are short, the next unit waits for that.
+    const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
+    int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
+    if (tight) end += 3000;
+
+    // Resident: one warpgroup ends a tile while the other multiplies. Streamed: one after the other.
+    const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
+    const int64_t first_weights = T::RESIDENT ? slices * T::WEIGHT_BYTES / L2_BYTES : 0;
+    return first_weights + end + rounds * unit;
+}
+
+// 1x1: the tile of conv_tiles that ends soonest.
+template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
+    ConvCall p = c;
     // To a 1x1 convolution all images are one, of width 8: it fills its tiles. Not with an embedding, which differs
     // from image to image; and with statistics, which are of 64 pixels or more, only if these are pixels of one image.
+    const int HW = p.H * p.W;
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) {
         p.H = p.B * (HW / 8);
         p.W = 8;
         p.B = 1;
     }
+    using HalfSlice = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels: half the products of a slice
+    if (p.C1 + p.C2 == 32) return conv_tiles<HalfSlice>(p);
+
     const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
     Cheapest<void (*)(const ConvCall&)> way;
-
-    constexpr int64_t L2_BYTES = 36; // that a multiprocessor gets from the L2 or writes there in a cycle, at most
     auto consider = [&](auto tile) {
         using T = decltype(tile);
-        const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS;
-        const int stages = T::stages(weights);
-        const bool results_fit = stages > T::BLOCKS && (T::RESIDENT || slices >= T::BLOCKS);
-        if (!results_fit) return; // a tile's results take BLOCKS stages
-
-        // A unit is what passes through a stage at once: a tile, or one for each of two warpgroups.
-        const int units = ceil_div(p.B * ceil_div(p.H, T::ROWS) * ceil_div(p.W, 8), T::UNIT);
-        const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
-
-        // Cycles of a unit's products: for each slice and block of channels 4 of k = 16, with 6 cycles to start each.
-        const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
-
-        // Cycles of a unit's bytes: slices and streamed weights in, results out, addends in.
-        const int64_t tile_bytes = T::UNIT * T::PIXEL_BYTES;
-        const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
-        const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
-        // Few stages beside a tile's results and the slice in work: less is on its way, over a latency of 1800 cycles.
-        const int64_t ahead = std::max(1, stages - T::BLOCKS - 2) * tile_bytes;
-        const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
-        const int64_t longest = std::max(products, bytes / bytes_per_cycle);
-
-        // Cycles after a unit's products: adding, rounding, storing. If stages are short, the next unit waits for that.
-        const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
-        int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
-        if (tight) end += 3000;
-
-        // Resident: one warpgroup ends a tile while the other multiplies. Streamed: one after the other.
-        const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
-        const int64_t first_weights = T::RESIDENT ? slices * T::WEIGHT_BYTES / L2_BYTES : 0;
-        way.consider(first_weights + end + rounds * unit, conv_tiles<T>);
+        way.consider(conv_tiles_1x1_cycles<T>(p, slices), conv_tiles<T>);
     };
     //                 rows, blocks of 64 channels, resident
-    consider(ConvTiles<1, 16, 1, true, TRANSPOSED>());
-    consider(ConvTiles<1, 16, 2, true, TRANSPOSED>());
-    consider(ConvTiles<1, 16, 3, true, TRANSPOSED>());
-    consider(ConvTiles<1, 8, 3, false, TRANSPOSED>());
-    consider(ConvTiles<1, 16, 2, false, TRANSPOSED>());
-    consider(ConvTiles<1, 16, 3, false, TRANSPOSED>());
-    if (p.C1 + p.C2 == 32) conv_tiles<ConvTiles<1, 16, 1, true, TRANSPOSED, 2>>(p); // half the products of a slice
-    else way.best(p);
+    consider(ConvTiles<1, 16, 1, true, BACKWARD>());
+    consider(ConvTiles<1, 16, 2, true, BACKWARD>());
+    consider(ConvTiles<1, 16, 3, true, BACKWARD>());
+    consider(ConvTiles<1, 8, 3, false, BACKWARD>());
+    consider(ConvTiles<1, 16, 2, false, BACKWARD>());
+    consider(ConvTiles<1, 16, 3, false, BACKWARD>());
+    way.best(p);
+}
+
+// 3x3 on larger images: the tile of conv_tiles. Skip connections come here whatever the size of their images.
+template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
+    const int slices = ceil_div(c.C1, 64);
+    const bool skip = c.out.skip.weight; // computes the skip connection as well: only resident weights can
+    const bool one_slice_and_32_rows = slices == 1 && c.Cout > 64 && c.H >= 64;
+    const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
+
+    const Way<ConvCall> ways[] = {
+        // 32 input channels are half a slice: two products a tap instead of four
+        {c.C1 == 32, conv_tiles<HalfSlice<BACKWARD>>},
+        // one slice of weights leaves room for tiles of 32 rows
+        {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD>>},
+        // two slices of weights still stay in shared memory
+        {slices <= 2, conv_tiles<Resident16<BACKWARD>>},
+        // more stream past; 32 rows use them for more pixels, where few rows lie outside the image
+        {fills_32_rows, conv_tiles<Streamed32<BACKWARD>>},
+        {true, conv_tiles<Streamed16<BACKWARD>>},
+    };
+    decide(c, ways);
 }
 
 // A measure of conv_halo's time with this tile: rounds of blocks, as many at once as fit, times a block's channels. The
 // last round takes as long as the others even if it is nearly empty.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
-    const int tiles = ceil_div(c.B, Tile::IMAGES) * ceil_div(c.H, Tile::TILE_H) * ceil_div(c.W, Tile::TILE_W);
+    const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
-    const int blocks_at_once = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM) * gpu.sms;
-    return ceil_div(blocks, blocks_at_once) * Tile::CHANNELS;
+    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // on a multiprocessor
+    const int rounds = ceil_div(blocks, fit * gpu.sms);
+    return rounds * Tile::CHANNELS;
+}
+// Is `tile` so much better that it takes 10 % less time than `other`?
+template <class Tile, class Other> static bool halo_is_faster(const ConvCall& c) {
+    return halo_rounds<Tile>(c) * 10 <= halo_rounds<Other>(c) * 9;
+}
+// conv_halo: what its tiles depend on. The network's last convolution, which has few channels; images of 8 x 8; are
+// there enough tiles of 16 x 16 pixels x 64 channels?
+static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 && conv_is_last(c.s); }
+static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
+static bool halo_fills_gpu(const ConvCall& c) {
+    const int tiles = count_tiles(c, 1, 16, 16) * ceil_div(c.Cout, 64);
+    const int enough = c.Cout % 64 ? 2 : 1; // blocks for each multiprocessor
+    return tiles > enough * gpu.sms;
 }
 
-// Which kernel, and which tile. In general: the largest tile with which every multiprocessor still has a block.
+// 3x3, stride 1, bf16 on any GPU: the tile of conv_halo.
+template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
+    //             images, channels, K groups, blocks per multiprocessor
+    using Last = HaloTile<bf16, 1, 16, 1, 4>;
+    using Small48 = HaloTile<bf16, 2, 48, 2, 3>;
+    using Small32 = HaloTile<bf16, 2, 32, 4, 2>;
+    using Large48 = HaloTile<bf16, 1, 48, 1, 2>;
+    using Large64 = HaloTile<bf16, 1, 64, 1, 2>;
+    using Few32 = HaloTile<bf16, 1, 32, 2, 2>;
+    using Few48 = HaloTile<bf16, 1, 48, 2, 1>;
+    const bool small = halo_is_small(c);
+    const bool many = halo_fills_gpu(c);
+    // 48 channels waste less of some numbers of channels.
+    const bool small_48 = small && halo_is_faster<Small48, Small32>(c);
+    const bool large_48 = many && halo_is_faster<Large48, Large64>(c);
+    const Way<ConvCall> ways[] = {
+        // the network's last convolution has few channels
+        {halo_is_last(c), conv_halo<Last, false, float>},
+        // images of 8 x 8: two to a block; K groups make up for few pixels
+        {small_48, conv_halo<Small48, BACKWARD>},
+        {small, conv_halo<Small32, BACKWARD>},
+        // enough tiles: the largest one
+        {large_48, conv_halo<Large48, BACKWARD>},
+        {many, conv_halo<Large64, BACKWARD>},
+        // few tiles: the channels are cut finer, and two K groups share a tile
+        {c.Cout <= 128, conv_halo<Few32, BACKWARD>},
+        {true, conv_halo<Few48, BACKWARD>},
+    };
+    decide(c, ways);
+}
+// The same in fp32, by the same reasons.
+template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
+    using Last = HaloTile<float, 1, 16, 1, 2>;
+    using Small = HaloTile<float, 2, 32, 2, 2>;
+    using Large = HaloTile<float, 1, 64, 1, 2>;
+    using Few = HaloTile<float, 1, 32, 1, 3>;
+    const Way<ConvCall> ways[] = {
+        {halo_is_last(c), conv_halo<Last, false>},
+        {halo_is_small(c), conv_halo<Small, BACKWARD>},
+        {halo_fills_gpu(c), conv_halo<Large, BACKWARD>},
+        {true, conv_halo<Few, BACKWARD>},
+    };
+    decide(c, ways);
+}
+
+// All others on any GPU: the tile of conv_gather, of 128 or 64 pixels x 64 channels, or of 128 x 128.
+template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
+    const int HW = c.H * c.W;
+    const int tiles_of_128 = c.B * ceil_div(HW, 128); // pixels
+    const bool many_128 = HW > 64 && tiles_of_128 * ceil_div(c.Cout, 64) >= gpu.sms;
+    //                pixels / 64, channels, channels of a warp, stages
+    using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
+    using Pixels128 = GatherTile<T, 2, 64, 32, 3>;
+    if constexpr (std::is_same_v<T, bf16>) { // 128 x 128 needs the fewest bytes for its products
+        using Wide = GatherTile<T, 2, 128, 64, 2>;
+        const int blocks_of_128 = ceil_div(c.Cout, 128);
+        const bool little_wasted = blocks_of_128 * 512 <= c.Cout * 5; // at most a fifth of the channels is none
+        const bool wide = HW > 64 && little_wasted && tiles_of_128 * blocks_of_128 >= 4 * gpu.sms;
+        if (wide) return conv_gather<Wide, BACKWARD>(c);
+    }
+    if (many_128) conv_gather<Pixels128, BACKWARD>(c);
+    else conv_gather<Pixels64, BACKWARD>(c);
+}
+
+// Which kernel. The pick_ functions above choose its tile: in general the largest one with which every multiprocessor
+// still has a block.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
-    const int H = c.H, W = c.W, C1 = c.C1, Cout = c.Cout, HW = H * W;
-    const int slices = ceil_div(C1, 64), sms = gpu.sms;
-
-    // Hopper's kernels store all parts of the result, and add one addend at most to each.
-    const bool parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
-    const bool second_addends = o.part1.add2 || o.part2.add2;
-    const bool wgmma = conv_is_wgmma(s) && parts && !second_addends;
-    const bool skip = o.skip.weight; // computes the skip connection as well: only conv_tiles with resident weights can
-
-    const bool bf = act_element == Element::BF16, halo = conv_is_halo(s);
-    const bool last = s.out == Element::FP32 && conv_is_last(s); // the network's last convolution
+    const bool halo = conv_is_halo(s);
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
 
-    // conv_halo's tiles.
-    typedef HaloTile<bf16, 1, 64, 1, 2> Halo64;
-    typedef HaloTile<bf16, 1, 48, 1, 2> Halo48;
-    typedef HaloTile<bf16, 2, 32, 4, 2> Small32;
-    typedef HaloTile<bf16, 2, 48, 2, 3> Small48;
-    const bool small = H <= 8 || W <= 8;
-    const int channel_blocks = ceil_div(Cout, 64);
-    const int tiles_16x16 = s.B * channel_blocks * ceil_div(H, 16) * ceil_div(W, 16);
-    const bool many_16x16 = tiles_16x16 > (Cout % 64 ? 2 : 1) * sms;
-    // 48 channels waste less of some numbers of channels; they have to take 10 % less time.
-    const bool use_48 = halo_rounds<Halo48>(c) * 10 <= halo_rounds<Halo64>(c) * 9;
-    const bool small_48 = halo_rounds<Small48>(c) * 10 <= halo_rounds<Small32>(c) * 9;
+    // Hopper's kernels store all parts of the result, and add one addend at most to each.
+    const bool all_parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
+    const bool second_addends = o.part1.add2 || o.part2.add2;
+    const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
+    // Small images are too few tiles for persistent blocks. But only conv_tiles computes a skip connection as well.
+    const bool small = c.H <= 32 && c.W <= 32 && !o.skip.weight;
 
-    // conv_gather's tiles, of 128 or 64 pixels x 64 channels, or of 128 x 128.
-    const bool many_128 = HW > 64 && s.B * channel_blocks * ceil_div(HW, 128) >= sms;
-    const int blocks_of_128 = ceil_div(Cout, 128);
-    const bool little_wasted = blocks_of_128 * 512 <= Cout * 5; // at most a fifth of the channels computed is none
-    const bool wide = HW > 64 && little_wasted && s.B * ceil_div(HW, 128) * blocks_of_128 >= 4 * sms;
-
+    const bool bf = act_element == Element::BF16;
     const Way<ConvCall> ways[] = {
-        // Hopper. conv_tiles: taps, rows, blocks of 64 channels, resident weights
-        {wgmma && s.kernel == 1, conv_point<BACKWARD>},
-        // small images are too few tiles for persistent blocks
-        {wgmma && !skip && H <= 32 && W <= 32, conv_small<BACKWARD>},
-        // 32 input channels are half a slice: two products a tap instead of four
-        {wgmma && C1 == 32, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD, 2>>},
-        // one slice of weights leaves room for tiles of 32 rows
-        {wgmma && !skip && slices == 1 && Cout > 64 && H >= 64, conv_tiles<ConvTiles<9, 32, 1, true, BACKWARD>>},
-        // two slices of weights still stay in shared memory
-        {wgmma && slices <= 2, conv_tiles<ConvTiles<9, 16, 1, true, BACKWARD>>},
-        // more stream past; 32 rows use them for more pixels, where few rows lie outside the image
-        {wgmma && (H % 32 == 0 || H > 64), conv_tiles<ConvTiles<9, 32, 1, false, BACKWARD>>},
-        {wgmma, conv_tiles<ConvTiles<9, 16, 1, false, BACKWARD>>},
-
-        // bf16 on any GPU. conv_halo: images, channels, K groups, blocks per multiprocessor
-        // the network's last convolution has few channels
-        {bf && halo && last, conv_halo<HaloTile<bf16, 1, 16, 1, 4>, false, float>},
-        // images of 8 x 8: two to a block; K groups make up for few pixels
-        {bf && halo && small && small_48, conv_halo<Small48, BACKWARD>},
-        {bf && halo && small, conv_halo<Small32, BACKWARD>},
-        // enough tiles of 16 x 16 pixels x 64 channels: the largest tile
-        {bf && halo && many_16x16 && use_48, conv_halo<Halo48, BACKWARD>},
-        {bf && halo && many_16x16, conv_halo<Halo64, BACKWARD>},
-        // few tiles: the channels are cut finer, and two K groups share a tile
-        {bf && halo && Cout <= 128, conv_halo<HaloTile<bf16, 1, 32, 2, 2>, BACKWARD>},
-        {bf && halo, conv_halo<HaloTile<bf16, 1, 48, 2, 1>, BACKWARD>},
-        // conv_gather: pixels / 64, channels, channels of a warp, stages
-        // 128 x 128 needs the fewest bytes for its products
-        {bf && wide, conv_gather<GatherTile<bf16, 2, 128, 64, 2>, BACKWARD>},
-        {bf && many_128, conv_gather<GatherTile<bf16, 2, 64, 32, 3>, BACKWARD>},
-        {bf, conv_gather<GatherTile<bf16, 1, 64, 32, 3>, BACKWARD>},
-
-        // fp32 on any GPU, by the same reasons
-        {halo && last, conv_halo<HaloTile<float, 1, 16, 1, 2>, false>},
-        {halo && small, conv_halo<HaloTile<float, 2, 32, 2, 2>, BACKWARD>},
-        {halo && many_16x16, conv_halo<HaloTile<float, 1, 64, 1, 2>, BACKWARD>},
-        {halo, conv_halo<HaloTile<float, 1, 32, 1, 3>, BACKWARD>},
-        {many_128, conv_gather<GatherTile<float, 2, 64, 32, 3>, BACKWARD>},
-        {true, conv_gather<GatherTile<float, 1, 64, 32, 3>, BACKWARD>},
+        {wgmma && s.kernel == 1, pick_conv_tiles_1x1<BACKWARD>},
+        {wgmma && small, pick_conv_small<BACKWARD>},
+        {wgmma, pick_conv_tiles_3x3<BACKWARD>},
+        {halo && bf, pick_conv_halo_bf16<BACKWARD>},
+        {halo, pick_conv_halo_fp32<BACKWARD>},
+        {bf, pick_conv_gather<bf16, BACKWARD>},
+        {true, pick_conv_gather<float, BACKWARD>},
     };
     decide(c, ways);
 }
@@ -14201,13 +14463,24 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape rows = few_shape(s);
         return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, rows);
     }
-    ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B, .bias = bias, .emb = emb, .emb_stride = emb_stride};
+    ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B};
+    o.bias = bias;
+    o.emb = emb;
+    o.emb_stride = emb_stride;
     o.skip = skip;
     if (stats) {
         o.stats = stats->sums;
         o.parts = &stats->parts;
     }
-    conv_product<false>({s, s.B, s.out_H(), s.out_W(), s.C1, s.C2, s.Cout, x1, x2, weight, o});
+    ConvCall call{.s = s, .B = s.B, .H = s.out_H(), .W = s.out_W()};
+    call.C1 = s.C1;
+    call.C2 = s.C2;
+    call.Cout = s.Cout;
+    call.x1 = x1;
+    call.x2 = x2;
+    call.weight = weight;
+    call.out = o;
+    conv_product<false>(call);
 }
 
 // Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can where all
@@ -14218,7 +14491,7 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     const int slices = ceil_div(s.C1, 64);
     const int skip_slices = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skip_slices;
-    return weights <= 18 && ConvTiles<9, 16, 1, true, false>::stages(weights) > slices + skip_slices;
+    return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
@@ -14238,12 +14511,32 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         const ConvShape rows = few_shape(s);
         return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, rows);
     }
-    const ConvOut o{.part1 = dx1, .part2 = dx2, .C1 = s.C1, .C2 = s.C2, .B = s.B};
-    conv_product<true>({s, s.B, s.H, s.W, s.Cout, 0, s.C1 + s.C2, dout, nullptr, weight, o});
+    // What goes in is dout, what comes out has the channels of both inputs.
+    ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
+    call.C1 = s.Cout;
+    call.C2 = 0;
+    call.Cout = s.C1 + s.C2;
+    call.x1 = dout;
+    call.x2 = nullptr;
+    call.weight = weight;
+    call.out = ConvOut{.part1 = dx1, .part2 = dx2, .C1 = s.C1, .C2 = s.C2, .B = s.B};
+    conv_product<true>(call);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: weight gradients
+// conv_backward_weights gets several layers at once, so that small ones share a launch:
+//
+//   conv_backward_weights
+//     conv_weight_batch       plans each layer (plan_weight), sorts the layers by kind (weight_kind), plans each kind
+//                             as a whole (plan_weights), gives out the workspace (put_partials), and launches:
+//       conv_weight_tma, conv_weight_halo or conv_weight_gather     once for each kind
+//       conv_weight_sum                                             once, for the partials of all
+//     conv_weight_one         layers that go through something else first: few channels, stride 2, upsampling
+//
+// A plan answers: into how many ranges (splits) are the pixels cut? More ranges keep more multiprocessors busy, but
+// each range writes partial sums, which a second kernel has to add up.
+
 // What weight gradients cost, in cycles as measured on an H200 while all blocks are at work.
 struct WeightCosts {
     int slots;          // blocks that the GPU holds at once
@@ -14272,18 +14565,21 @@ static int weight_tile_cycles(const ConvWeight& p) {
 static WeightCosts weight_costs(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     if (conv_is_wgmma(s)) {
-        const int filter = ceil_div(s.kernel, p.warpgroups), tile = weight_tile_cycles(p);
+        const int filter = ceil_div(s.kernel, p.warpgroups);
+        const int tile = weight_tile_cycles(p);
         if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
     // The portable kernels. Floats take three products where bf16 takes one, and twice the time.
-    const int slow = act_parts(), most = 4 * MAX_WEIGHT_PARTIALS;
+    const int slow = act_parts();
+    const int most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
     if (p.block_co == 2) return {2 * gpu.sms, 2600, p.taps, 8000, 8000, 0, most};
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// How conv_weight_tma's blocks share the tiles of channels, if they have so many warpgroups.
+// How conv_weight_tma's blocks share the tiles of 64 channels, if they have so many warpgroups. A block of a 3x3 has one
+// tile of Cin and one of Cout; a block of a 1x1 has up to three tiles of Cin, and a tile of Cout for each warpgroup.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     // For a 1x1: at most `most` tiles for each block, as equal as can be.
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
@@ -14293,7 +14589,9 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
-static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of pixels
+// The blocks of one range of pixels: each group of tiles of channels, times the taps or filter rows that have blocks of
+// their own.
+static int64_t range_blocks(const ConvWeight& p) {
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
 
@@ -14302,7 +14600,8 @@ static int64_t range_blocks(const ConvWeight& p) { // blocks for each range of p
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
-        int most_tiles = 1, tile_cycles = 0; // of the largest layer; of the slowest
+        int most_tiles = 1;  // pixel tiles of the largest layer
+        int tile_cycles = 0; // of the slowest layer
         for (ConvWeight& p : works) {
             if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
             most_tiles = std::max(most_tiles, p.pixel_tiles);
@@ -14310,19 +14609,22 @@ static void plan_weights(std::span<ConvWeight> works) {
         }
         const WeightCosts cost = weight_costs(works[0]);
         for (int range = most_tiles; range >= 1; range--) {
-            int64_t blocks = 0, partials = 0; // partials: of 16 KB
+            int64_t blocks = 0;
+            int64_t partials = 0; // of 16 KB: a tile of 64 x 64 weights each
             for (const ConvWeight& p : works) {
                 const int splits = ceil_div(p.pixel_tiles, range);
                 blocks += range_blocks(p) * splits;
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
             if (partials > cost.most_partials) break;
+            // Time = rounds of blocks * (a block's tiles + what it does beside them) + the second kernel's.
             const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // of blocks
             const int64_t block = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
             const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
             cut.consider(rounds * block + second_kernel, {warpgroups, range});
         }
     }
+    // The cheapest cut is what all of them get.
     const auto [warpgroups, range] = cut.best;
     for (ConvWeight& p : works) {
         if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
@@ -14330,9 +14632,12 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
 }
 
+// The plan of a layer alone: all of a ConvWeight but its tensors.
 static ConvWeight plan_weight(const ConvShape& s) {
-    const int Ho = s.out_H(), Wo = s.out_W();
-    const bool tma = conv_is_wgmma(s), halo = !tma && conv_is_halo(s);
+    const int Ho = s.out_H();
+    const int Wo = s.out_W();
+    const bool tma = conv_is_wgmma(s);
+    const bool halo = !tma && conv_is_halo(s);
     ConvWeight p = {};
     p.shape = s;
     p.taps = s.kernel * s.kernel;
@@ -14366,9 +14671,10 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-// Gives a work the place of its partials. Returns their bytes.
+// Gives a work the place of its partials. Returns their bytes. A single range has no partials of weights.
 static size_t put_partials(ConvWeight* p, char* memory) {
-    const size_t bytes = p->splits > 1 ? (size_t)p->splits * p->tiles * p->taps * 1024 * sizeof(float4) : 0;
+    const size_t partials = (size_t)p->splits * p->tiles * p->taps;
+    const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
     const size_t bias_bytes = (size_t)(p->splits + p->shape.B) * p->shape.Cout * sizeof(float);
     p->partial = (float4*)memory;
     p->bias_partial = (float*)(memory + bytes);
@@ -14397,8 +14703,10 @@ static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const Weigh
     }
     if (blocks) launch_on(lane, 1, kernel, blocks, threads, bytes, batch);
 }
+// The blocks of a work, of all its ranges.
 static int64_t all_blocks(const ConvWeight& p) { return range_blocks(p) * p.splits; }
 
+// Launches conv_weight_tma_kernel for works of one kind. Each of them gets tensor maps.
 template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane* lane) {
     auto with_maps = [](const ConvWeight& p) {
         const ConvShape& s = p.shape;
@@ -14437,9 +14745,11 @@ static WeightKind weight_kind(const ConvWeight& p) {
     return p.block_co == 2 ? GATHER_WIDE : GATHER;
 }
 
-// At most WEIGHT_BATCH layers, as many at once as the workspace holds: a launch for each kind, and one for all sums.
+// At most WEIGHT_BATCH layers: a launch for each kind, and one for all sums. If the workspace does not hold all their
+// partials, they are computed in two halves.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
-    WeightPlans kinds[WEIGHT_KINDS], sums;
+    WeightPlans kinds[WEIGHT_KINDS]; // the works of each kind
+    WeightPlans sums;                // the works that have partials to be added up
     for (const WeightWork& w : works) {
         if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
@@ -14447,6 +14757,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
         kinds[weight_kind(p)].push_back(p);
     }
+    // Each kind is planned as a whole, and its works get their places in the workspace.
     size_t workspace_used = 0;
     for (WeightPlans& kind : kinds) {
         if (kind.size() > 1) plan_weights(kind);
@@ -14463,10 +14774,11 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         return conv_weight_batch({half, works.end()}, lane);
     }
     void (*const launches[WEIGHT_KINDS][2])(const WeightPlans&, Lane*) = {
-        // with one warpgroup, with three
+        // conv_weight_tma with one warpgroup, with three. WeightTile: kernel, warpgroups, pixels across a tile, stages
         {conv_weight_tma<WeightTile<1, 1, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 4>>},
         {conv_weight_tma<WeightTile<3, 1, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 16, 5>>},
         {conv_weight_tma<WeightTile<3, 1, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 9>>},
+        // any GPU
         {with_act([]<class T>(T) { return conv_weight_halo<T>; })},
         {with_act([]<class T>(T) { return conv_weight_gather<T, 1>; })},
         {with_act(
@@ -14480,7 +14792,8 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     });
 }
 
-// A weight gradient that goes through something else first (conv_weight_alone).
+// A weight gradient that goes through something else first (conv_weight_alone): the layer of few channels becomes a 1x1
+// convolution of rows, and its product is put together afterwards; x is upsampled, or dout spread out.
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
     char* const detour = lane->workspace + conv_workspace(w.shape); // behind what that convolution needs
@@ -14520,6 +14833,7 @@ static double conv_weight_load(const ConvShape& s) {
     return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
 }
 
+// The operation: first all layers that can share launches, then the others one by one.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     conv_weight_batch(works, lane);
     for (const WeightWork& w : works)
