@@ -4,93 +4,97 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    174  Part I. The program
-//    177     1. Types at the interface: what operations are called with
-//    460     2. The interface: all that the program asks of a device
-//    736     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    827     4. Configuration: flags, presets, help, what can work and what cannot
-//   1468     5. The network: a list of layers, made of guided-diffusion's flags
-//   2249     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2488     7. Forward and backward: two walks over the list
-//   2603     8. Diffusion: noise schedules, objectives, samplers
-//   2805         the level of a training sample, drawn, and its share of the loss
-//   3104         samplers
-//   3607     9. Data: .bin files that may be larger than memory, the order of their images
-//   3944    10. Model files: weights and checkpoints, initial weights
-//   4281    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4296         the learning rate, the verdict on a step, averages of the weights
-//   4375         what a trainer holds
-//   4490         a step
-//   4735    12. A run: log, guard, checkpoints, resume, samples
-//   4760         the log in memory, as the page shows it
-//   4867         what a run holds
-//   4934         the log and the status line
-//   5119         checkpoints, snapshots and grids
-//   5341         the start of a run: new, from a file's weights, or resumed
-//   5518         the loop over the steps
-//   5630         a run from its first to its last line
-//   5777         samples, without a run
-//   5957    13. main: the command line, then a run or samples
-//   6197         what ranks must have in common
-//   6262         main
-//   6383  Part II. The device
-//   6386    14. What all devices share: elements, nonlinearities, patches of pixels
-//   6452    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6520    16. The GPU: what all kernels share
-//   6584         Launches, which may overlap
-//   6626         Decisions: what kernels are chosen with
-//   6670         Single instructions: shared memory, mbarriers, clusters
-//   6754         Activations: pieces of 16 bytes
-//   7018         each_kernel: a thread for an element
-//   7032         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7184         Swizzle: how rows lie in shared memory
-//   7202         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7379         building blocks of Hopper's kernels (sm_90a)
-//   7642    17. Small operations: resampling, embeddings, diffusion
-//   7645         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7830         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8172         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8579    18. Group norm
-//   8582         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9090         groupnorm_backward_whole: an image's slab in shared memory
-//   9447    19. Attention
-//   9550         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10067         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10202         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10860    20. Convolution
-//  10893         ConvOut: results, 4 channels of a pixel at a time
-//  11119         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11179         conv_halo: 3x3, stride 1, any GPU
-//  11570         conv_gather: any kernel size and stride, any GPU
-//  11821         conv_few: the first and the last layer
-//  11990         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12544         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12643         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13041         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13418         conv_weight_tma: weight gradients (sm_90a)
-//  13697    21. The optimiser
-//  13700         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13919    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13922         groupnorm_backward
-//  14056         attention: forward and, where a has dout, backward
-//  14117         convolution: forward and input gradient
-//  14527         convolution: weight gradients
-//  14844    23. The GPU: memory, copies, repeated work
-//  15058    24. Between ranks: from device to device
+//    178  Part I. The program
+//    181     1. Types at the interface: what operations are called with
+//    464     2. The interface: all that the program asks of a device
+//    740     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    831     4. Configuration: flags, presets, help, what can work and what cannot
+//   1472     5. The network: a list of layers, made of guided-diffusion's flags
+//   2253     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2492     7. Forward and backward: two walks over the list
+//   2607     8. Diffusion: noise schedules, objectives, samplers
+//   2809         the level of a training sample, drawn, and its share of the loss
+//   3108         samplers
+//   3611     9. Data: .bin files that may be larger than memory, the order of their images
+//   3948    10. Model files: weights and checkpoints, initial weights
+//   4285    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4300         the learning rate, the verdict on a step, averages of the weights
+//   4379         what a trainer holds
+//   4494         a step
+//   4739    12. A run: log, guard, checkpoints, resume, samples
+//   4764         the log in memory, as the page shows it
+//   4871         what a run holds
+//   4938         the log and the status line
+//   5123         checkpoints, snapshots and grids
+//   5345         the start of a run: new, from a file's weights, or resumed
+//   5522         the loop over the steps
+//   5634         a run from its first to its last line
+//   5781         samples, without a run
+//   5961    13. main: the command line, then a run or samples
+//   6201         what ranks must have in common
+//   6266         main
+//   6387  Part II. The device
+//   6390    14. What all devices share: elements, nonlinearities, patches of pixels
+//   6456    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6524    16. The GPU: what all kernels share
+//   6588         Launches, which may overlap
+//   6630         Decisions: what kernels are chosen with
+//   6674         Single instructions: shared memory, mbarriers, clusters
+//   6758         Activations: pieces of 16 bytes
+//   7022         each_kernel: a thread for an element
+//   7036         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7188         Swizzle: how rows lie in shared memory
+//   7206         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7383         building blocks of Hopper's kernels (sm_90a)
+//   7646    17. Small operations: resampling, embeddings, diffusion
+//   7649         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7834         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8176         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8583    18. Group norm
+//   8586         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9094         groupnorm_backward_whole: an image's slab in shared memory
+//   9451    19. Attention
+//   9554         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10071         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10206         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10864    20. Convolution
+//  10899         ConvOut: results, 4 channels of a pixel at a time
+//  11125         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11185         conv_halo: 3x3, stride 1, any GPU
+//  11576         conv_gather: any kernel size and stride, any GPU
+//  11827         conv_few: the first and the last layer
+//  11996         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12550         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12649         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13047         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13424         conv_weight_tma: weight gradients (sm_90a)
+//  13703    21. The optimiser
+//  13706         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13925    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13928         groupnorm_backward
+//  14062         attention: forward and, where a has dout, backward
+//  14123         convolution: forward and input gradient
+//  14533         convolution: weight gradients
+//  14850    23. The GPU: memory, copies, repeated work
+//  15064    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6379, train 5734, run_step 5566, train_step 4673, load_batch 3905, step_gradients 4578, forward_and_loss 4496,
-//     draw_levels 8184, q_sample_forward 8282, unet_forward 2512, loss_forward_backward 8390, unet_backward 2575,
-//     sum_gradients 13746, judge_step 13793, adamw_update 13897, next_step 13799, record_step 13804, collect_steps 5522
-//   pictures, from noise: sample_batch 3524, plan_route 3324, device_step 3367, euler_step 3134 and the other samplers' steps
-//   why several GPUs compute the bits of one: step_gradients 4578
-//   a nonlinearity beside SiLU: Nonlinearity 229, Silu 6425, with_nonlinearity 6435
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2729
-//   an objective: its word in common/flags.h, make_objective 2784, draw_level 2870, level_at 3351, sampler_sigmas 3256
-//   a kind of layer: LayerKind 1519, forward_linear 1739 and backward_linear 1743 beside it, OPS 1874, add_resblock 2046 and its like
-//   an element type beside bf16: Element 204, ElementOf 6401, unpack 6777 and pack 6806, mma 7079, with_act 6639,
-//     cast_params 13809, conv_product 14416, act_has_wgmma 6648; docs/READING.md says what at each
+//     main 6383, train 5738, run_step 5570, train_step 4677, load_batch 3909, step_gradients 4582, forward_and_loss 4500,
+//     draw_levels 8188, q_sample_forward 8286, unet_forward 2516, loss_forward_backward 8394, unet_backward 2579,
+//     sum_gradients 13752, judge_step 13799, adamw_update 13903, next_step 13805, record_step 13810, collect_steps 5526
+//   pictures, from noise: sample_batch 3528, plan_route 3328, device_step 3371, euler_step 3138 and the other samplers' steps
+//   a convolution, to the tensor cores ("Which kernel runs" draws all of its roads):
+//     forward_conv 1782, conv_forward 14448, conv_product 14422;
+//     on Hopper pick_conv_tiles_3x3 14313, conv_tiles 13033, Accumulators 7595;
+//     on any other GPU pick_conv_halo_bf16 14357, multiply_step 11455, multiply_tap 11432
+//   why several GPUs compute the bits of one: step_gradients 4582
+//   a nonlinearity beside SiLU: Nonlinearity 233, Silu 6429, with_nonlinearity 6439
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2733
+//   an objective: its word in common/flags.h, make_objective 2788, draw_level 2874, level_at 3355, sampler_sigmas 3260
+//   a kind of layer: LayerKind 1523, forward_linear 1743 and backward_linear 1747 beside it, OPS 1878, add_resblock 2050 and its like
+//   an element type beside bf16: Element 208, ElementOf 6405, unpack 6781 and pack 6810, mma 7083, with_act 6643,
+//     cast_params 13815, conv_product 14422, act_has_wgmma 6652; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -10867,8 +10871,10 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // Column p of the patches holds what the filter sees around pixel p. The patches never exist in global memory: a block
 // copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies from there.
 //
-// The head of this file explains tap, tile, halo, slice, stage, ring, fragment and swizzle. A tap (kh, kw) has the
-// number kh * kernel + kw. Two words more:
+// Words of this section (tile, stage, ring, fragment and swizzle stand at the head of this file):
+//   tap     a position (kh, kw) of the filter, of which there are 1 or 9; its number is kh * kernel + kw
+//   halo    the pixels of a tile and the border that taps reach: what all nine taps read (drawn at conv_halo)
+//   slice   the input channels of a halo (16 to 64) that are in shared memory at a time
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
 //   k       the side of a product that is summed: input channels here, pixels for weight gradients. An instruction of
 //           the tensor cores sums 16 of them.
