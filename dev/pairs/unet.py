@@ -116,13 +116,13 @@ CASES = [
         B=2,
         flags="--image_size 16x8 --in_channels 3 --num_channels 32 --channel_mult 1,2,3 --num_res_blocks 2"
         " --attention_resolutions 8,4 --num_head_channels -1 --num_heads 4 --num_heads_upsample 2 --conv_resample False"
-        " --use_new_attention_order False --max_period 1000 --class_cond True --num_classes 3 --cond_dim 5",
+        " --use_new_attention_order False --max_period 1000 --class_cond True --num_classes 3",
     ),
     dict(
         B=1,
         flags="--image_size 12x20 --in_channels 3 --num_channels 64 --channel_mult 0.5,1.5 --num_res_blocks 1"
         " --attention_resolutions 12 --num_head_channels 32 --use_scale_shift_norm True --resblock_updown True"
-        " --learn_sigma True --dropout 0.2 --seed 12884901889 --use_checkpoint True",
+        " --learn_sigma True --dropout 0.2 --seed 12884901889 --use_checkpoint True --cond_dim 5",
     ),
 ]
 LARGE = [case | {"sms": 1} for case in CASES]  # a GPU's plans as for large layers
