@@ -59,42 +59,42 @@
 //  10206         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 //  10864    20. Convolution
 //  10899         ConvOut: results, 4 channels of a pixel at a time
-//  11125         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11185         conv_halo: 3x3, stride 1, any GPU
-//  11576         conv_gather: any kernel size and stride, any GPU
-//  11827         conv_few: the first and the last layer
-//  11996         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12550         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12649         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13047         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13424         conv_weight_tma: weight gradients (sm_90a)
-//  13703    21. The optimiser
-//  13706         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13925    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13928         groupnorm_backward
-//  14062         attention: forward and, where a has dout, backward
-//  14123         convolution: forward and input gradient
-//  14533         convolution: weight gradients
-//  14850    23. The GPU: memory, copies, repeated work
-//  15064    24. Between ranks: from device to device
+//  11128         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11188         conv_halo: 3x3, stride 1, any GPU
+//  11579         conv_gather: any kernel size and stride, any GPU
+//  11830         conv_few: the first and the last layer
+//  11999         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12553         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12652         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13050         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13427         conv_weight_tma: weight gradients (sm_90a)
+//  13706    21. The optimiser
+//  13709         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13928    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13931         groupnorm_backward
+//  14065         attention: forward and, where a has dout, backward
+//  14126         convolution: forward and input gradient
+//  14536         convolution: weight gradients
+//  14853    23. The GPU: memory, copies, repeated work
+//  15067    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 6383, train 5738, run_step 5570, train_step 4677, load_batch 3909, step_gradients 4582, forward_and_loss 4500,
 //     draw_levels 8188, q_sample_forward 8286, unet_forward 2516, loss_forward_backward 8394, unet_backward 2579,
-//     sum_gradients 13752, judge_step 13799, adamw_update 13903, next_step 13805, record_step 13810, collect_steps 5526
+//     sum_gradients 13755, judge_step 13802, adamw_update 13906, next_step 13808, record_step 13813, collect_steps 5526
 //   pictures, from noise: sample_batch 3528, plan_route 3328, device_step 3371, euler_step 3138 and the other samplers' steps
 //   a convolution, to the tensor cores ("Which kernel runs" draws all of its roads):
-//     forward_conv 1782, conv_forward 14448, conv_product 14422;
-//     on Hopper pick_conv_tiles_3x3 14313, conv_tiles 13033, Accumulators 7595;
-//     on any other GPU pick_conv_halo_bf16 14357, multiply_step 11455, multiply_tap 11432
+//     forward_conv 1782, conv_forward 14451, conv_product 14425;
+//     on Hopper pick_conv_tiles_3x3 14316, conv_tiles 13036, Accumulators 7595;
+//     on any other GPU pick_conv_halo_bf16 14360, multiply_step 11458, multiply_tap 11435
 //   why several GPUs compute the bits of one: step_gradients 4582
 //   a nonlinearity beside SiLU: Nonlinearity 233, Silu 6429, with_nonlinearity 6439
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2733
 //   an objective: its word in common/flags.h, make_objective 2788, draw_level 2874, level_at 3355, sampler_sigmas 3260
 //   a kind of layer: LayerKind 1523, forward_linear 1743 and backward_linear 1747 beside it, OPS 1878, add_resblock 2050 and its like
 //   an element type beside bf16: Element 208, ElementOf 6405, unpack 6781 and pack 6810, mma 7083, with_act 6643,
-//     cast_params 13815, conv_product 14422, act_has_wgmma 6652; docs/READING.md says what at each
+//     cast_params 13818, conv_product 14425, act_has_wgmma 6652; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -10916,10 +10916,13 @@ struct ConvOut {
 // Cout its number of input channels.
 struct ConvCall {
     ConvShape s;
-    int B, H, W;                 // images, rows and columns of what comes out
-    int C1, C2, Cout;            // channels of the inputs x1 and x2 (x2: 1x1 only), and of what comes out
-    const act *x1, *x2, *weight; // weight: (s.Cout, taps, s.C1 + s.C2), of the layer
-    ConvOut out;
+    int B = 0, H = 0, W = 0;     // images, rows and columns of what comes out
+    int C1 = 0, C2 = 0;          // channels of the inputs x1 and x2 (x2: 1x1 only)
+    int Cout = 0;                // channels of what comes out
+    const act* x1 = nullptr;     // (s.B, s.H, s.W, C1)
+    const act* x2 = nullptr;     // (s.B, s.H, s.W, C2)
+    const act* weight = nullptr; // (s.Cout, taps, s.C1 + s.C2), of the layer
+    ConvOut out = {};
     // The launch of a portable kernel sets these:
     int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
     int channel_blocks = 0;       // blocks for the output channels

@@ -62,9 +62,9 @@ struct CublasLinear {
     CublasProduct forward, dx, dweight;
 
     CublasLinear(int B, int Cin, int Cout)
-        : forward(B, Cout, Cin, {false, Cin}, {false, Cin, true}, {false, Cout}, true),
-          dx(B, Cin, Cout, {false, Cout}, {false, Cin}, {false, Cin}, false),
-          dweight(Cout, Cin, B, {false, Cout, true}, {false, Cin}, {false, Cin}, false) {}
+        : forward(B, Cout, Cin, {Element::FP32, Cin}, {Element::FP32, Cin, true}, {Element::FP32, Cout}, true),
+          dx(B, Cin, Cout, {Element::FP32, Cout}, {Element::FP32, Cin}, {Element::FP32, Cin}, false),
+          dweight(Cout, Cin, B, {Element::FP32, Cout, true}, {Element::FP32, Cin}, {Element::FP32, Cin}, false) {}
 };
 #endif
 
