@@ -4,97 +4,100 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    178  Part I. The program
-//    181     1. Types at the interface: what operations are called with
-//    464     2. The interface: all that the program asks of a device
-//    740     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    831     4. Configuration: flags, presets, help, what can work and what cannot
-//   1472     5. The network: a list of layers, made of guided-diffusion's flags
-//   2253     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2492     7. Forward and backward: two walks over the list
-//   2607     8. Diffusion: noise schedules, objectives, samplers
-//   2809         the level of a training sample, drawn, and its share of the loss
-//   3108         samplers
-//   3611     9. Data: .bin files that may be larger than memory, the order of their images
-//   3948    10. Model files: weights and checkpoints, initial weights
-//   4285    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4300         the learning rate, the verdict on a step, averages of the weights
-//   4379         what a trainer holds
-//   4494         a step
-//   4739    12. A run: log, guard, checkpoints, resume, samples
-//   4764         the log in memory, as the page shows it
-//   4871         what a run holds
-//   4938         the log and the status line
-//   5123         checkpoints, snapshots and grids
-//   5345         the start of a run: new, from a file's weights, or resumed
-//   5522         the loop over the steps
-//   5634         a run from its first to its last line
-//   5781         samples, without a run
-//   5961    13. main: the command line, then a run or samples
-//   6201         what ranks must have in common
-//   6266         main
-//   6387  Part II. The device
-//   6390    14. What all devices share: elements, nonlinearities, patches of pixels
-//   6456    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6524    16. The GPU: what all kernels share
-//   6588         Launches, which may overlap
-//   6630         Decisions: what kernels are chosen with
-//   6674         Single instructions: shared memory, mbarriers, clusters
-//   6758         Activations: pieces of 16 bytes
-//   7022         each_kernel: a thread for an element
-//   7036         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7188         Swizzle: how rows lie in shared memory
-//   7206         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7383         building blocks of Hopper's kernels (sm_90a)
-//   7646    17. Small operations: resampling, embeddings, diffusion
-//   7649         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7834         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8176         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8583    18. Group norm
-//   8586         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9094         groupnorm_backward_whole: an image's slab in shared memory
-//   9451    19. Attention
-//   9554         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10071         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10206         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10864    20. Convolution
-//  10899         ConvOut: results, 4 channels of a pixel at a time
-//  11128         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11188         conv_halo: 3x3, stride 1, any GPU
-//  11579         conv_gather: any kernel size and stride, any GPU
-//  11830         conv_few: the first and the last layer
-//  11999         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12553         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12652         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13050         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13427         conv_weight_tma: weight gradients (sm_90a)
-//  13706    21. The optimiser
-//  13709         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13928    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13931         groupnorm_backward
-//  14065         attention: forward and, where a has dout, backward
-//  14126         convolution: forward and input gradient
-//  14536         convolution: weight gradients
-//  14853    23. The GPU: memory, copies, repeated work
-//  15067    24. Between ranks: from device to device
+//    181  Part I. The program
+//    184     1. Types at the interface: what operations are called with
+//    467     2. The interface: all that the program asks of a device
+//    743     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    834     4. Configuration: flags, presets, help, what can work and what cannot
+//   1475     5. The network: a list of layers, made of guided-diffusion's flags
+//   2256     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2495     7. Forward and backward: two walks over the list
+//   2610     8. Diffusion: noise schedules, objectives, samplers
+//   2812         the level of a training sample, drawn, and its share of the loss
+//   3111         samplers
+//   3615     9. Data: .bin files that may be larger than memory, the order of their images
+//   3952    10. Model files: weights and checkpoints, initial weights
+//   4289    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4304         the learning rate, the verdict on a step, averages of the weights
+//   4383         what a trainer holds
+//   4498         a step
+//   4743    12. A run: log, guard, checkpoints, resume, samples
+//   4768         the log in memory, as the page shows it
+//   4875         what a run holds
+//   4942         the log and the status line
+//   5127         checkpoints, snapshots and grids
+//   5349         the start of a run: new, from a file's weights, or resumed
+//   5526         the loop over the steps
+//   5638         a run from its first to its last line
+//   5785         samples, without a run
+//   5965    13. main: the command line, then a run or samples
+//   6205         what ranks must have in common
+//   6270         main
+//   6391  Part II. The device
+//   6394    14. What all devices share: elements, nonlinearities, patches of pixels
+//   6460    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6528    16. The GPU: what all kernels share
+//   6592         Launches, which may overlap
+//   6634         Decisions: what kernels are chosen with
+//   6678         Single instructions: shared memory, mbarriers, clusters
+//   6762         Activations: pieces of 16 bytes
+//   7026         each_kernel: a thread for an element
+//   7040         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7192         Swizzle: how rows lie in shared memory
+//   7210         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7387         building blocks of Hopper's kernels (sm_90a)
+//   7650    17. Small operations: resampling, embeddings, diffusion
+//   7653         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7838         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8180         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8587    18. Group norm
+//   8590         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9098         groupnorm_backward_whole: an image's slab in shared memory
+//   9455    19. Attention
+//   9558         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10075         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10210         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10868    20. Convolution
+//  10903         ConvOut: results, 4 channels of a pixel at a time
+//  11132         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11192         conv_halo: 3x3, stride 1, any GPU
+//  11583         conv_gather: any kernel size and stride, any GPU
+//  11834         conv_few: the first and the last layer
+//  12003         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12557         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12656         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13054         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13431         conv_weight_tma: weight gradients (sm_90a)
+//  13710    21. The optimiser
+//  13713         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13932    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13935         groupnorm_backward
+//  14069         attention: forward and, where a has dout, backward
+//  14130         convolution: forward and input gradient
+//  14540         convolution: weight gradients
+//  14858    23. The GPU: memory, copies, repeated work
+//  15072    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6383, train 5738, run_step 5570, train_step 4677, load_batch 3909, step_gradients 4582, forward_and_loss 4500,
-//     draw_levels 8188, q_sample_forward 8286, unet_forward 2516, loss_forward_backward 8394, unet_backward 2579,
-//     sum_gradients 13755, judge_step 13802, adamw_update 13906, next_step 13808, record_step 13813, collect_steps 5526
-//   pictures, from noise: sample_batch 3528, plan_route 3328, device_step 3371, euler_step 3138 and the other samplers' steps
+//     main 6387, train 5742, run_step 5574, train_step 4681, load_batch 3913, step_gradients 4586,
+//     forward_and_loss 4504, draw_levels 8192, q_sample_forward 8290, unet_forward 2519,
+//     loss_forward_backward 8398, unet_backward 2582, sum_gradients 13759, judge_step 13806, adamw_update 13910,
+//     next_step 13812, record_step 13817, collect_steps 5530
+//   pictures, from noise: sample_batch 3532, plan_route 3331, device_step 3374,
+//     euler_step 3141 and the other samplers' steps
 //   a convolution, to the tensor cores ("Which kernel runs" draws all of its roads):
-//     forward_conv 1782, conv_forward 14451, conv_product 14425;
-//     on Hopper pick_conv_tiles_3x3 14316, conv_tiles 13036, Accumulators 7595;
-//     on any other GPU pick_conv_halo_bf16 14360, multiply_step 11458, multiply_tap 11435
-//   why several GPUs compute the bits of one: step_gradients 4582
-//   a nonlinearity beside SiLU: Nonlinearity 233, Silu 6429, with_nonlinearity 6439
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2733
-//   an objective: its word in common/flags.h, make_objective 2788, draw_level 2874, level_at 3355, sampler_sigmas 3260
-//   a kind of layer: LayerKind 1523, forward_linear 1743 and backward_linear 1747 beside it, OPS 1878, add_resblock 2050 and its like
-//   an element type beside bf16: Element 208, ElementOf 6405, unpack 6781 and pack 6810, mma 7083, with_act 6643,
-//     cast_params 13818, conv_product 14425, act_has_wgmma 6652; docs/READING.md says what at each
+//     forward_conv 1785, conv_forward 14455, conv_product 14429;
+//     on Hopper pick_conv_tiles_3x3 14320, conv_tiles 13040, Accumulators 7599;
+//     on any other GPU pick_conv_halo_bf16 14364, multiply_step 11462, multiply_tap 11439
+//   why several GPUs compute the bits of one: step_gradients 4586
+//   a nonlinearity beside SiLU: Nonlinearity 236, Silu 6433, with_nonlinearity 6443
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2736
+//   an objective: its word in common/flags.h, make_objective 2791, draw_level 2877, level_at 3358, sampler_sigmas 3263
+//   a kind of layer: LayerKind 1526, forward_linear 1746 and backward_linear 1750 beside it, OPS 1881,
+//     add_resblock 2053 and its like
+//   an element type beside bf16: Element 211, ElementOf 6409, unpack 6785 and pack 6814, mma 7087, with_act 6647,
+//     cast_params 13822, conv_product 14429, act_has_wgmma 6656; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -2896,10 +2899,10 @@ HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words)
     return teacher_level(o, draw_sigma(o, words, &z));
 }
 
-// --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with Limited
-// Data", appendix B): a training image is changed in six ways, each with its own probability p, and the network is told
-// how. So it learns the changed images as another kind of images and does not draw them when it is told of no change.
-// The changes and their numbers:
+// --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with
+// Limited Data", appendix B): a training image is changed in six ways, each with its own probability p, and the network
+// is told how. So it learns the changed images as another kind of images and does not draw them when it is told of no
+// change. The changes and their numbers:
 //   mirrored, upside down   0 or 1 each. Mirrored is always drawn, whatever p is
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; its cosine - 1, its sine
@@ -2958,10 +2961,10 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 }
 
 // The changed image is made at twice the resolution, so that turning it neither blurs it nor makes steps: the wavelet
-// filter sym6 doubles the image, which is then read at the places that the change says, linearly between its pixels, and
-// the same filter halves the result. Without a change that gives the image back. All of it is one sum over the pixels
-// around a place, so the doubled image is never stored, but the result at twice the resolution is: the canvas, which has
-// a margin of 6 for the filter. Beyond its border an image is continued by its mirror image.
+// filter sym6 doubles the image, which is then read at the places that the change says, linearly between its pixels,
+// and the same filter halves the result. Without a change that gives the image back. All of it is one sum over the
+// pixels around a place, so the doubled image is never stored, but the result at twice the resolution is: the canvas,
+// which has a margin of 6 for the filter. Beyond its border an image is continued by its mirror image.
 constexpr int FILTER = 12; // taps of sym6
 constexpr int AROUND =
     7; // pixels of the image in a row that a place between two pixels of the doubled image is made of
@@ -3492,7 +3495,8 @@ static std::span<const float> values_of_image(const Config& c, const Sampler& s,
 }
 
 // Puts the numbers of images first .. first + B - 1 where the network reads them. The rest is zeros: the numbers of an
-// augmentation, which say that there is none, and with guidance the rows of the second copy, which stand for no numbers.
+// augmentation, which say that there is none, and with guidance the rows of the second copy, which stand for no
+// numbers.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
@@ -3901,10 +3905,10 @@ static int64_t image_at_position(const Dataset& d, const Config& c, bool trainin
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
-// Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, num_values), of which those of
-// an augmentation are still zeros. It is of B samples, at positions first .. first + B - 1 of the stream, of which `own`
-// are this rank's. In training these are its microbatches, one behind the other, and some images lose their class and
-// their numbers (--class_dropout); else they are all.
+// Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, num_values), of which those
+// of an augmentation are still zeros. It is of B samples, at positions first .. first + B - 1 of the stream, of which
+// `own` are this rank's. In training these are its microbatches, one behind the other, and some images lose their class
+// and their numbers (--class_dropout); else they are all.
 // Result: whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
@@ -4493,10 +4497,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a step
 
-// The loss of samples first .. first + B - 1 of a step, whose images these are (of 1 or 4 bytes a value), whose levels are
-// drawn, and whose labels and numbers net has. Leaves the loss in tr->loss + first and its gradient in output_gradient; in training that is the
-// gradient of a mean over the step's whole batch. Validation has draws of its own, and drops and flips nothing. With
-// --objective ect the teacher is asked first, with the same draws.
+// The loss of samples first .. first + B - 1 of a step, whose images these are (of 1 or 4 bytes a value), whose levels
+// are drawn, and whose labels and numbers net has. Leaves the loss in tr->loss + first and its gradient in
+// output_gradient; in training that is the gradient of a mean over the step's whole batch. Validation has draws of its
+// own, and drops and flips nothing. With --objective ect the teacher is asked first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -6389,8 +6393,8 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // =====================================================================================================================
 // 14. What all devices share: elements, nonlinearities, patches of pixels
 
-// Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> says what depends on the type and
-// is more than its size. (What depends on it elsewhere: conversions, in "Activations: pieces of 16 bytes"; mma and
+// Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> says what depends on the type
+// and is more than its size. (What depends on it elsewhere: conversions, in "Activations: pieces of 16 bytes"; mma and
 // pack_pair, in "Tensor cores by mma.sync"; with_act, which gets from an Element to its type.)
 template <class T> struct ElementOf;
 template <> struct ElementOf<float> {
@@ -14131,13 +14135,13 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 //   conv_forward                      takes detours (upsampling, stride 2, few channels), and fills a ConvCall
 //   conv_product                      which kernel: a table
 //
-//   Hopper, bf16, 3x3                         Hopper, bf16, small images     any GPU, 3x3            any GPU, all others
-//   pick_conv_tiles_3x3 (1x1: _1x1)           pick_conv_small                pick_conv_halo          pick_conv_gather
-//   conv_tiles          makes tensor maps     conv_small                     conv_halo               conv_gather
-//   conv_tiles_kernel   slices and taps       conv_small_kernel              conv_halo_kernel        conv_gather_kernel
-//   Accumulators::multiply   4 x 16 k         multiply_small                 multiply_step, _tap     multiply
-//   Wgmma<N>::add                             Wgmma<N>::add                  mma_bf16 or mma_fp16    mma_bf16 or mma_fp16
-//   = wgmma.mma_async.m64nNk16                = wgmma.mma_async.m64nNk16     = mma.sync.m16n8k16     = mma.sync.m16n8k16
+//   Hopper, bf16, 3x3                      Hopper, bf16, small images     any GPU, 3x3            any GPU, all others
+//   pick_conv_tiles_3x3 (1x1: _1x1)        pick_conv_small                pick_conv_halo          pick_conv_gather
+//   conv_tiles          makes tensor maps  conv_small                     conv_halo               conv_gather
+//   conv_tiles_kernel   slices and taps    conv_small_kernel              conv_halo_kernel        conv_gather_kernel
+//   Accumulators::multiply   4 x 16 k      multiply_small                 multiply_step, _tap     multiply
+//   Wgmma<N>::add                          Wgmma<N>::add                  mma_bf16 or mma_fp16    mma_bf16 or mma_fp16
+//   = wgmma.mma_async.m64nNk16             = wgmma.mma_async.m64nNk16     = mma.sync.m16n8k16     = mma.sync.m16n8k16
 //
 // An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
@@ -14587,8 +14591,9 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// How conv_weight_tma's blocks share the tiles of 64 channels, if they have so many warpgroups. A block of a 3x3 has one
-// tile of Cin and one of Cout; a block of a 1x1 has up to three tiles of Cin, and a tile of Cout for each warpgroup.
+// How conv_weight_tma's blocks share the tiles of 64 channels, if they have so many warpgroups. A block of a 3x3 has
+// one tile of Cin and one of Cout; a block of a 1x1 has up to three tiles of Cin, and a tile of Cout for each
+// warpgroup.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     // For a 1x1: at most `most` tiles for each block, as equal as can be.
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
