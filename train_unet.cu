@@ -7,97 +7,97 @@
 //    181  Part I. The program
 //    184     1. Types at the interface: what operations are called with
 //    467     2. The interface: all that the program asks of a device
-//    743     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    834     4. Configuration: flags, presets, help, what can work and what cannot
-//   1475     5. The network: a list of layers, made of guided-diffusion's flags
-//   2256     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2495     7. Forward and backward: two walks over the list
-//   2610     8. Diffusion: noise schedules, objectives, samplers
-//   2812         the level of a training sample, drawn, and its share of the loss
-//   3111         samplers
-//   3615     9. Data: .bin files that may be larger than memory, the order of their images
-//   3952    10. Model files: weights and checkpoints, initial weights
-//   4289    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4304         the learning rate, the verdict on a step, averages of the weights
-//   4383         what a trainer holds
-//   4498         a step
-//   4743    12. A run: log, guard, checkpoints, resume, samples
-//   4768         the log in memory, as the page shows it
-//   4875         what a run holds
-//   4942         the log and the status line
-//   5127         checkpoints, snapshots and grids
-//   5349         the start of a run: new, from a file's weights, or resumed
-//   5526         the loop over the steps
-//   5638         a run from its first to its last line
-//   5785         samples, without a run
-//   5965    13. main: the command line, then a run or samples
-//   6205         what ranks must have in common
-//   6270         main
-//   6391  Part II. The device
-//   6394    14. What all devices share: elements, nonlinearities, patches of pixels
-//   6460    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6528    16. The GPU: what all kernels share
-//   6592         Launches, which may overlap
-//   6634         Decisions: what kernels are chosen with
-//   6678         Single instructions: shared memory, mbarriers, clusters
-//   6762         Activations: pieces of 16 bytes
-//   7026         each_kernel: a thread for an element
-//   7040         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7192         Swizzle: how rows lie in shared memory
-//   7210         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7387         building blocks of Hopper's kernels (sm_90a)
-//   7650    17. Small operations: resampling, embeddings, diffusion
-//   7653         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7838         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8180         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8587    18. Group norm
-//   8590         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9098         groupnorm_backward_whole: an image's slab in shared memory
-//   9455    19. Attention
-//   9558         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10075         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10210         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10868    20. Convolution
-//  10903         ConvOut: results, 4 channels of a pixel at a time
-//  11132         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11192         conv_halo: 3x3, stride 1, any GPU
-//  11583         conv_gather: any kernel size and stride, any GPU
-//  11834         conv_few: the first and the last layer
-//  12003         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12557         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12656         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13054         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13431         conv_weight_tma: weight gradients (sm_90a)
-//  13710    21. The optimiser
-//  13713         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13932    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13935         groupnorm_backward
-//  14069         attention: forward and, where a has dout, backward
-//  14130         convolution: forward and input gradient
-//  14540         convolution: weight gradients
-//  14858    23. The GPU: memory, copies, repeated work
-//  15072    24. Between ranks: from device to device
+//    744     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    835     4. Configuration: flags, presets, help, what can work and what cannot
+//   1476     5. The network: a list of layers, made of guided-diffusion's flags
+//   2258     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2497     7. Forward and backward: two walks over the list
+//   2612     8. Diffusion: noise schedules, objectives, samplers
+//   2814         the level of a training sample, drawn, and its share of the loss
+//   3113         samplers
+//   3617     9. Data: .bin files that may be larger than memory, the order of their images
+//   3954    10. Model files: weights and checkpoints, initial weights
+//   4291    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4306         the learning rate, the verdict on a step, averages of the weights
+//   4385         what a trainer holds
+//   4500         a step
+//   4745    12. A run: log, guard, checkpoints, resume, samples
+//   4770         the log in memory, as the page shows it
+//   4878         what a run holds
+//   4945         the log and the status line
+//   5130         checkpoints, snapshots and grids
+//   5352         the start of a run: new, from a file's weights, or resumed
+//   5529         the loop over the steps
+//   5641         a run from its first to its last line
+//   5788         samples, without a run
+//   5968    13. main: the command line, then a run or samples
+//   6208         what ranks must have in common
+//   6273         main
+//   6394  Part II. The device
+//   6397    14. What all devices share: elements, nonlinearities, patches of pixels
+//   6462    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6530    16. The GPU: what all kernels share
+//   6594         Launches, which may overlap
+//   6636         Decisions: what kernels are chosen with
+//   6680         Single instructions: shared memory, mbarriers, clusters
+//   6764         Activations: pieces of 16 bytes
+//   7028         each_kernel: a thread for an element
+//   7042         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7195         Swizzle: how rows lie in shared memory
+//   7213         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7392         building blocks of Hopper's kernels (sm_90a)
+//   7655    17. Small operations: resampling, embeddings, diffusion
+//   7658         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7843         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8185         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8593    18. Group norm
+//   8596         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9105         groupnorm_backward_whole: an image's slab in shared memory
+//   9462    19. Attention
+//   9565         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10082         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10217         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10875    20. Convolution
+//  10910         ConvOut: results, 4 channels of a pixel at a time
+//  11138         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11198         conv_halo: 3x3, stride 1, any GPU
+//  11589         conv_gather: any kernel size and stride, any GPU
+//  11840         conv_few: the first and the last layer
+//  12009         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12564         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12663         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13062         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13439         conv_weight_tma: weight gradients (sm_90a)
+//  13718    21. The optimiser
+//  13721         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13940    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13943         groupnorm_backward
+//  14077         attention: forward and, where a has dout, backward
+//  14138         convolution: forward and input gradient
+//  14548         convolution: weight gradients
+//  14866    23. The GPU: memory, copies, repeated work
+//  15080    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6387, train 5742, run_step 5574, train_step 4681, load_batch 3913, step_gradients 4586,
-//     forward_and_loss 4504, draw_levels 8192, q_sample_forward 8290, unet_forward 2519,
-//     loss_forward_backward 8398, unet_backward 2582, sum_gradients 13759, judge_step 13806, adamw_update 13910,
-//     next_step 13812, record_step 13817, collect_steps 5530
-//   pictures, from noise: sample_batch 3532, plan_route 3331, device_step 3374,
-//     euler_step 3141 and the other samplers' steps
+//     main 6390, train 5745, run_step 5577, train_step 4683, load_batch 3915, step_gradients 4588,
+//     forward_and_loss 4506, draw_levels 8197, q_sample_forward 8295, unet_forward 2521,
+//     loss_forward_backward 8404, unet_backward 2584, sum_gradients 13767, judge_step 13814, adamw_update 13918,
+//     next_step 13820, record_step 13825, collect_steps 5533
+//   pictures, from noise: sample_batch 3534, plan_route 3333, device_step 3376,
+//     euler_step 3143 and the other samplers' steps
 //   a convolution, to the tensor cores ("Which kernel runs" draws all of its roads):
-//     forward_conv 1785, conv_forward 14455, conv_product 14429;
-//     on Hopper pick_conv_tiles_3x3 14320, conv_tiles 13040, Accumulators 7599;
-//     on any other GPU pick_conv_halo_bf16 14364, multiply_step 11462, multiply_tap 11439
-//   why several GPUs compute the bits of one: step_gradients 4586
-//   a nonlinearity beside SiLU: Nonlinearity 236, Silu 6433, with_nonlinearity 6443
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2736
-//   an objective: its word in common/flags.h, make_objective 2791, draw_level 2877, level_at 3358, sampler_sigmas 3263
-//   a kind of layer: LayerKind 1526, forward_linear 1746 and backward_linear 1750 beside it, OPS 1881,
-//     add_resblock 2053 and its like
-//   an element type beside bf16: Element 211, ElementOf 6409, unpack 6785 and pack 6814, mma 7087, with_act 6647,
-//     cast_params 13822, conv_product 14429, act_has_wgmma 6656; docs/READING.md says what at each
+//     forward_conv 1786, conv_forward 14463, conv_product 14437;
+//     on Hopper pick_conv_tiles_3x3 14328, conv_tiles 13048, Accumulators 7604;
+//     on any other GPU pick_conv_halo_bf16 14372, multiply_step 11468, multiply_tap 11445
+//   why several GPUs compute the bits of one: step_gradients 4588
+//   a nonlinearity beside SiLU: Nonlinearity 236, Silu 6435, with_nonlinearity 6445
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2738
+//   an objective: its word in common/flags.h, make_objective 2793, draw_level 2879, level_at 3360, sampler_sigmas 3265
+//   a kind of layer: LayerKind 1527, forward_linear 1747 and backward_linear 1751 beside it, OPS 1882,
+//     add_resblock 2054 and its like
+//   an element type beside bf16: Element 211, ElementOf 6412, unpack 6787 and pack 6816, mma 7089, with_act 6649,
+//     cast_params 13830, conv_product 14437, act_has_wgmma 6658; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -319,7 +319,7 @@ enum class TuningWeight : uint8_t { GAP, SNR };
 // --objective ect, consistency tuning (Geng et al. 2024), by the paper's letters: see teacher_sigma and student_level.
 struct Tuning {
     float q = 0, k = 0, b = 0, c = 0; // q = 0: nothing is tuned
-    int64_t d = 1;                    // steps after which the paper's a grows by 1
+    int64_t d = 1;                    // steps of a stage: `a`, the paper's number of the stage, grows by 1 after each d
     TuningWeight weight = TuningWeight::GAP;
     const int64_t* step = nullptr; // device: how far the schedule has come
     HD bool on() const { return q > 0; }
@@ -582,8 +582,8 @@ static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const void* images, // x_0 (B, C, H, W): uint8 if bytes is 1, float32 in [-1, 1] if it is 4
                              bool random_flip,   // whether to mirror half of the images
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
-// The loss that o says, a mean over a sample; dout = the gradient of factor * sum(loss). Without a bound, outputs
-// beyond the first C channels get no gradient.
+// The loss that objective o chooses, a mean over each sample; dout = the gradient of factor * sum(loss). If the
+// objective has no variational bound (o.bound = 0), output channels behind the first C get no gradient.
 static void loss_forward_backward(double* loss,             // (B)
                                   float* dout,              // as out
                                   const float* out,         // (B, HW, Cout)
@@ -618,7 +618,8 @@ static void update_weights(double* weights,          // (T)
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
 // t (B) = what the network is told in step *k
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
-// Then this step, in place. With guidance x and out have 2 B samples: with their classes, and without.
+// Takes step *k in place. With guidance, x and out hold 2 B samples: B that are told their classes, then the same B
+// without.
 static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
@@ -2239,7 +2240,8 @@ static UNet build_unet(const Config& c) {
     if (p > 1) h = add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
 
-    // The layer that projects the embedding for all blocks is complete now: how wide it is, and where its weights are.
+    // All blocks are there, so it is known how wide the layer is that projects the embedding for all of them: emb.C
+    // floats a sample. Its weights are the blocks' own, side by side, with which the flat array begins (param_group).
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
     check_conv_params(net);
@@ -3235,7 +3237,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
         const float count = counts[i];
         must(count >= least && count <= size && count == std::floor(count), flag,
              text("a part of %d steps can keep %d to %d of them", size, least, size));
-        // From the first to the last one of the part.
+        // The kept steps are spread evenly, from the first step of this part to its last one.
         const double stride = count <= 1 ? 1 : (size - 1) / (count - 1.0);
         double position = 0;
         for (int k = 0; k < count; k++) {
@@ -4404,7 +4406,7 @@ struct Trainer {
     double* squares;            // of the sum, by pieces: all ranks'
     StepState *state, *records; // what a step leaves; (RECORDS) the latest ones, for the log
     Upload batch[2];            // images (B, C, H, W), and behind them labels (B) and numbers (B, num_values)
-    Graph graph[2];             // a step on each of the two
+    Graph graph[2];             // graph[i]: a training step on batch[i]
     float* target;              // (micro, H, W, C): what the network should answer
     float* t;                   // (B): what it is told
     NoiseLevel* levels;         // (B)
@@ -4711,7 +4713,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     std::vector<double> losses(count);
     static int64_t* const zero = device_alloc<int64_t>(1); // kept until the next time
     static Upload batch = make_upload(val->batch_bytes(most, c));
-    val->asked = 0; // the system may have let go of them
+    val->asked = 0; // ask for its pages again: the system may have dropped them since the last time
     Objective objective = tr->objective;
     objective.weights = nullptr;
     objective.tuning.step = tr->last_step;
@@ -4854,7 +4856,8 @@ void LogSummary::add(const std::string& row) {
     // The run's own guard has judged the step by the same rule.
     const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     const LogPart part = part_of_row(values, seconds, skipped);
-    // The share of the newest loss in the mean is 10 / (n + 9), so the weights of the n losses grow as n^9.
+    // The newest of n losses gets the share 10 / (n + 9) of the mean, so that the k-th one weighs about k^9. From n =
+    // 491 on the share stays 0.02: the mean then remembers some fifty steps.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
@@ -5689,7 +5692,7 @@ static void listen_to_signals() {
 // Why an image could not be read; "": all could.
 static std::string data_error(const Run& run) { return run.trainer.data.error + run.val.error; }
 
-// The end of a run that a signal or its data ended.
+// Ends a run that was stopped by a signal, or by data that cannot be read.
 static void finish_stopped(Run* run) {
     // Data that can't be read is an error, and a signal is none; both say what was saved.
     const int64_t step = run->state.step;
@@ -6415,14 +6418,13 @@ template <> struct ElementOf<bf16> {
 };
 #endif
 
-// A nonlinearity is a value of enum Nonlinearity, a struct with two functions like Silu below, and a line in
-// with_nonlinearity, which now has one for all but NONE. The group norms of both builds call these and know no formula
-// themselves.
+// To add a nonlinearity, add a value to enum Nonlinearity, a struct with two functions like Silu below, and a line to
+// with_nonlinearity (NONE has no line there). The group norms of both builds call these and know no formula themselves.
 //
-// The two functions take different arguments. f takes z. df, the derivative at z, takes u = Z_FACTOR<T> z, because that
-// is what the sigmoid is fastest in, and because norms get the factor for nothing: their z is x * scale + shift, and
-// the factor goes into scale and shift once for an image and channel. For bf16, u = -z log2(e): the hardware computes
-// 2^u, which is e^-z. For fp32, u is z.
+// The two functions take different arguments. f takes z. df, the derivative at z, takes u = Z_FACTOR<T> z, from which
+// the sigmoid is computed fastest. The factor costs nothing: a norm's z is x * scale + shift, and the norm multiplies
+// scale and shift by the factor, once for each image and channel. For bf16, u = -z log2(e), since the hardware computes
+// 2^u, which is then e^-z. For fp32, u is z.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
@@ -7165,8 +7167,9 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
 
 // d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, what
 // undoes both operands' scales.
-// Tensor cores truncate what they add up. So for floats only the three products of 16 columns are summed there, and
-// fp32 units, which round, add that to d. Each of the three must wait for the one before it: four tiles take turns.
+// For floats, a product is three: high * high, high * low and low * high of the two fp16 parts of each operand. Tensor
+// cores truncate as they add up, so only these three, over 16 columns, are summed there; fp32 units, which round, add
+// the sum to d. Each of the three waits for the one before it, so four tiles take turns, which hides the latency.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                      const uint32_t (*b)[2 * PARTS<T>], float scale) {
@@ -7306,12 +7309,14 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
 }
 
 // An operand in shared memory, as wgmma wants it described (PTX ISA, "Matrix descriptor"): rows of 128 bytes, 64
-// numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). Everything is counted in units of 16 bytes:
+// numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor counts in units of 16 bytes:
 //   low     start address | "leading" distance << 16
 //   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
-//   K_MAJOR    a row has 64 k: stride = from 8 rows to the next 8. The next 16 k begin 32 bytes further on.
-//   MN_MAJOR   a row has 64 m or n of one k: stride = from 8 k to the next 8, leading = from 64 m or n to the next 64.
-// `pitch` (from 8 rows to the next 8) and `leading` are given in rows of 128 bytes.
+//   K_MAJOR    a row holds 64 values of k, for one m or n. stride: from a group of 8 rows to the next group. The next
+//              16 values of k begin 32 bytes further on.
+//   MN_MAJOR   a row holds 64 values of m or n, for one k. stride: from a group of 8 rows to the next group; leading:
+//              from 64 values of m or n to the next 64.
+// The arguments `pitch` (from 8 rows to the next 8) and `leading` are counted in rows of 128 bytes, not in units of 16.
 struct Operand {
     uint32_t low, high;
     // & 0x3FFFF: in a cluster, the bits above that are the block's rank, which the descriptor has no room for.
@@ -8309,7 +8314,8 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
             if (e + k < n) x0 = image_value(images, bytes, place);
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
-            if (++c == C) { // the next element
+            // c, w and h go on to the next element.
+            if (++c == C) {
                 c = 0;
                 w++;
             }
@@ -8716,8 +8722,9 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
     }
 }
 
-// What the coefficients of V channels are made of: z = (xhat weight + bias) factor + shift, factor = 1 + film scale.
-// It is loaded before the kernel in front has ended, which writes none of it.
+// What the coefficients of V channels are made of: z = (xhat weight + bias) factor + shift, factor = 1 + scale, where
+// scale and shift come from the embedding (FiLM, --use_scale_shift_norm). The previous kernel writes none of this, so
+// it is loaded before that one has ended.
 template <int V> struct NormParameters {
     float weight[V], bias[V];
     float scale[V] = {}, shift[V] = {}; // the film's
@@ -10959,11 +10966,10 @@ template <class T> struct OutputLane {
     }
 };
 
-// Who does what in a block of conv_halo and conv_gather: a tile of CHANNELS output channels and of pixels of IMAGES
-// images. A warp computes 64 pixels x WARP_CHANNELS channels. PIXEL_WARPS warps cover the pixels of the tile, and there
-// are as many again for every further WARP_CHANNELS channels. On small images there are K_GROUPS such sets of warps,
-// each of which multiplies a part of the input channels; their sums are added at the end. So there are more warps for
-// few pixels.
+// Who does what in a block of conv_halo and conv_gather. A block computes one tile: CHANNELS output channels for pixels
+// of IMAGES images. A warp computes 64 pixels x WARP_CHANNELS channels, so a set of PIXEL_WARPS x (CHANNELS /
+// WARP_CHANNELS) warps covers the tile. Small images have too few pixels for many warps. There K_GROUPS such sets share
+// the input channels, and their sums are added at the end.
 //
 //   warp of a block = pixel_warp + PIXEL_WARPS * (channel_warp + CHANNELS / WARP_CHANNELS * k_group)
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
@@ -11407,8 +11413,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = row_of_matrix + upper_c * 8;
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
-    // A fragment: weights of tap kh of the stage kw, for the m-th 16 output channels and the k-th 16 input channels.
-    // lane: where this lane's row of the first fragment lies.
+    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels, m * 16 and on, and 16 input channels,
+    // k * 16 and on. lane: the shared-memory address of this lane's row in the first fragment.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
@@ -12024,8 +12030,9 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // A layer's weight gradient, as its kernels are told. In the code "split" is the number of a range.
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
-    // (splits + B, Cout): the sum of dout over those pixels of image n that range s has, in row s + n. No other pair
-    // (s, n) has the same sum s + n, since ranges and images both follow the order of the pixels.
+    // (splits + B, Cout). Row s + n: the sum of dout over the pixels that are both in range s and in image n. Two pairs
+    // (s, n) that have pixels never share a row: both follow the order of the pixels, so from one such pair to the next
+    // s or n grows, and neither shrinks.
     float* bias_partial;
     int bias_images;        // B; or 1 if all images count as one, because nobody wants demb
     int taps;               // of the filter
@@ -12605,7 +12612,7 @@ struct ConvTma {
     ConvOut out;
 };
 
-// The TmaParts of x1 and x2, which are images of s, for boxes of so many channels, columns, rows and images.
+// The TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
 static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int channels, int columns,
                           int rows, int images) {
     auto map = [&](const void* x, int C) {
@@ -12807,10 +12814,11 @@ template <class T> struct PixelLoader {
 
 // Role: load.
 // Resident weights are loaded before the previous kernel has ended, since it does not write them.
-// Streamed weights: the pixels of the next slice are asked for in the middle of a slice's weights. The stage that they
-// get is that of the slice before or an earlier one (there are two stages or more), which is released after the first
-// tap of this slice: so the loading thread never waits for products whose weights it has still to load. A tile's
-// addends and the next tile's first slice are asked for when all weights of the tile are on their way.
+// Streamed weights: half way through the weights of slice i, the thread asks for the pixels of slice i + 1. These go
+// into a stage that slice i - 1 or an earlier one had (there are two stages or more), which is released after the first
+// tap of slice i. The weights of that tap have been asked for by then, so the thread never waits for products whose
+// weights it has still to load. When all weights of a tile are on their way, it asks for the tile's addends and for the
+// first slice of the next tile.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -14328,7 +14336,7 @@ template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
         {c.C1 == 32, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD>>},
-        // two slices of weights still stay in shared memory
+        // up to two slices of weights fit into shared memory beside the pixels
         {slices <= 2, conv_tiles<Resident16<BACKWARD>>},
         // more stream past; 32 rows use them for more pixels, where few rows lie outside the image
         {fills_32_rows, conv_tiles<Streamed32<BACKWARD>>},
@@ -15204,8 +15212,8 @@ static void end_exchange() {
     meet();
 }
 
-// Copies to where the others have opened their memory, once the lane has done what it was told so far. piece(r): what
-// rank r gets. It goes to this rank's place there.
+// Copies piece(r) into the memory that each other rank r has opened, to the place that is reserved there for this rank.
+// The copies begin when the lane has done what it was told so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Lane& lane, F piece) {
     follow(&sender, lane);
     for (int k = 1; k < world.size; k++) {
