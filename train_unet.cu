@@ -4,101 +4,110 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    181  Part I. The program
-//    184     1. Types at the interface: what operations are called with
-//    467     2. The interface: all that the program asks of a device
-//    744     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    835     4. Configuration: flags, presets, help, what can work and what cannot
-//   1476     5. The network: a list of layers, made of guided-diffusion's flags
-//   2258     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2497     7. Forward and backward: two walks over the list
-//   2612     8. Diffusion: noise schedules, objectives, samplers
-//   2814         the level of a training sample, drawn, and its share of the loss
-//   3113         samplers
-//   3617     9. Data: .bin files that may be larger than memory, the order of their images
-//   3954    10. Model files: weights and checkpoints, initial weights
-//   4291    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4306         the learning rate, the verdict on a step, averages of the weights
-//   4385         what a trainer holds
-//   4500         a step
-//   4745    12. A run: log, guard, checkpoints, resume, samples
-//   4770         the log in memory, as the page shows it
-//   4878         what a run holds
-//   4945         the log and the status line
-//   5130         checkpoints, snapshots and grids
-//   5352         the start of a run: new, from a file's weights, or resumed
-//   5529         the loop over the steps
-//   5641         a run from its first to its last line
-//   5788         samples, without a run
-//   5968    13. main: the command line, then a run or samples
-//   6208         what ranks must have in common
-//   6273         main
-//   6394  Part II. The device
-//   6397    14. What all devices share: elements, nonlinearities, patches of pixels
-//   6462    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6530    16. The GPU: what all kernels share
-//   6594         Launches, which may overlap
-//   6636         Decisions: what kernels are chosen with
-//   6680         Single instructions: shared memory, mbarriers, clusters
-//   6764         Activations: pieces of 16 bytes
-//   7028         each_kernel: a thread for an element
-//   7042         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7195         Swizzle: how rows lie in shared memory
-//   7213         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7392         building blocks of Hopper's kernels (sm_90a)
-//   7655    17. Small operations: resampling, embeddings, diffusion
-//   7658         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7843         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8185         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8593    18. Group norm
-//   8596         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9105         groupnorm_backward_whole: an image's slab in shared memory
-//   9462    19. Attention
-//   9565         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10082         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10217         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10875    20. Convolution
-//  10910         ConvOut: results, 4 channels of a pixel at a time
-//  11138         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11198         conv_halo: 3x3, stride 1, any GPU
-//  11589         conv_gather: any kernel size and stride, any GPU
-//  11840         conv_few: the first and the last layer
-//  12009         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12564         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12663         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13062         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13439         conv_weight_tma: weight gradients (sm_90a)
-//  13718    21. The optimiser
-//  13721         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13940    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13943         groupnorm_backward
-//  14077         attention: forward and, where a has dout, backward
-//  14138         convolution: forward and input gradient
-//  14548         convolution: weight gradients
-//  14866    23. The GPU: memory, copies, repeated work
-//  15080    24. Between ranks: from device to device
+//    190  Part I. The program
+//    193     1. Types at the interface: what operations are called with
+//    476     2. The interface: all that the program asks of a device
+//    753     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    844     4. Configuration: flags, presets, help, what can work and what cannot
+//   1485     5. The network: a list of layers, made of guided-diffusion's flags
+//   2268     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2507     7. Forward and backward: two walks over the list
+//   2622     8. Diffusion: noise schedules, objectives, samplers
+//   2824         the level of a training sample, drawn, and its share of the loss
+//   3123         samplers
+//   3627     9. Data: .bin files that may be larger than memory, the order of their images
+//   3964    10. Model files: weights and checkpoints, initial weights
+//   4301    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4316         the learning rate, the verdict on a step, averages of the weights
+//   4395         what a trainer holds
+//   4510         a step
+//   4755    12. A run: log, guard, checkpoints, resume, samples
+//   4780         the log in memory, as the page shows it
+//   4888         what a run holds
+//   4955         the log and the status line
+//   5140         checkpoints, snapshots and grids
+//   5362         the start of a run: new, from a file's weights, or resumed
+//   5539         the loop over the steps
+//   5651         a run from its first to its last line
+//   5798         samples, without a run
+//   5978    13. main: the command line, then a run or samples
+//   6218         what ranks must have in common
+//   6283         main
+//   6404  Part II. The device
+//   6407    14. What all devices share: elements, nonlinearities, patches of pixels
+//   6472    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6540    16. The GPU: what all kernels share
+//   6604         Launches, which may overlap
+//   6646         Decisions: what kernels are chosen with
+//   6690         Single instructions: shared memory, mbarriers, clusters
+//   6774         Activations: pieces of 16 bytes
+//   7038         each_kernel: a thread for an element
+//   7052         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7205         Swizzle: how rows lie in shared memory
+//   7223         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7402         building blocks of Hopper's kernels (sm_90a)
+//   7665    17. Small operations: resampling, embeddings, diffusion
+//   7668         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7853         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8195         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8603    18. Group norm
+//   8606         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9115         groupnorm_backward_whole: an image's slab in shared memory
+//   9472    19. Attention
+//   9575         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10092         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10227         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10885    20. Convolution
+//  10920         ConvOut: results, 4 channels of a pixel at a time
+//  11148         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11208         conv_halo: 3x3, stride 1, any GPU
+//  11599         conv_gather: any kernel size and stride, any GPU
+//  11850         conv_few: the first and the last layer
+//  12019         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12574         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12673         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13072         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13449         conv_weight_tma: weight gradients (sm_90a)
+//  13728    21. The optimiser
+//  13731         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  13950    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  13953         groupnorm_backward
+//  14087         attention: forward and, where a has dout, backward
+//  14148         convolution: forward and input gradient
+//  14560         convolution: weight gradients
+//  14878    23. The GPU: memory, copies, repeated work
+//  15092    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6390, train 5745, run_step 5577, train_step 4683, load_batch 3915, step_gradients 4588,
-//     forward_and_loss 4506, draw_levels 8197, q_sample_forward 8295, unet_forward 2521,
-//     loss_forward_backward 8404, unet_backward 2584, sum_gradients 13767, judge_step 13814, adamw_update 13918,
-//     next_step 13820, record_step 13825, collect_steps 5533
-//   pictures, from noise: sample_batch 3534, plan_route 3333, device_step 3376,
-//     euler_step 3143 and the other samplers' steps
-//   a convolution, to the tensor cores ("Which kernel runs" draws all of its roads):
-//     forward_conv 1786, conv_forward 14463, conv_product 14437;
-//     on Hopper pick_conv_tiles_3x3 14328, conv_tiles 13048, Accumulators 7604;
-//     on any other GPU pick_conv_halo_bf16 14372, multiply_step 11468, multiply_tap 11445
-//   why several GPUs compute the bits of one: step_gradients 4588
-//   a nonlinearity beside SiLU: Nonlinearity 236, Silu 6435, with_nonlinearity 6445
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2738
-//   an objective: its word in common/flags.h, make_objective 2793, draw_level 2879, level_at 3360, sampler_sigmas 3265
-//   a kind of layer: LayerKind 1527, forward_linear 1747 and backward_linear 1751 beside it, OPS 1882,
-//     add_resblock 2054 and its like
-//   an element type beside bf16: Element 211, ElementOf 6412, unpack 6787 and pack 6816, mma 7089, with_act 6649,
-//     cast_params 13830, conv_product 14437, act_has_wgmma 6658; docs/READING.md says what at each
-//   an error message, to its cause: its words stand where it arises, in a call of die
+//     main 6400, run_program 6341, train 5755, run_step 5587, train_step 4693, load_batch 3925;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15002):
+//     step_gradients 4598: draw_levels 8207, forward_and_loss 4516, q_sample_forward 8305, unet_forward 2531,
+//     forward_layer 2520 (by the layer's row of OPS 1892), loss_forward_backward 8414, unet_backward 2594,
+//     sum_gradients 13777;
+//     judge_step 13824, update_slice 4660, adamw_update 13928, next_step 13830, record_step 13835;
+//     later collect_steps 5543
+//   pictures, from noise: sample_batch 3544, plan_route 3343, device_step 3386, euler_step 3153 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 14447 draws all of its roads:
+//     OPS 1892, forward_conv 1795, conv_forward 14473, conv_product 14447;
+//     on Hopper pick_conv_tiles_3x3 14338, conv_tiles 13058, conv_tiles_kernel 12995, Accumulators 7614, Wgmma 7274;
+//     on any other GPU pick_conv_halo_bf16 14382, conv_halo 11586, conv_halo_kernel 11510, multiply_step 11478,
+//     multiply_tap 11455, mma 7099
+//   why several GPUs compute the bits of one: step_gradients 4598
+//   a nonlinearity beside SiLU: Nonlinearity 245, Silu 6445, with_nonlinearity 6455 (calls Silu for all but NONE);
+//     add_resblock 2064 and build_unet 2230 choose it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2748
+//   an objective: its word in common/flags.h, ObjectiveNumber 4025 (in files), Frame 322, frame_of 2796,
+//     make_objective 2803;
+//     what it asks and what the answer means: flow_question 2655, flow_level 2680, ask 2688, draw_level 2889,
+//     level_at 3370, sampler_sigmas 3275
+//   a kind of layer: LayerKind 1536, forward_linear 1756 and backward_linear 1760 beside it, OPS 1892,
+//     ops_are_in_order 1942, add_resblock 2064 and its like;
+//     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
+//   an element type beside bf16: Element 220, ElementOf 6422, unpack 6797 and pack 6826, mma 7099, with_act 6659,
+//     cast_params 13840, adamw_kernel 13886, conv_product 14447, act_has_wgmma 6668; docs/READING.md says what at each
+//   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
+//     ends in is unknown_word 962, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1864,7 +1873,8 @@ static Workspace attention_workspace(const LayerArgs& a) {
 
 // A kind of layer: what the list, its plan and the walks know of it, but for what is a convolution's or a norm's alone
 // (plan_waits, plan_fusions, plan_lifetimes, unet_backward name CONV and GROUPNORM). A new kind is a word in LayerKind,
-// its functions above, a row of OPS, and a function that adds such a layer to the list, as those below.
+// its functions above, a row of OPS, and a function that adds such a layer to the list, as those below. If a group norm
+// is to read what it makes, it fills out_stats, as forward_conv does.
 struct Op {
     LayerKind kind;
     const char* name;
@@ -14525,6 +14535,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(workspace, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
+    // unet_backward asks for no gradient of a tensor without needs_grad (add_layer). So this ends a program whose
+    // network has a layer with a backward pass in front of the first convolution.
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);

@@ -39,10 +39,13 @@ def entries(lines: list[str]) -> list[str]:
 def is_definition(lines: list[str], start: int, name: str) -> bool:
     """Does line number start (from 0) begin a function, struct, enum or table of that name?"""
     line = lines[start]
-    if re.match(rf"(template <.*> )?(struct|class|enum|enum class) {name}\b.*{{|static constexpr .*\b{name}(\[\w*\])+ = {{", line):
+    if re.match(rf"\s*(template <.*> )?(struct|class|enum|enum class) {name}\b.*{{|static constexpr .*\b{name}(\[\w*\])+ = {{", line):
         return True
-    head = re.match(rf"\s*([\w:<>,&*()\[\]\" ]*[\w>*&] ?[*& ]){name}\(", line)
-    if not head or re.search(r"\b(return|else|case|new|throw)\b|[=(]\s*$", head[1]):
+    before = lines[start - 1].rstrip()
+    if line.lstrip().startswith(f"{name}(") and before.startswith("static __global__"):  # its type stands in a line of its own
+        line = f"{before} {line.lstrip()}"
+    head = re.match(rf"\s*([\w:<>,&*()\[\]\"= ]*[\w>*&)] ?[*& ]){name}\(", line)
+    if not head or re.search(r"\b(return|else|case|new|throw|if|for|while)\b|[=(]\s*$", head[1]):
         return False
     text = "".join(re.sub(r"//.*", "", each) for each in lines[start : start + 12])
     return "{" in text and ";" not in text[: text.index("{")]
