@@ -2978,8 +2978,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 // pixels around a place, so the doubled image is never stored, but the result at twice the resolution is: the canvas,
 // which has a margin of 6 for the filter. Beyond its border an image is continued by its mirror image.
 constexpr int FILTER = 12; // taps of sym6
-constexpr int AROUND =
-    7; // pixels of the image in a row that a place between two pixels of the doubled image is made of
+// Pixels in a row of the image that one place in the doubled image is made of, between two of its pixels.
+constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // rows or columns of the canvas
 
 // Tap k of sym6 (Daubechies 1992, table 6.2), of which the squares add up to 1; 0 outside of its 12.

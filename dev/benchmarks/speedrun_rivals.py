@@ -1,9 +1,9 @@
 """What dev/benchmarks/speedrun.py compares ./train_unet with: three well-known ways to train a diffusion model, as their authors publish them.
 
 Each rival keeps its own model, objective, optimizer, schedule, average of the weights and sampler. What would only cost it time is left out: all images
-wait in the GPU's memory, cuDNN chooses by trying, and a step's network is replayed as CUDA graphs, forward and backward. torch.compile works for all
-of them, too, but takes minutes before the first step of networks of this size, which is longer than the whole run; guided-diffusion's is compiled, as
-train_unet.py does it. Where the authors leave a choice, it is the one that is faster. Samples' seconds are not counted.
+wait in the GPU's memory, cuDNN chooses by trying, and a step's network is replayed as CUDA graphs, forward and backward. torch.compile would
+take minutes before the first step of networks of this size, longer than the whole run; guided-diffusion's is compiled all the same, as train_unet.py
+does it. Where the authors leave a choice, it is the one that is faster. Samples' seconds are not counted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pictures:
 
 
 def replay_on_gpu(network: nn.Module, *example: torch.Tensor) -> None:
-    """Makes network(*example) and its backward pass CUDA graphs: what is launched from Python in 50 to 100 ms takes the GPU less than 20."""
+    """Makes network(*example) and its backward pass CUDA graphs, so that no step waits for Python to launch its kernels."""
     device = example[0].device
     if device.type == "cuda":
         with torch.autocast("cuda", torch.float16, cache_enabled=False):
