@@ -2978,7 +2978,7 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 // pixels around a place, so the doubled image is never stored, but the result at twice the resolution is: the canvas,
 // which has a margin of 6 for the filter. Beyond its border an image is continued by its mirror image.
 constexpr int FILTER = 12; // taps of sym6
-// Pixels in a row of the image that one place in the doubled image is made of, between two of its pixels.
+// So many pixels in a row of the image make the value at a place between two pixels of the doubled image.
 constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // rows or columns of the canvas
 
