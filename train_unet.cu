@@ -4,110 +4,109 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    190  Part I. The program
-//    193     1. Types at the interface: what operations are called with
-//    476     2. The interface: all that the program asks of a device
-//    753     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    844     4. Configuration: flags, presets, help, what can work and what cannot
-//   1485     5. The network: a list of layers, made of guided-diffusion's flags
-//   2268     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2507     7. Forward and backward: two walks over the list
-//   2622     8. Diffusion: noise schedules, objectives, samplers
-//   2824         the level of a training sample, drawn, and its share of the loss
-//   3123         samplers
-//   3627     9. Data: .bin files that may be larger than memory, the order of their images
-//   3964    10. Model files: weights and checkpoints, initial weights
-//   4301    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4316         the learning rate, the verdict on a step, averages of the weights
-//   4395         what a trainer holds
-//   4510         a step
-//   4755    12. A run: log, guard, checkpoints, resume, samples
-//   4780         the log in memory, as the page shows it
-//   4888         what a run holds
-//   4955         the log and the status line
-//   5140         checkpoints, snapshots and grids
-//   5362         the start of a run: new, from a file's weights, or resumed
-//   5539         the loop over the steps
-//   5651         a run from its first to its last line
-//   5798         samples, without a run
-//   5978    13. main: the command line, then a run or samples
-//   6218         what ranks must have in common
-//   6283         main
-//   6404  Part II. The device
-//   6407    14. What all devices share: elements, nonlinearities, patches of pixels
-//   6472    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6540    16. The GPU: what all kernels share
-//   6604         Launches, which may overlap
-//   6646         Decisions: what kernels are chosen with
-//   6690         Single instructions: shared memory, mbarriers, clusters
-//   6774         Activations: pieces of 16 bytes
-//   7038         each_kernel: a thread for an element
-//   7052         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7205         Swizzle: how rows lie in shared memory
-//   7223         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7402         building blocks of Hopper's kernels (sm_90a)
-//   7665    17. Small operations: resampling, embeddings, diffusion
-//   7668         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7853         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8195         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8603    18. Group norm
-//   8606         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9115         groupnorm_backward_whole: an image's slab in shared memory
-//   9472    19. Attention
-//   9575         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10092         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10227         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10885    20. Convolution
-//  10920         ConvOut: results, 4 channels of a pixel at a time
-//  11148         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11208         conv_halo: 3x3, stride 1, any GPU
-//  11599         conv_gather: any kernel size and stride, any GPU
-//  11850         conv_few: the first and the last layer
-//  12019         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12574         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12673         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13072         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13449         conv_weight_tma: weight gradients (sm_90a)
-//  13728    21. The optimiser
-//  13731         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  13950    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  13953         groupnorm_backward
-//  14087         attention: forward and, where a has dout, backward
-//  14148         convolution: forward and input gradient
-//  14560         convolution: weight gradients
-//  14878    23. The GPU: memory, copies, repeated work
-//  15092    24. Between ranks: from device to device
+//    189  Part I. The program
+//    192     1. Types at the interface: what operations are called with
+//    489     2. The interface: all that the program asks of a device
+//    766     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    857     4. Configuration: flags, presets, help, what can work and what cannot
+//   1497     5. The network: a list of layers, made of guided-diffusion's flags
+//   2294     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2533     7. Forward and backward: two walks over the list
+//   2648     8. Diffusion: noise schedules, objectives, samplers
+//   2874         the level of a training sample, drawn, and its share of the loss
+//   3179         samplers
+//   3693     9. Data: .bin files that may be larger than memory, the order of their images
+//   4030    10. Model files: weights and checkpoints, initial weights
+//   4367    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4382         the learning rate, the verdict on a step, averages of the weights
+//   4464         what a trainer holds
+//   4581         a step
+//   4826    12. A run: log, guard, checkpoints, resume, samples
+//   4851         the log in memory, as the page shows it
+//   4959         what a run holds
+//   5026         the log and the status line
+//   5211         checkpoints, snapshots and grids
+//   5433         the start of a run: new, from a file's weights, or resumed
+//   5610         the loop over the steps
+//   5722         a run from its first to its last line
+//   5869         samples, without a run
+//   6046    13. main: the command line, then a run or samples
+//   6285         what ranks must have in common
+//   6350         main
+//   6471  Part II. The device
+//   6474    14. What all devices share: elements, nonlinearities, patches of pixels
+//   6543    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6611    16. The GPU: what all kernels share
+//   6675         Launches, which may overlap
+//   6717         Decisions: what kernels are chosen with
+//   6761         Single instructions: shared memory, mbarriers, clusters
+//   6845         Activations: pieces of 16 bytes
+//   7109         each_kernel: a thread for an element
+//   7123         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7276         Swizzle: how rows lie in shared memory
+//   7294         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7473         building blocks of Hopper's kernels (sm_90a)
+//   7736    17. Small operations: resampling, embeddings, diffusion
+//   7739         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   7924         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8266         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8668    18. Group norm
+//   8671         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9180         groupnorm_backward_whole: an image's slab in shared memory
+//   9537    19. Attention
+//   9640         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10157         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10292         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  10950    20. Convolution
+//  10985         ConvOut: results, 4 channels of a pixel at a time
+//  11213         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11273         conv_halo: 3x3, stride 1, any GPU
+//  11664         conv_gather: any kernel size and stride, any GPU
+//  11915         conv_few: the first and the last layer
+//  12084         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12639         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12738         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13137         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13514         conv_weight_tma: weight gradients (sm_90a)
+//  13793    21. The optimiser
+//  13796         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14015    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14018         groupnorm_backward
+//  14152         attention: forward and, where a has dout, backward
+//  14213         convolution: forward and input gradient
+//  14625         convolution: weight gradients
+//  14943    23. The GPU: memory, copies, repeated work
+//  15157    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6400, run_program 6341, train 5755, run_step 5587, train_step 4693, load_batch 3925;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15002):
-//     step_gradients 4598: draw_levels 8207, forward_and_loss 4516, q_sample_forward 8305, unet_forward 2531,
-//     forward_layer 2520 (by the layer's row of OPS 1892), loss_forward_backward 8414, unet_backward 2594,
-//     sum_gradients 13777;
-//     judge_step 13824, update_slice 4660, adamw_update 13928, next_step 13830, record_step 13835;
-//     later collect_steps 5543
-//   pictures, from noise: sample_batch 3544, plan_route 3343, device_step 3386, euler_step 3153 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 14447 draws all of its roads:
-//     OPS 1892, forward_conv 1795, conv_forward 14473, conv_product 14447;
-//     on Hopper pick_conv_tiles_3x3 14338, conv_tiles 13058, conv_tiles_kernel 12995, Accumulators 7614, Wgmma 7274;
-//     on any other GPU pick_conv_halo_bf16 14382, conv_halo 11586, conv_halo_kernel 11510, multiply_step 11478,
-//     multiply_tap 11455, mma 7099
-//   why several GPUs compute the bits of one: step_gradients 4598
-//   a nonlinearity beside SiLU: Nonlinearity 245, Silu 6445, with_nonlinearity 6455 (calls Silu for all but NONE);
-//     add_resblock 2064 and build_unet 2230 choose it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2748
-//   an objective: its word in common/flags.h, ObjectiveNumber 4025 (in files), Frame 322, frame_of 2796,
-//     make_objective 2803;
-//     what it asks and what the answer means: flow_question 2655, flow_level 2680, ask 2688, draw_level 2889,
-//     level_at 3370, sampler_sigmas 3275
-//   a kind of layer: LayerKind 1536, forward_linear 1756 and backward_linear 1760 beside it, OPS 1892,
-//     ops_are_in_order 1942, add_resblock 2064 and its like;
+//     main 6467, run_program 6408, train 5826, run_step 5658, train_step 4764, load_batch 3991;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15067):
+//     step_gradients 4669: draw_levels 8278, forward_and_loss 4587, q_sample_forward 8370, unet_forward 2557,
+//     forward_layer 2546 (by the layer's row of OPS 1905), loss_forward_backward 8479, unet_backward 2620,
+//     sum_gradients 13842;
+//     judge_step 13889, update_slice 4731, adamw_update 13993, next_step 13895, record_step 13900;
+//     later collect_steps 5614
+//   pictures, from noise: sample_batch 3610, plan_route 3411, device_step 3454, euler_step 3209 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 14512 draws all of its roads:
+//     OPS 1905, forward_conv 1808, conv_forward 14538, conv_product 14512;
+//     on Hopper pick_conv_tiles_3x3 14403, conv_tiles 13123, conv_tiles_kernel 13060, Accumulators 7685, Wgmma 7345;
+//     on any other GPU pick_conv_halo_bf16 14447, conv_halo 11651, conv_halo_kernel 11575, multiply_step 11543,
+//     multiply_tap 11520, mma 7170
+//   why several GPUs compute the bits of one: step_gradients 4669
+//   a nonlinearity beside SiLU: Nonlinearity 254, Silu 6512, with_nonlinearity 6522 (calls Silu for all but NONE);
+//     add_resblock 2090 and build_unet 2256 choose it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2790
+//   an objective: its word in common/flags.h, Frame 331, frame_of 2838, make_objective 2845;
+//     what it asks and what the answer means: edm_question 2675 beside it, ask 2693;
+//     the sigmas of its samples: has_steps_of_t 3328
+//   a kind of layer: LayerKind 1548, forward_linear 1769 and backward_linear 1773 beside it, OPS 1905,
+//     ops_are_in_order 1960, add_resblock 2090 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 220, ElementOf 6422, unpack 6797 and pack 6826, mma 7099, with_act 6659,
-//     cast_params 13840, adamw_kernel 13886, conv_product 14447, act_has_wgmma 6668; docs/READING.md says what at each
+//   an element type beside bf16: Element 223, ElementOf 6489, unpack 6868 and pack 6897, mma 7170, with_act 6730,
+//     cast_params 13905, adamw_kernel 13951, conv_product 14512, act_has_wgmma 6739; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
-//     ends in is unknown_word 962, called by who does not know it
+//     ends in is unknown_word 977, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -215,6 +214,10 @@ static const char* const PRESET_64 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
 #endif
 
+// Enumerations. Where something depends on a word of one, there is a switch without a default, or a static_assert. So
+// the compiler names every place that a new word has to be added to (-Werror=switch).
+#define ALL_CASES_RETURN __builtin_unreachable(); // stands behind such a switch
+
 // What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. (docs/READING.md, "an
 // element type", lists what a new one touches.)
 enum class Element : uint8_t { FP32, BF16 };
@@ -222,9 +225,15 @@ struct ElementFacts {
     const char* name; // as --precision has it
     size_t bytes;
 };
-constexpr ElementFacts ELEMENTS[] = {{"fp32", 4}, {"bf16", 2}}; // in the order of enum Element
-constexpr const char* name_of(Element e) { return ELEMENTS[(int)e].name; }
-constexpr size_t bytes_of(Element e) { return ELEMENTS[(int)e].bytes; }
+constexpr ElementFacts facts_of(Element e) {
+    switch (e) {
+    case Element::FP32: return {"fp32", 4};
+    case Element::BF16: return {"bf16", 2};
+    }
+    ALL_CASES_RETURN
+}
+constexpr const char* name_of(Element e) { return facts_of(e).name; }
+constexpr size_t bytes_of(Element e) { return facts_of(e).bytes; }
 
 // The element of activations, and of the copy of the convolutions' weights that kernels read; start_device sets it. All
 // else is in fp32.
@@ -317,8 +326,8 @@ struct NoiseLevel {
     float target_teacher = 0; // ect: the target's share of the teacher's answer
 };
 
-// Whose formulas say what a network is shown, told and asked at some noise: those of ddpm_level, edm_level or
-// flow_level.
+// Whose formulas say what a network is shown, told and asked at some noise: those of ddpm_level, edm_question or
+// flow_question.
 enum class Frame : uint8_t { DDPM, EDM, FLOW };
 
 // How --objective ect weighs the distance between a student at sigma = t and its teacher at r: 1 / (t - r), or
@@ -350,7 +359,8 @@ struct Augmentation {
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn from a distribution
     int steps;
-    float P_mean, P_std; // of ln(sigma), which is normal; of a flow with P_std = 0 t is uniform instead
+    float P_mean, P_std; // of ln(sigma), which is normal
+    bool uniform_t;      // instead, t = sigma / (1 + sigma) is uniform between 0 and 1
     float sigma_data;    // of edm: the standard deviation of the data
     float mse, bound;
     const double* weights = nullptr; // device: (steps), see remember_losses; null: every t is as likely
@@ -385,10 +395,13 @@ struct Denoising {
     float* m;         // device: (B, HW, C), what the sampler remembers
 };
 
+// How the learning rate goes on after the warm-up: see lr_factor.
+enum class LrSchedule { CONSTANT, LINEAR, COSINE };
+
 // Optimiser settings of a whole run.
 struct AdamW {
     float lr, weight_decay, beta1, beta2, eps, grad_clip, ema_rate;
-    int lr_schedule; // 0 constant, 1 linear, 2 cosine
+    LrSchedule lr_schedule;
     int64_t warmup_steps, max_steps;
 };
 
@@ -930,6 +943,8 @@ struct Config {
     bool guided() const { return guidance_scale != 1; }
     int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // that the network is told
     bool can_be_guided() const { return class_dropout > 0 && (class_cond || cond_dim > 0); }
+    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; }  // the model's own
+    bool can_churn() const { return sampler == "euler" || sampler == "heun"; }         // see S_churn
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
     int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // steps of one a
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
@@ -974,9 +989,7 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
 // The element that --precision names; auto stands for the usual one of this build.
 static Element element_named(const std::string& precision, Element usual) {
     if (precision == "auto") return usual;
-    const auto row = std::ranges::find(ELEMENTS, precision, &ElementFacts::name);
-    if (row == std::end(ELEMENTS)) unknown_word("precision", precision);
-    return Element(row - ELEMENTS);
+    return meaning<Element>("precision", precision, {{"fp32", Element::FP32}, {"bf16", Element::BF16}});
 }
 
 // set_value sets a flag of each type from its text. Result: "", or what the text must be and is not.
@@ -1403,8 +1416,7 @@ static std::string check_model(Config* c) {
     must(inpaints == !c->mask.empty(), "mask", "needs --inpaint, and that needs it: where to paint anew");
     must(!changes_images || c->sample, inpaints ? "inpaint" : "start_from", "is for --sample");
     must(!changes_images || !c->S_churn, "S_churn", "is for images that are made of noise alone");
-    const bool can_churn = c->sampler == "euler" || c->sampler == "heun";
-    must(!c->S_churn || can_churn, "S_churn", "is for --sampler euler and heun");
+    must(!c->S_churn || c->can_churn(), "S_churn", "is for --sampler euler and heun");
     return error;
 }
 
@@ -1546,6 +1558,7 @@ enum LayerKind {
     UPSAMPLE,   // nearest neighbour
     PATCHES,    // --patch_size: squares of pixels become channels,
     PIXELS,     // and channels become squares of pixels
+    LAYER_KINDS // how many there are
 };
 
 struct Layer {
@@ -1873,8 +1886,7 @@ static Workspace attention_workspace(const LayerArgs& a) {
 
 // A kind of layer: what the list, its plan and the walks know of it, but for what is a convolution's or a norm's alone
 // (plan_waits, plan_fusions, plan_lifetimes, unet_backward name CONV and GROUPNORM). A new kind is a word in LayerKind,
-// its functions above, a row of OPS, and a function that adds such a layer to the list, as those below. If a group norm
-// is to read what it makes, it fills out_stats, as forward_conv does.
+// its functions above, a row of OPS, and a function that adds such a layer to the list, as those below.
 struct Op {
     LayerKind kind;
     const char* name;
@@ -1884,6 +1896,7 @@ struct Op {
     int backward_reads = 0; // what the backward pass reads of the forward pass
     bool embedding = false; // it is of the embedding's path, which is computed beside the first layers
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
+    bool sums = false;      // it fills out_stats, so a group norm may read what it makes (see add_norm)
     double (*flops)(const LayerArgs&) = no_flops;
     Workspace (*workspace)(const LayerArgs&) = no_workspace;
 };
@@ -1917,6 +1930,7 @@ static constexpr Op OPS[] = {
      .forward = forward_conv,
      .backward = backward_conv,
      .backward_reads = Op::INPUT,
+     .sums = true,
      .flops = conv_flops,
      .workspace = conv_layer_workspace},
     {.kind = GROUPNORM,
@@ -1932,8 +1946,12 @@ static constexpr Op OPS[] = {
      .backward_reads = Op::INPUT | Op::OUTPUT,
      .flops = attention_flops,
      .workspace = attention_workspace},
-    {.kind = DOWNSAMPLE, .name = "downsample", .forward = forward_downsample, .backward = backward_downsample},
-    {.kind = UPSAMPLE, .name = "upsample", .forward = forward_upsample, .backward = backward_upsample},
+    {.kind = DOWNSAMPLE,
+     .name = "downsample",
+     .forward = forward_downsample,
+     .backward = backward_downsample,
+     .sums = true},
+    {.kind = UPSAMPLE, .name = "upsample", .forward = forward_upsample, .backward = backward_upsample, .sums = true},
     {.kind = PATCHES, .name = "patches", .forward = forward_patches, .fp32 = true},
     {.kind = PIXELS, .name = "pixels", .forward = forward_pixels, .backward = backward_pixels, .fp32 = true},
 };
@@ -1942,7 +1960,7 @@ static constexpr Op OPS[] = {
 static constexpr bool ops_are_in_order() {
     for (size_t i = 0; i < std::size(OPS); i++)
         if (OPS[i].kind != (LayerKind)i) return false;
-    return std::size(OPS) == PIXELS + 1; // the last kind
+    return std::size(OPS) == LAYER_KINDS;
 }
 static_assert(ops_are_in_order(), "OPS[kind] must be the row of that kind");
 
@@ -2004,6 +2022,7 @@ static void check_conv_params(const UNet& net) {
 // Appends a layer that writes a new tensor (H, W, C), which is returned.
 static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element element = act_element) {
     const Op& op = OPS[l.kind];
+    if (l.weight >= 0 && !op.backward) die("internal error: %s has weights but no backward pass", l.name.c_str());
     l.out = add_tensor(net, H, W, C, op.fp32 ? Element::FP32 : element);
     net->tensors[l.out].needs_grad = op.backward;
     net->layers.push_back(l);
@@ -2024,6 +2043,9 @@ static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM,
 static int add_norm(UNet* net, Layer l) {
     for (int input : {l.x1, l.x2}) {
         if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has one already
+        const auto writer = std::ranges::find(net->layers, input, &Layer::out);
+        if (writer == net->layers.end() || !OPS[writer->kind].sums)
+            die("internal error: %s reads a tensor whose layer leaves no sums of its channels", l.name.c_str());
         const Tensor x = net->tensors[input];
         const size_t sums = (size_t)x.C * 2 * max_stat_parts(x.H, x.W);
         net->tensors[input].stats = add_buffer(net, sums * sizeof(double));
@@ -2041,8 +2063,12 @@ enum Resample { SAME, UP, DOWN };
 // Average pool or nearest neighbour, without parameters.
 static int add_resample(UNet* net, Resample resample, const std::string& name, int x) {
     const Tensor t = net->tensors[x];
-    if (resample == UP) return add_layer(net, {.kind = UPSAMPLE, .name = name, .x1 = x}, t.C, 2 * t.H, 2 * t.W);
-    return add_layer(net, {.kind = DOWNSAMPLE, .name = name, .x1 = x}, t.C, t.H / 2, t.W / 2);
+    switch (resample) {
+    case SAME: return x;
+    case UP: return add_layer(net, {.kind = UPSAMPLE, .name = name, .x1 = x}, t.C, 2 * t.H, 2 * t.W);
+    case DOWN: return add_layer(net, {.kind = DOWNSAMPLE, .name = name, .x1 = x}, t.C, t.H / 2, t.W / 2);
+    }
+    ALL_CASES_RETURN
 }
 
 // The layers from first on are a block, whose output is returned. --use_checkpoint (Chen et al. 2016, arXiv:1604.06174)
@@ -2071,7 +2097,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     norm1.nonlinearity = Nonlinearity::SILU;
     int h = add_norm(net, norm1);
     if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h);
-    if (resample != SAME) x1 = add_resample(net, resample, name + ".x_upd", x1);
+    x1 = add_resample(net, resample, name + ".x_upd", x1);
 
     // The first convolution and the second norm, one of which reads the embedding: the columns behind those of the
     // blocks before. One linear layer makes all blocks' columns, so here are only its parameters.
@@ -2630,54 +2656,59 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   what its answer says about x_0  x0_x input + x0_out answer
 // So a new objective is a new way to fill NoiseLevels, and neither kernels nor samplers know which one they work for.
 //
-// In the order in which they run: make_objective, once; then for each sample draw_level, which calls edm_level,
-// flow_level or student_level, or takes one of ddpm_levels. Samplers ask level_at for the level of a sigma.
+// In the order in which they run: make_objective, once; then for each sample draw_level, which takes one of
+// ddpm_levels, or calls ask or student_level. Samplers ask level_at for the level of a sigma.
 
-// The parts of a NoiseLevel that do not depend on the target. They are in double, since ect takes differences of them.
+// What the network is asked at some noise: members of a NoiseLevel. They are in double, since ect takes differences of
+// them.
 struct Question {
     double t;
     double signal, sigma;
     double x0_x, x0_out;
+    double target_x0, target_noise;
 };
 
 // EDM (Karras et al. 2022, table 1): the network F sees c_in (x_0 + sigma noise) and is told log(sigma) / 4, and
-// D = c_skip (x_0 + sigma noise) + c_out F. The input has c_in already, so x0_x = c_skip / c_in.
+// D = c_skip (x_0 + sigma noise) + c_out F. The input has c_in already, so x0_x = c_skip / c_in. The loss is
+// lambda (D - x_0)^2 with lambda = 1 / c_out^2. That is the squared error of the network's own answer F against
+// (x_0 - c_skip (x_0 + sigma noise)) / c_out.
 HD static inline Question edm_question(double sigma, double sigma_data) {
     const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
     const double c_in = 1 / total;
     const double c_skip_over_c_in = sigma_data * sigma_data / total;
     const double c_out = sigma * sigma_data / total;
-    return Question{log(sigma) / 4, c_in, c_in * sigma, c_skip_over_c_in, c_out};
+    const double target_x0 = sigma / (sigma_data * total); // (1 - c_skip) / c_out
+    const double target_noise = -sigma_data / total;       // -c_skip sigma / c_out
+    return Question{log(sigma) / 4, c_in, c_in * sigma, c_skip_over_c_in, c_out, target_x0, target_noise};
 }
 
 // Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise, the answer is noise - x_0, and so x_0 = x_t - t
 // answer. In all objectives here sigma is noise over signal: t / (1 - t). The network is told 1000 t.
 HD static inline Question flow_question(double sigma) {
     const double t = sigma / (1 + sigma);
-    return Question{1000 * t, 1 - t, t, 1, -t};
+    return Question{1000 * t, 1 - t, t, 1, -t, -1, 1};
 }
 
-HD static inline NoiseLevel make_level(const Question& q, double target_x0, double target_noise) {
+// What a frame asks at any sigma. Nobody calls this for ddpm, whose levels are a table (ddpm_levels, level_at).
+HD static inline Question ask(Frame frame, double sigma, double sigma_data) {
+    switch (frame) {
+    case Frame::DDPM: break;
+    case Frame::EDM: return edm_question(sigma, sigma_data);
+    case Frame::FLOW: return flow_question(sigma);
+    }
+    return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN}; // a step would find its loss not finite
+}
+
+HD static inline NoiseLevel make_level(const Question& q) {
     return NoiseLevel{.t = (float)q.t,
                       .signal = (float)q.signal,
                       .sigma = (float)q.sigma,
-                      .target_x0 = (float)target_x0,
-                      .target_noise = (float)target_noise,
+                      .target_x0 = (float)q.target_x0,
+                      .target_noise = (float)q.target_noise,
                       .x0_x = (float)q.x0_x,
                       .x0_out = (float)q.x0_out,
                       .weight = 1};
 }
-
-// EDM's loss is lambda (D - x_0)^2 with lambda = 1 / c_out^2. That is the squared error of the network's own answer F
-// against (x_0 - c_skip (x_0 + sigma noise)) / c_out.
-HD static inline NoiseLevel edm_level(double sigma, double sigma_data) {
-    const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
-    const double target_x0 = sigma / (sigma_data * total); // (1 - c_skip) / c_out
-    const double target_noise = -sigma_data / total;       // -c_skip sigma / c_out
-    return make_level(edm_question(sigma, sigma_data), target_x0, target_noise);
-}
-
-HD static inline NoiseLevel flow_level(double sigma) { return make_level(flow_question(sigma), -1, 1); }
 
 // Consistency tuning (Geng et al. 2024, "Consistency Models Made Easy"). A student and a teacher, which are the same
 // network, see the same image with the same noise: the student at sigma = t, the teacher at a smaller sigma r. Each
@@ -2685,9 +2716,6 @@ HD static inline NoiseLevel flow_level(double sigma) { return make_level(flow_qu
 //   x0_x input + x0_out answer = (x0_x signal) x_0 + (x0_x sigma) noise + x0_out answer,
 // and the student should make the teacher's image. So the target of the student's answer is a sum of x_0, noise and the
 // teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is the one of edm or flow.
-HD static inline Question ask(const Objective& o, double sigma) {
-    return o.frame == Frame::FLOW ? flow_question(sigma) : edm_question(sigma, o.sigma_data);
-}
 
 // r of a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, or 0 where that is negative, with
 // n(t) = 1 + k sigmoid(-b t). a begins at 1 and grows by 1 every d steps, so r comes closer and closer to t.
@@ -2697,16 +2725,27 @@ HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     return fmax(t * (1 - n / pow((double)tuning.q, a)), 0.0);
 }
 
+// How much the distance between a student at t and its teacher at r weighs.
+HD static inline double tuning_weight(const Objective& o, double t, double r) {
+    switch (o.tuning.weight) {
+    case TuningWeight::GAP: return 1 / (t - r);
+    case TuningWeight::SNR: return 1 / (t * t) + 1 / ((double)o.sigma_data * o.sigma_data);
+    }
+    ALL_CASES_RETURN
+}
+
 HD static inline NoiseLevel student_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
-    const Question nobody{0, 1, 0, 1, 0}; // at r = 0: its image is x_0
-    const Question student = ask(o, t), teacher = r > 0 ? ask(o, r) : nobody;
+    const Question nobody{0, 1, 0, 1, 0, 0, 0}; // at r = 0: its image is x_0
+    const Question teacher = r > 0 ? ask(o.frame, r, o.sigma_data) : nobody;
+    Question student = ask(o.frame, t, o.sigma_data);
     const double x0 = teacher.x0_x * teacher.signal - student.x0_x * student.signal;
     const double noise = teacher.x0_x * teacher.sigma - student.x0_x * student.sigma;
-    NoiseLevel level = make_level(student, x0 / student.x0_out, noise / student.x0_out);
+    student.target_x0 = x0 / student.x0_out;
+    student.target_noise = noise / student.x0_out;
+    NoiseLevel level = make_level(student);
     level.target_teacher = (float)(teacher.x0_out / student.x0_out);
-    const double snr = 1 / (t * t) + 1 / ((double)o.sigma_data * o.sigma_data);
-    level.weight = (float)(o.tuning.weight == TuningWeight::GAP ? 1 / (t - r) : snr);
+    level.weight = (float)tuning_weight(o, t, r);
     return level;
 }
 
@@ -2714,7 +2753,10 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
 // the student's input there.
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
-    return make_level(ask(o, r > 0 ? r : t), 0, 0);
+    Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
+    teacher.target_x0 = 0; // a teacher learns nothing
+    teacher.target_noise = 0;
+    return make_level(teacher);
 }
 
 // alpha_bar (T): the products of 1 - beta up to each t.
@@ -2802,13 +2844,21 @@ static Frame frame_of(const Config& c) {
 // one counts T times. guided-diffusion counts it in bits, so it is divided by log 2.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0));
-    const bool flow = c.objective == "flow";
     Objective o{};
     o.frame = frame_of(c);
-    o.levels = c.objective == "ddpm" ? device_copy(ddpm_levels(c)) : nullptr;
+    o.levels = o.frame == Frame::DDPM ? device_copy(ddpm_levels(c)) : nullptr;
     o.steps = c.diffusion_steps;
-    o.P_mean = flow ? c.t_mean : c.P_mean;
-    o.P_std = flow ? c.t_std : c.P_std;
+    // How sigma is drawn, if not with a t of the table.
+    struct Draws {
+        float P_mean, P_std;
+        bool uniform_t;
+    };
+    const Draws table{}, edm{c.P_mean, c.P_std, false}, flow{c.t_mean, c.t_std, c.t_std == 0};
+    const Draws draws =
+        meaning<Draws>("objective", c.objective, {{"ddpm", table}, {"edm", edm}, {"flow", flow}, {"ect", edm}});
+    o.P_mean = draws.P_mean;
+    o.P_std = draws.P_std;
+    o.uniform_t = draws.uniform_t;
     o.sigma_data = c.sigma_data;
     o.mse = c.use_kl ? 0 : 1;
     if (c.use_kl) o.bound = bits;
@@ -2889,10 +2939,9 @@ HD static inline int quarter_of_normal(float z) {
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     if (o.weights) return draw_weighted_level(o, words.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // any t is as likely
-    const bool flow = o.frame == Frame::FLOW && !o.tuning.on();
-    if (flow && o.P_std == 0) { // t is uniform
+    if (o.uniform_t) {
         const double t = (words.w[0] + 0.5) * 0x1p-32;
-        NoiseLevel level = flow_level(t / (1 - t));
+        NoiseLevel level = make_level(ask(o.frame, t / (1 - t), o.sigma_data));
         level.quarter = (int)(4 * t);
         return level;
     }
@@ -2900,7 +2949,7 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     const double sigma = draw_sigma(o, words, &z);
     NoiseLevel level;
     if (o.tuning.on()) level = student_level(o, sigma);
-    else level = flow ? flow_level(sigma) : edm_level(sigma, o.sigma_data);
+    else level = make_level(ask(o.frame, sigma, o.sigma_data));
     level.quarter = quarter_of_normal(z);
     return level;
 }
@@ -2909,6 +2958,14 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
 HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words) {
     float z;
     return teacher_level(o, draw_sigma(o, words, &z));
+}
+
+// What a value of an image may be in a data file, by its bytes, and value i of such images, in [-1, 1]: 1 is uint8_t,
+// and 4 is a float, which is in [-1, 1] already. Nothing else reads values of images, so a third kind is added here.
+static bool knows_image_values(int bytes) { return bytes == 1 || bytes == 4; }
+HD static inline float image_value(const void* images, int bytes, size_t i) {
+    if (bytes == 1) return ((const uint8_t*)images)[i] / 127.5f - 1.0f;
+    return ((const float*)images)[i];
 }
 
 // --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with
@@ -3032,8 +3089,7 @@ HD static inline float canvas_value(const Augmentation& a, const void* channel, 
         float of_row = 0;
         for (int j = 0; j < AROUND; j++) {
             const size_t at = row + mirrored(columns.first + j, W, a.flip_x);
-            const float value = bytes == 1 ? ((const uint8_t*)channel)[at] / 127.5f - 1 : ((const float*)channel)[at];
-            of_row += columns.weight[j] * value;
+            of_row += columns.weight[j] * image_value(channel, bytes, at);
         }
         sum += rows.weight[i] * of_row;
     }
@@ -3268,6 +3324,16 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
     return std::pow(start + part * (end - start), c.rho);
 }
 
+// Whether a sampler goes along equal steps of t = sigma / (1 + sigma); if not, along Karras's schedule.
+static bool has_steps_of_t(Frame frame) {
+    switch (frame) {
+    case Frame::DDPM: return false;
+    case Frame::EDM: return false;
+    case Frame::FLOW: return true;
+    }
+    ALL_CASES_RETURN
+}
+
 // The sigmas of a sampler: before each of its N steps, and 0 at the end. known: those of a model's T timesteps.
 //   ddpm, ddim    those of the timesteps that --timestep_respacing keeps
 //   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
@@ -3276,22 +3342,23 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size();
     std::vector<double> sigmas;
-    if (c.sampler == "ddpm" || c.sampler == "ddim") {
+    if (c.goes_by_timesteps()) {
         for (int i = N - 1; i >= 0; i--) sigmas.push_back(known[kept[i]]);
         sigmas.push_back(0);
         return sigmas;
     }
+    const Frame frame = frame_of(c);
     const bool consistency = c.sampler == "consistency";
-    const bool flow = frame_of(c) == Frame::FLOW && !consistency;
+    const bool steps_of_t = has_steps_of_t(frame) && !consistency;
     double high = c.sigma_max;
     double low = consistency ? c.mid_t : c.sigma_min;
-    if (c.objective == "ddpm") { // it knows no others than those of its timesteps, and what lies between them
+    if (frame == Frame::DDPM) { // it knows no others than those of its timesteps, and what lies between them
         high = std::min(high, known.back());
         low = std::max(low, known.front());
     }
     for (int i = 0; i < N; i++) {
         const double t = high / (1 + high) * (1 - (double)i / N);
-        sigmas.push_back(flow ? t / (1 - t) : karras_sigma(c, high, low, i, N));
+        sigmas.push_back(steps_of_t ? t / (1 - t) : karras_sigma(c, high, low, i, N));
     }
     sigmas.push_back(0);
     return sigmas;
@@ -3326,6 +3393,7 @@ struct Route {
     double start = 0; // the first x is start * normals,
     double churn = 0; // + churn * other normals
     std::vector<Move> moves;
+    int64_t first = 0; // the move that sampling begins with: the first one of step first_step
 };
 
 // Adds the moves of a step from sigma s to n. before: the sigma at which the step before it began; 0: there was none.
@@ -3342,14 +3410,15 @@ static void add_step(std::vector<Move>* moves, const Config& c, double before, d
 
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
-    const bool variance_1 = c.sampler == "ddpm" || c.sampler == "ddim"; // of the first x_t, as in guided-diffusion
-    const bool can_churn = c.sampler == "euler" || c.sampler == "heun";
+    const bool variance_1 = c.goes_by_timesteps(); // of the first x_t, as in guided-diffusion
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
+    const int first = first_step(c, N);
     int last = -1; // the step before this one
     for (int i : step_order(c, N)) {
         double s = sigmas[i];
-        if (can_churn) {
+        if (i == first && i > last) route.first = (int64_t)route.moves.size();
+        if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
             // sqrt(s'^2 - s^2) with s' = s (1 + gamma), written so that it is 0 without churn
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
@@ -3357,7 +3426,7 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
             else route.moves.back().noise = noise; // it is added where the step before ends
             s *= 1 + gamma;
         }
-        const bool follows = i == last + 1 && i > first_step(c, N);
+        const bool follows = i == last + 1 && i > first;
         const double before = follows ? sigmas[i - 1] : 0;
         add_step(&route.moves, c, before, s, sigmas[i + 1]);
         last = i;
@@ -3369,8 +3438,7 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
 // own, linear in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& known, double sigma) {
     const Frame frame = frame_of(c);
-    if (frame == Frame::EDM) return edm_level(sigma, c.sigma_data);
-    if (frame == Frame::FLOW) return flow_level(sigma);
+    if (frame != Frame::DDPM) return make_level(ask(frame, sigma, c.sigma_data));
     // known[i] <= sigma < known[i + 1]; beyond the ends: the first or the last two
     const size_t last = known.size() - 1;
     const auto above = std::upper_bound(known.begin() + 1, known.begin() + last, sigma);
@@ -3429,10 +3497,8 @@ static SamplerPlan plan_sampler(const Config& c) {
     const std::vector<double> sigmas = sampler_sigmas(c, known);
     const Route route = plan_route(c, sigmas);
     const std::vector<Move>& moves = route.moves;
-    const int N = (int)sigmas.size() - 1;
-    const int moves_a_step = c.sampler == "heun" ? 2 : 1;
     SamplerPlan plan{};
-    plan.first = first_step(c, N) * moves_a_step;
+    plan.first = route.first;
 
     // With --start_from the first x is the given image with noise of the first move's sigma.
     const double from = moves[plan.first].sigma;
@@ -3744,7 +3810,7 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
     d->bytes = h.slot[DATA_SLOT_BYTES];
     d->header_crc = h.slot[DATA_SLOT_HEADER_CRC];
     const bool shape = d->C >= 1 && d->C <= 64 && d->H >= 1 && d->H <= 4096 && d->W >= 1 && d->W <= 4096;
-    const bool values = d->classes >= 0 && (d->bytes == 1 || d->bytes == 4);
+    const bool values = d->classes >= 0 && knows_image_values(d->bytes);
     if (d->count < 1 || !shape || !values)
         die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", d->path.c_str(),
             d->count, d->C, d->H, d->W, d->classes, d->bytes, hint);
@@ -4021,12 +4087,14 @@ constexpr int SLOT_ECT_END = 113;   // from here on, unused
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file
 constexpr int MOST_LEVELS = 8;      // of a model, and of its attention_resolutions
 
-// The numbers that words of --objective have in a header.
-enum ObjectiveNumber { DDPM_NUMBER, EDM_NUMBER, FLOW_NUMBER, ECT_NUMBER };
-
-static bool is_ect(const Header& h) {
-    return h.slot[SLOT_MAGIC] == MODEL_MAGIC && h.slot[SLOT_OBJECTIVE] == ECT_NUMBER;
+// The objective that a header names; "": the file is damaged.
+static std::string objective_of(const Header& h) {
+    const std::vector<std::string> words = choices(*find_flag("objective"));
+    const size_t number = h.slot[SLOT_OBJECTIVE];
+    return number < words.size() ? words[number] : "";
 }
+
+static bool is_ect(const Header& h) { return h.slot[SLOT_MAGIC] == MODEL_MAGIC && objective_of(h) == "ect"; }
 
 // Whether the slot of a flag says something in this header; else it is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
@@ -4036,10 +4104,7 @@ static bool slot_is_used(const Header& h, const Flag& f) {
     if (f.slot == SLOT_VLB_WEIGHT) return h.slot[SLOT_LEARN_SIGMA] == 1;
     const std::string objectives = f.objectives;
     if (objectives.empty()) return true;
-    const std::vector<std::string> words = choices(*find_flag("objective"));
-    const size_t number = h.slot[SLOT_OBJECTIVE];
-    if (number >= words.size()) return false; // the file is damaged
-    return ("|" + objectives + "|").find("|" + words[number] + "|") != std::string::npos;
+    return ("|" + objectives + "|").find("|" + objective_of(h) + "|") != std::string::npos;
 }
 
 // The configuration as header slots (docs/FORMATS.md lists them), words as their number; take_model_file reads them.
@@ -4260,18 +4325,20 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// Four random values of a parameter: its elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
+// Four initial values of a parameter: its elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
 // train_unet.py draws the same weights. bound: uniform values lie between -bound and bound.
-static std::array<float, 4> draw_weights(const UNet& net, size_t param, size_t n, float bound) {
+static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
     std::array<float, 4> v = {};
-    if (net.params[param].init == INIT_NORMAL) {
-        normals(v.data(), words);
-        return v;
-    }
-    for (int i = 0; i < 4; i++) {
-        const float uniform = (words.w[i] >> 8) * 0x1p-24f; // in [0, 1), exact in fp32
-        v[i] = (2 * uniform - 1) * bound;
+    switch (net.params[param].init) {
+    case INIT_ZERO: break;
+    case INIT_ONE: v.fill(1); break;
+    case INIT_NORMAL: normals(v.data(), words); break;
+    case INIT_UNIFORM:
+        for (int i = 0; i < 4; i++) {
+            const float uniform = (words.w[i] >> 8) * 0x1p-24f; // in [0, 1), exact in fp32
+            v[i] = (2 * uniform - 1) * bound;
+        }
     }
     return v;
 }
@@ -4285,10 +4352,9 @@ static std::vector<float> init_params(const UNet& net) {
         const Param& p = net.params[k];
         const double fan_in = (double)p.size / p.shape[0];
         if (p.shape.size() > 1) bound = (float)(1 / std::sqrt(fan_in));
-        value.assign(p.size, p.init == INIT_ONE ? 1.0f : 0.0f);
-        const bool random = p.init == INIT_UNIFORM || p.init == INIT_NORMAL;
-        for (size_t e = 0; random && e < p.size; e += 4) {
-            const std::array<float, 4> four = draw_weights(net, k, e / 4, bound);
+        value.resize(p.size);
+        for (size_t e = 0; e < p.size; e += 4) {
+            const std::array<float, 4> four = initial_values(net, k, e / 4, bound);
             const size_t count = std::min<size_t>(4, p.size - e);
             std::copy_n(four.begin(), count, value.begin() + e);
         }
@@ -4323,9 +4389,12 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
     if (h.warmup_steps > 0) warm = fmin(1.0, (double)(step + 1) / h.warmup_steps);
     const double steps = fmax((double)(h.max_steps - h.warmup_steps), 1.0); // after the warm-up
     const double progress = fmin(fmax((step - h.warmup_steps) / steps, 0.0), 1.0);
-    if (h.lr_schedule == 1) return warm * (1 - progress);
-    if (h.lr_schedule == 2) return warm * 0.5 * (1 + cos(M_PI * progress));
-    return warm;
+    switch (h.lr_schedule) {
+    case LrSchedule::CONSTANT: return warm;
+    case LrSchedule::LINEAR: return warm * (1 - progress);
+    case LrSchedule::COSINE: return warm * 0.5 * (1 + cos(M_PI * progress));
+    }
+    ALL_CASES_RETURN
 }
 
 // A loss or a norm is suspicious when it is not finite or, once 100 steps are known, beyond twice the running mean plus
@@ -4445,7 +4514,9 @@ static AdamW optimiser_settings(const Config& c) {
     h.eps = c.adam_eps;
     h.grad_clip = c.grad_clip;
     h.ema_rate = c.emas[0];
-    h.lr_schedule = meaning<int>("lr_schedule", c.lr_schedule, {{"constant", 0}, {"linear", 1}, {"cosine", 2}});
+    h.lr_schedule = meaning<LrSchedule>(
+        "lr_schedule", c.lr_schedule,
+        {{"constant", LrSchedule::CONSTANT}, {"linear", LrSchedule::LINEAR}, {"cosine", LrSchedule::COSINE}});
     h.warmup_steps = c.warmup_steps;
     h.max_steps = c.max_steps;
     return h;
@@ -5823,19 +5894,16 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
     const int HW = c.H * c.W;
     const int C = c.in_channels;
     const int count = (int)std::min<int64_t>(d.count, c.sample);
-    // An image in the file is (C, H, W) of bytes or of floats. One buffer serves both.
-    std::vector<float> floats(d.image_bytes() / sizeof(float) + 1);
-    uint8_t* const bytes = (uint8_t*)floats.data();
+    std::vector<uint8_t> image(d.image_bytes()); // (C, H, W), as the file has it
     std::vector<float> images;
     for (int i = 0; i < count; i++) {
         // From (C, H, W) to (H, W, C), and from 0 ... 255 to [-1, 1].
-        if (!read_image(&d, i, bytes)) refuse(d.error);
+        if (!read_image(&d, i, image.data())) refuse(d.error);
         for (int element = 0; element < HW * C; element++) { // of the image as (H, W, C)
             const int pixel = element / C;
             const int channel = element % C % d.C; // a mask's only one is repeated
             const int source = channel * HW + pixel;
-            const bool is_byte = d.bytes == 1;
-            const float value = is_byte ? bytes[source] / 127.5f - 1 : floats[source];
+            const float value = image_value(image.data(), d.bytes, source);
             images.push_back(value);
             if (!std::isfinite(value))
                 die("--%s %s: image %d holds a value that is not finite; make the file again", flag, path.c_str(), i);
@@ -6103,13 +6171,12 @@ static std::string header_value(const Config& c, const Header& h, const Flag& f)
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
-    const int objective = h.slot[SLOT_OBJECTIVE];
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
     // --objective ect tunes a model that another objective has trained.
     const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
     const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
-    if (is_tuned && (from_unet_cu || objective == DDPM_NUMBER))
+    if (is_tuned && (from_unet_cu || objective_of(h) == "ddpm"))
         die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
     if (from_unet_cu) return take_unet_cu_file(c, model);
 
@@ -6453,7 +6520,11 @@ template <class T> struct Silu {
 
 // Calls work(Silu<T>{}) for the nonlinearity n; for NONE nothing is to be done.
 template <class T, class F> INLINE void with_nonlinearity(Nonlinearity n, F work) {
-    if (n != Nonlinearity::NONE) work(Silu<T>{});
+    switch (n) {
+    case Nonlinearity::NONE: return;
+    case Nonlinearity::SILU: return work(Silu<T>{});
+    }
+    ALL_CASES_RETURN
 }
 
 // F.pixel_unshuffle as a rule for places: where element i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p
@@ -8291,12 +8362,6 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
             v = scale * z[k] + (add ? v : 0.0f);
         }
     });
-}
-
-// An element of an image from the data, in [-1, 1]: of bytes, or of floats, which are so already.
-INLINE float image_value(const void* images, int bytes, size_t i) {
-    if (bytes == 1) return ((const uint8_t*)images)[i] / 127.5f - 1.0f;
-    return ((const float*)images)[i];
 }
 
 // x_t = signal x_0 + sigma z,   target = target_x0 x_0 + target_noise z [+ target_teacher teacher]

@@ -8,5 +8,6 @@ LIBOMP = $(firstword $(wildcard /opt/homebrew/opt/libomp /usr/local/opt/libomp))
 NEEDS_LIBOMP = Apple's compiler comes without OpenMP's library: brew install libomp, or say where it lies (LIBOMP=/path/to/libomp)
 MAC_OPENMP = $(if $(LIBOMP),-Xclang -fopenmp -I$(LIBOMP)/include -L$(LIBOMP)/lib -lomp,$(error $(NEEDS_LIBOMP)))
 OPENMP = $(if $(MAC),$(MAC_OPENMP),-fopenmp)
-# A Mac's int64_t is long long: as wide as the long that %ld asks for, but another type
-WARNINGS = -Wall -Wextra $(if $(MAC),-Wno-format)
+# A Mac's int64_t is long long: as wide as the long that %ld asks for, but another type.
+# A switch over an enumeration has no default, so that a new word without a case is an error.
+WARNINGS = -Wall -Wextra -Werror=switch $(if $(MAC),-Wno-format)

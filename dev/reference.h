@@ -1335,9 +1335,7 @@ static inline void q_sample_forward(float* x_t, float* target,                //
                     const int w_in = flip ? W - 1 - w : w;
                     const size_t in = (((size_t)b * C + c) * H + h) * W + w_in;
                     const size_t i = (((size_t)b * H + h) * W + w) * C + c;
-                    float x0;                                                          // the image's value here
-                    if (bytes == 1) x0 = ((const uint8_t*)images)[in] / 127.5f - 1.0f; // 0 ... 255 to -1 ... 1
-                    else x0 = ((const float*)images)[in];
+                    const float x0 = image_value(images, bytes, in);
                     const float noise = target[i];
                     x_t[i] = l.signal * x0 + l.sigma * noise;
                     target[i] = l.target_x0 * x0 + l.target_noise * noise;

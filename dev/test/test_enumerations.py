@@ -1,0 +1,89 @@
+"""A new word of an enumeration: the compiler names every place of train_unet.cu that has to know it, and nothing is computed wrongly in silence."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# Each enumeration of the CPU build, and the functions in which its words are told apart.
+PLACES = {
+    "Element": {"facts_of"},
+    "Nonlinearity": {"with_nonlinearity"},
+    "Frame": {"ask", "has_steps_of_t"},
+    "TuningWeight": {"tuning_weight"},
+    "LrSchedule": {"lr_factor"},
+    "ParamInit": {"initial_values"},
+    "Resample": {"add_resample"},
+}
+
+
+def copy_sources(folder: Path) -> str:
+    """Puts all that train_unet.cu includes into a folder, and returns the text of that file."""
+    for name in "common", "host":
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "dev").mkdir()
+    shutil.copy(ROOT / "dev/reference.h", folder / "dev")
+    return (ROOT / "train_unet.cu").read_text()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train_unet.cu with a word more in each of its enumerations."""
+    folder = tmp_path_factory.mktemp("words")
+    text = copy_sources(folder)
+    for enumeration in PLACES:
+        text, count = re.subn(rf"(?m)^(enum (?:class )?{enumeration}\b[^{{;]*\{{[^}}]*?),?\s*\}}", rf"\1, NEW_{enumeration} }}", text)
+        assert count == 1, enumeration
+    text, count = re.subn(r"\n( *LAYER_KINDS\b)", r"\n    NEW_LAYER,\n\1", text)
+    assert count == 1
+    (folder / "train_unet.cu").write_text(text)
+    return folder / "train_unet.cu"
+
+
+def flags(makefile: Path, name: str) -> list[str]:
+    """The compiler's flags in a variable of a makefile: those that are the same on every machine."""
+    (line,) = re.findall(rf"^{name} = (.*)$", makefile.read_text(), re.MULTILINE)
+    return re.sub(r"\$\(.*\)", "", line).split()
+
+
+def places(messages: str) -> dict[str, set[str]]:
+    """Where a compiler missed a new word: enumeration -> functions. Its messages name the function first, then the word."""
+    found: dict[str, set[str]] = {}
+    function = ""
+    for line in messages.splitlines():
+        if heading := re.search(r"In (?:static |lambda )?(?:member )?(?:function|instantiation of) '(.*)'", line):
+            (function,) = re.findall(r"(\w+)(?:<.*?>)?\(", heading[1])[:1] or ["?"]
+        elif word := re.search(r"error: enumeration value 'NEW_(\w+)' not handled in switch", line):
+            found.setdefault(word[1], set()).add(function)
+    return found
+
+
+def test_the_compiler_names_all_places(source: Path) -> None:
+    warnings = flags(ROOT / "dev/cpu.mk", "WARNINGS")
+    command = [os.environ.get("CXX", "g++"), "-x", "c++", "-std=c++20", "-fsyntax-only", *warnings, str(source)]
+    if "Free Software Foundation" not in subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("the messages are g++'s")
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
+    assert done.returncode != 0
+    assert places(done.stderr) == PLACES
+    assert "OPS[kind] must be the row of that kind" in done.stderr  # a kind of layer without its row
+
+
+def test_a_norm_of_a_layer_without_sums(tmp_path: Path) -> None:
+    """A kind of layer that does not say that it sums its channels, in front of a group norm."""
+    text = copy_sources(tmp_path)
+    text, count = re.subn(r"(\.kind = DOWNSAMPLE,[^}]*?),\s*\.sums = true", r"\1", text)
+    assert count == 1
+    (tmp_path / "train_unet.cu").write_text(text)
+    command = [os.environ.get("CXX", "g++"), "-x", "c++", "-std=c++20", "-O0", "-w", "train_unet.cu", "-o", "changed"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    flags = "--preset fashion32 --num_channels 32 --channel_mult 1,2 --conv_resample False --max_steps 1 --output_dir out".split()
+    done = subprocess.run(["./changed", *flags, "--data_file", ROOT / "data/fashion32.bin"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "a tensor whose layer leaves no sums of its channels" in done.stderr + done.stdout
