@@ -265,11 +265,11 @@ BACKENDS: dict[str, Callable] = {
 
 
 # ======================================================================================================================
-# exported networks: inputs x (B, C, H, W), timesteps (B) and, of a conditional model, y (B) and values (B, cond_dim); the output is the
+# exported networks: inputs x (B, C, H, W), timesteps (B) and, of a conditional model, y (B), values (B, cond_dim) and cond (B, cond_channels, H, W); the output is the
 # network's own (B, out_channels, H, W), as UNetModel.forward's, in PyTorch's layout. The sampler stays outside.
 
 
-INPUTS = {"x": np.float32, "timesteps": np.float32, "y": np.int32, "values": np.float32}
+INPUTS = {"x": np.float32, "timesteps": np.float32, "y": np.int32, "values": np.float32, "cond": np.float32}
 
 
 def example_inputs(config: Config, batch: int) -> dict[str, torch.Tensor]:
@@ -278,6 +278,8 @@ def example_inputs(config: Config, batch: int) -> dict[str, torch.Tensor]:
         inputs["y"] = torch.zeros(batch, dtype=torch.int64)
     if config.cond_dim:
         inputs["values"] = torch.zeros(batch, config.cond_dim)
+    if config.cond_channels:
+        inputs["cond"] = torch.zeros(batch, config.cond_channels, *config.image_size)
     return inputs
 
 

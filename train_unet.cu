@@ -4,109 +4,109 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    189  Part I. The program
-//    192     1. Types at the interface: what operations are called with
-//    489     2. The interface: all that the program asks of a device
-//    766     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    857     4. Configuration: flags, presets, help, what can work and what cannot
-//   1497     5. The network: a list of layers, made of guided-diffusion's flags
-//   2294     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2533     7. Forward and backward: two walks over the list
-//   2648     8. Diffusion: noise schedules, objectives, samplers
-//   2874         the level of a training sample, drawn, and its share of the loss
-//   3179         samplers
-//   3693     9. Data: .bin files that may be larger than memory, the order of their images
-//   4030    10. Model files: weights and checkpoints, initial weights
-//   4367    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4382         the learning rate, the verdict on a step, averages of the weights
-//   4464         what a trainer holds
-//   4581         a step
-//   4826    12. A run: log, guard, checkpoints, resume, samples
-//   4851         the log in memory, as the page shows it
-//   4959         what a run holds
-//   5026         the log and the status line
-//   5211         checkpoints, snapshots and grids
-//   5433         the start of a run: new, from a file's weights, or resumed
-//   5610         the loop over the steps
-//   5722         a run from its first to its last line
-//   5869         samples, without a run
-//   6046    13. main: the command line, then a run or samples
-//   6285         what ranks must have in common
-//   6350         main
-//   6471  Part II. The device
-//   6474    14. What all devices share: elements, nonlinearities, patches of pixels
-//   6543    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6611    16. The GPU: what all kernels share
-//   6675         Launches, which may overlap
-//   6717         Decisions: what kernels are chosen with
-//   6761         Single instructions: shared memory, mbarriers, clusters
-//   6845         Activations: pieces of 16 bytes
-//   7109         each_kernel: a thread for an element
-//   7123         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7276         Swizzle: how rows lie in shared memory
-//   7294         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7473         building blocks of Hopper's kernels (sm_90a)
-//   7736    17. Small operations: resampling, embeddings, diffusion
-//   7739         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   7924         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8266         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8668    18. Group norm
-//   8671         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9180         groupnorm_backward_whole: an image's slab in shared memory
-//   9537    19. Attention
-//   9640         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10157         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10292         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  10950    20. Convolution
-//  10985         ConvOut: results, 4 channels of a pixel at a time
-//  11213         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11273         conv_halo: 3x3, stride 1, any GPU
-//  11664         conv_gather: any kernel size and stride, any GPU
-//  11915         conv_few: the first and the last layer
-//  12084         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12639         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12738         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13137         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13514         conv_weight_tma: weight gradients (sm_90a)
-//  13793    21. The optimiser
-//  13796         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14015    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14018         groupnorm_backward
-//  14152         attention: forward and, where a has dout, backward
-//  14213         convolution: forward and input gradient
-//  14625         convolution: weight gradients
-//  14943    23. The GPU: memory, copies, repeated work
-//  15157    24. Between ranks: from device to device
+//    190  Part I. The program
+//    193     1. Types at the interface: what operations are called with
+//    490     2. The interface: all that the program asks of a device
+//    776     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    868     4. Configuration: flags, presets, help, what can work and what cannot
+//   1529     5. The network: a list of layers, made of guided-diffusion's flags
+//   2334     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2573     7. Forward and backward: two walks over the list
+//   2688     8. Diffusion: noise schedules, objectives, samplers
+//   2914         the level of a training sample, drawn, and its share of the loss
+//   3219         samplers
+//   3759     9. Data: .bin files that may be larger than memory, the order of their images
+//   4172    10. Model files: weights and checkpoints, initial weights
+//   4507    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4522         the learning rate, the verdict on a step, averages of the weights
+//   4604         what a trainer holds
+//   4727         a step
+//   5007    12. A run: log, guard, checkpoints, resume, samples
+//   5032         the log in memory, as the page shows it
+//   5140         what a run holds
+//   5207         the log and the status line
+//   5392         checkpoints, snapshots and grids
+//   5616         the start of a run: new, from a file's weights, or resumed
+//   5794         the loop over the steps
+//   5906         a run from its first to its last line
+//   6069         samples, without a run
+//   6220    13. main: the command line, then a run or samples
+//   6478         what ranks must have in common
+//   6545         main
+//   6667  Part II. The device
+//   6670    14. What all devices share: elements, nonlinearities, patches of pixels
+//   6739    15. The CPU: the device is the host; operations are in dev/reference.h
+//   6807    16. The GPU: what all kernels share
+//   6871         Launches, which may overlap
+//   6913         Decisions: what kernels are chosen with
+//   6957         Single instructions: shared memory, mbarriers, clusters
+//   7041         Activations: pieces of 16 bytes
+//   7305         each_kernel: a thread for an element
+//   7319         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7472         Swizzle: how rows lie in shared memory
+//   7490         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7669         building blocks of Hopper's kernels (sm_90a)
+//   7932    17. Small operations: resampling, embeddings, diffusion
+//   7935         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8129         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8471         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   8890    18. Group norm
+//   8893         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9402         groupnorm_backward_whole: an image's slab in shared memory
+//   9759    19. Attention
+//   9862         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10379         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10514         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11172    20. Convolution
+//  11207         ConvOut: results, 4 channels of a pixel at a time
+//  11435         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11495         conv_halo: 3x3, stride 1, any GPU
+//  11886         conv_gather: any kernel size and stride, any GPU
+//  12137         conv_few: the first and the last layer
+//  12306         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  12861         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  12960         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13359         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  13736         conv_weight_tma: weight gradients (sm_90a)
+//  14015    21. The optimiser
+//  14018         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14237    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14240         groupnorm_backward
+//  14374         attention: forward and, where a has dout, backward
+//  14435         convolution: forward and input gradient
+//  14847         convolution: weight gradients
+//  15165    23. The GPU: memory, copies, repeated work
+//  15379    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6467, run_program 6408, train 5826, run_step 5658, train_step 4764, load_batch 3991;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15067):
-//     step_gradients 4669: draw_levels 8278, forward_and_loss 4587, q_sample_forward 8370, unet_forward 2557,
-//     forward_layer 2546 (by the layer's row of OPS 1905), loss_forward_backward 8479, unet_backward 2620,
-//     sum_gradients 13842;
-//     judge_step 13889, update_slice 4731, adamw_update 13993, next_step 13895, record_step 13900;
-//     later collect_steps 5614
-//   pictures, from noise: sample_batch 3610, plan_route 3411, device_step 3454, euler_step 3209 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 14512 draws all of its roads:
-//     OPS 1905, forward_conv 1808, conv_forward 14538, conv_product 14512;
-//     on Hopper pick_conv_tiles_3x3 14403, conv_tiles 13123, conv_tiles_kernel 13060, Accumulators 7685, Wgmma 7345;
-//     on any other GPU pick_conv_halo_bf16 14447, conv_halo 11651, conv_halo_kernel 11575, multiply_step 11543,
-//     multiply_tap 11520, mma 7170
-//   why several GPUs compute the bits of one: step_gradients 4669
-//   a nonlinearity beside SiLU: Nonlinearity 254, Silu 6512, with_nonlinearity 6522 (calls Silu for all but NONE);
-//     add_resblock 2090 and build_unet 2256 choose it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2790
-//   an objective: its word in common/flags.h, Frame 331, frame_of 2838, make_objective 2845;
-//     what it asks and what the answer means: edm_question 2675 beside it, ask 2693;
-//     the sigmas of its samples: has_steps_of_t 3328
-//   a kind of layer: LayerKind 1548, forward_linear 1769 and backward_linear 1773 beside it, OPS 1905,
-//     ops_are_in_order 1960, add_resblock 2090 and its like;
+//     main 6663, run_program 6603, train 6025, run_step 5842, train_step 4941, load_batch 4130;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15289):
+//     step_gradients 4847: draw_levels 8483, forward_and_loss 4765, q_sample_forward 8592, unet_forward 2597,
+//     forward_layer 2586 (by the layer's row of OPS 1942), loss_forward_backward 8701, unet_backward 2660,
+//     sum_gradients 14064;
+//     judge_step 14111, update_slice 4908, adamw_update 14215, next_step 14117, record_step 14122;
+//     later collect_steps 5798
+//   pictures, from noise: sample_batch 3676, plan_route 3451, device_step 3494, euler_step 3249 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 14734 draws all of its roads:
+//     OPS 1942, forward_conv 1842, conv_forward 14760, conv_product 14734;
+//     on Hopper pick_conv_tiles_3x3 14625, conv_tiles 13345, conv_tiles_kernel 13282, Accumulators 7881, Wgmma 7541;
+//     on any other GPU pick_conv_halo_bf16 14669, conv_halo 11873, conv_halo_kernel 11797, multiply_step 11765,
+//     multiply_tap 11742, mma 7366
+//   why several GPUs compute the bits of one: step_gradients 4847
+//   a nonlinearity beside SiLU: Nonlinearity 255, Silu 6708, with_nonlinearity 6718 (calls Silu for all but NONE);
+//     add_resblock 2128 and build_unet 2294 choose it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2830
+//   an objective: its word in common/flags.h, Frame 332, frame_of 2878, make_objective 2885;
+//     what it asks and what the answer means: edm_question 2715 beside it, ask 2733;
+//     the sigmas of its samples: has_steps_of_t 3368
+//   a kind of layer: LayerKind 1580, forward_linear 1803 and backward_linear 1807 beside it, OPS 1942,
+//     ops_are_in_order 1998, add_resblock 2128 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 223, ElementOf 6489, unpack 6868 and pack 6897, mma 7170, with_act 6730,
-//     cast_params 13905, adamw_kernel 13951, conv_product 14512, act_has_wgmma 6739; docs/READING.md says what at each
+//   an element type beside bf16: Element 224, ElementOf 6685, unpack 7064 and pack 7093, mma 7366, with_act 6926,
+//     cast_params 14127, adamw_kernel 14173, conv_product 14734, act_has_wgmma 6935; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
-//     ends in is unknown_word 977, called by who does not know it
+//     ends in is unknown_word 989, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -165,6 +165,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <memory>
 #include <numeric>
 #include <set>
 #include <span>
@@ -556,6 +557,15 @@ static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 
+// A picture as a condition: out (B, HW, C + K) = [x | cond], fp32, of x (B, HW, C) and cond (B, HW, K).
+static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K);
+// The pictures of a batch as the network reads them. They are mirrored where their images are (flip_key), and with
+// probability `dropout` one is left out: then it is zeros.
+static void take_pictures(float* cond,          // (B, H, W, K)
+                          const void* pictures, // (B, K, H, W), of 1 or 4 bytes a value
+                          bool random_flip, RandomKey flip_key, float dropout, RandomKey dropout_key, int B, int K,
+                          int H, int W, int bytes);
+
 // The embeddings' path is fp32 everywhere. out = x weight^T + bias
 static void linear_forward(float* out,          // (B, Cout)
                            const float* x,      // (B, Cin)
@@ -783,6 +793,7 @@ constexpr uint32_t RANDOM_CLASS_DROPOUT = 10;
 constexpr uint32_t RANDOM_KNOWN_NOISE = 11; // --inpaint: on the part of the image that is known
 constexpr uint32_t RANDOM_BACK_NOISE = 12;  // --inpaint: to go back to an earlier step
 constexpr uint32_t RANDOM_AUGMENT = 13;
+constexpr uint32_t RANDOM_COND_DROPOUT = 14;
 
 struct Words {
     uint32_t w[4];
@@ -942,9 +953,10 @@ struct Config {
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
     int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // that the network is told
-    bool can_be_guided() const { return class_dropout > 0 && (class_cond || cond_dim > 0); }
-    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; }  // the model's own
-    bool can_churn() const { return sampler == "euler" || sampler == "heun"; }         // see S_churn
+    bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
+    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // the model's own
+    bool can_churn() const { return sampler == "euler" || sampler == "heun"; }        // see S_churn
+    int seen_channels() const { return in_channels + cond_channels; } // the network's input, and a picture beside it
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
     int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // steps of one a
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
@@ -1273,7 +1285,7 @@ static std::string parse_channel_mult(Config* c) {
 // Whether patches and levels divide the image: a patch becomes a pixel, and each further level halves the resolution.
 static std::string check_divisions(Config* c) {
     const int p = c->patch();
-    const int patch_channels = c->in_channels * p * p;
+    const int patch_channels = c->seen_channels() * p * p;
     if (patch_channels > 64)
         return wrong(c, "patch_size", text("makes %d channels of a patch, of at most 64", patch_channels));
     const int levels = (int)c->mult.size();
@@ -1354,10 +1366,27 @@ static std::string parse_values(Config* c) {
     return fits ? "" : wrong(c, "values", text("must be %d numbers with commas, or a .csv file of rows of them", K));
 }
 
+// Whether the pictures that a model is conditioned on are named, and only then. (A run's are compared with its data in
+// take_data_shape.) Returns why not, in one sentence, or "".
+static std::string check_pictures(Config* c) {
+    const bool has_file = !c->cond_file.empty();
+    if (has_file && !c->cond_channels)
+        return wrong(c, "cond_file", "this model is not conditioned on pictures (--cond_channels)");
+    if (c->cond_dropout > 0 && !c->cond_channels)
+        return wrong(c, "cond_dropout", "has nothing to leave out without --cond_channels");
+    if (c->cond_channels && c->sample && !has_file)
+        return wrong(c, "cond_file",
+                     text("must name the pictures of %d channels that the model is conditioned on", c->cond_channels));
+    if (!c->val_cond_file.empty() && c->val_data_file.empty())
+        return wrong(c, "val_cond_file", "needs --val_data_file, the images that these pictures belong to");
+    return "";
+}
+
 // Everything about a model, and samples of it, that cannot work: one sentence with what would, or "".
 static std::string check_model(Config* c) {
     std::string error = parse_model(c);
     if (error.empty()) error = parse_values(c);
+    if (error.empty()) error = check_pictures(c);
     if (!error.empty()) return error;
     // Remembers the first thing that is wrong.
     auto must = [&](bool ok, const char* name, const std::string& why) {
@@ -1405,7 +1434,7 @@ static std::string check_model(Config* c) {
         must(is_class, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
     }
     must(!c->guided() || c->can_be_guided(), "guidance_scale",
-         "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1");
+         "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1, or of --cond_dropout 0.1");
     must(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     must(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
          text("must be below --sigma_max %g", c->sigma_max));
@@ -1488,9 +1517,12 @@ static void check_run(Config* c, const std::string& where) {
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->keep_best && c->val_data_file.empty())
         refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
-    // A checkpoint keeps the path in 512 bytes, with a 0 at its end.
+    // A checkpoint keeps the path in 512 bytes, with a 0 at its end, and that of --cond_file behind it.
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
+    if (c->data_file.size() + c->cond_file.size() > 510)
+        refuse(wrong(c, "cond_file",
+                     "and --data_file are longer than the 510 bytes that a checkpoint keeps; use shorter paths"));
 }
 
 // =====================================================================================================================
@@ -1556,6 +1588,7 @@ enum LayerKind {
     ATTENTION,  // between the pixels of an image
     DOWNSAMPLE, // average pool
     UPSAMPLE,   // nearest neighbour
+    JOIN,       // puts a picture's channels (--cond_channels) behind those of the image
     PATCHES,    // --patch_size: squares of pixels become channels,
     PIXELS,     // and channels become squares of pixels
     LAYER_KINDS // how many there are
@@ -1611,6 +1644,7 @@ struct UNet {
     float* t = nullptr;      // (B)
     int* labels = nullptr;   // (B)
     float* values = nullptr; // (B, num_values): an image's own numbers, then those of its augmentation
+    float* cond = nullptr;   // (B, H, W, cond_channels): the pictures that the images are conditioned on
 
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // none: without channels
 };
@@ -1840,6 +1874,9 @@ static void backward_downsample(LayerArgs& a) { downsample_backward(a.d1, a.dout
 static void forward_upsample(LayerArgs& a) { upsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_upsample(LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 
+static void forward_join(LayerArgs& a) {
+    join_channels(a.out_fp32(), a.x_fp32(), a.net->cond, a.B, a.H * a.W, a.Cin, a.net->config.cond_channels);
+}
 static void forward_patches(LayerArgs& a) {
     const int p = a.net->config.patch();
     to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, p);
@@ -1952,6 +1989,7 @@ static constexpr Op OPS[] = {
      .backward = backward_downsample,
      .sums = true},
     {.kind = UPSAMPLE, .name = "upsample", .forward = forward_upsample, .backward = backward_upsample, .sums = true},
+    {.kind = JOIN, .name = "condition", .forward = forward_join, .fp32 = true},
     {.kind = PATCHES, .name = "patches", .forward = forward_patches, .fp32 = true},
     {.kind = PIXELS, .name = "pixels", .forward = forward_pixels, .backward = backward_pixels, .fp32 = true},
 };
@@ -2263,7 +2301,9 @@ static UNet build_unet(const Config& c) {
     const int p = c.patch();
     net.input = add_tensor(&net, H, W, c.in_channels, Element::FP32);
     int h = net.input;
-    if (p > 1) h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, c.in_channels * p * p, H / p, W / p);
+    const int seen = c.seen_channels();
+    if (c.cond_channels) h = add_layer(&net, {.kind = JOIN, .name = "condition", .x1 = h}, seen, H, W);
+    if (p > 1) h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, seen * p * p, H / p, W / p);
     const std::vector<int> skips = add_input_blocks(&net, h);
     h = skips.back();
     const int middle = net.tensor(h).C; // the lowest level's channels
@@ -2552,8 +2592,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
 }
 
 // The forward pass: net's output (B, H, W, out_channels), from its input, net->t (B) and, if the model is told of them,
-// net->labels (B) and net->values (B, num_values). The embedding's layers come first in the list. They are computed
-// beside the layers that follow, up to the first one that reads the embedding.
+// net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers come
+// first in the list. They are computed beside the layers that follow, up to the first one that reads the embedding.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
     const int reader = first_emb_reader(net);
@@ -3527,6 +3567,8 @@ struct Sampler {
     int* labels;                   // (device) (B)
     float* values;                 // (device) (B, num_values); null: there are none
     std::vector<float> value_rows; // rows of cond_dim numbers, which the images take in turns
+    float* cond;                   // (device) (B, H, W, cond_channels); null: there are none
+    std::vector<float> pictures;   // on the host: (count, H, W, cond_channels), which the images take in turns
     // With --start_from and --inpaint, on the host: the images (count, H, W, C) and masks, which take turns.
     std::vector<float> images, masks;
     float *known, *mask; // (device) with --inpaint: those of a batch (B, H, W, C)
@@ -3545,6 +3587,7 @@ static Sampler make_sampler(const Config& c, int B) {
     s.labels = device_alloc<int>(B);
     if (c.num_values() > 0) s.values = device_alloc<float>((size_t)B * c.num_values());
     s.value_rows = c.value_rows;
+    if (c.cond_channels > 0) s.cond = device_alloc<float>((size_t)B * c.H * c.W * c.cond_channels);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     // --dynamic_threshold q: the limit is the value of rank ceil(q n) among an image's n values, counted from 1.
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
@@ -3572,15 +3615,38 @@ static std::span<const float> values_of_image(const Config& c, const Sampler& s,
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
 }
 
-// Puts the numbers of images first .. first + B - 1 where the network reads them. The rest is zeros: the numbers of an
-// augmentation, which say that there is none, and with guidance the rows of the second copy, which stand for no
-// numbers.
+// With guidance the batch holds every image twice, and the network answers for the second copy without the condition:
+// without all that it has learnt to do without. These three put the condition of images first .. first + B - 1 where
+// the network reads it.
+
+static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int copies) {
+    std::vector<int> labels(B * copies);
+    for (int i = 0; i < B * copies; i++) {
+        const bool left_out = i >= B && c.null_class();
+        labels[i] = left_out ? c.num_classes : class_of_image(c, first + i % B); // num_classes stands for no class
+    }
+    copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
+}
+
+// The rest of a row is zeros: the numbers of an augmentation, which say that there is none.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
-    for (int b = 0; b < B && c.cond_dim > 0; b++)
-        std::ranges::copy(values_of_image(c, *s, first + b), values.begin() + b * row_size);
+    for (int i = 0; i < B * copies && c.cond_dim > 0; i++) {
+        const bool left_out = i >= B && c.class_dropout > 0; // then they are zeros
+        if (!left_out) std::ranges::copy(values_of_image(c, *s, first + i % B), values.begin() + i * row_size);
+    }
     copy_to_device(s->values, values.data(), values.size() * sizeof(float));
+}
+
+static void put_pictures(const Config& c, Sampler* s, int64_t first, int B, int copies) {
+    const size_t n = (size_t)c.H * c.W * c.cond_channels;
+    const std::vector<float> nothing(n);
+    for (int i = 0; i < B * copies; i++) {
+        const bool left_out = i >= B && c.cond_dropout > 0;
+        const float* const picture = &s->pictures[(first + i % B) * n % s->pictures.size()];
+        copy_to_device(s->cond + i * n, left_out ? nothing.data() : picture, n * sizeof(float));
+    }
 }
 
 // With --start_from or --inpaint: puts the images that a batch begins with, or keeps, where the network reads and
@@ -3617,13 +3683,13 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     float* const out = tensor_data<float>(net, net->output);
 
     // What the network is told, and the images or the noise that it begins with.
-    std::vector<int> labels(B * copies, c.num_classes); // num_classes stands for no class
-    for (int b = 0; b < B; b++) labels[b] = class_of_image(c, first + b);
-    copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
+    put_labels(c, s, first, B, copies);
     if (c.num_values() > 0) put_values(c, s, first, B, copies);
+    if (c.cond_channels > 0) put_pictures(c, s, first, B, copies);
     net->t = s->t;
     net->labels = s->labels;
     net->values = s->values;
+    net->cond = s->cond;
     if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
     const bool adds = !s->images.empty(); // noise to the images
@@ -3736,14 +3802,18 @@ struct Dataset : InputFile {
     std::vector<uint32_t> image_crc; // (N), or empty: not known
     int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
     std::string error;               // why an image could not be used
+    std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte at which it begins in the file
     // In a batch labels follow the images, at a multiple of 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
-    size_t batch_bytes(int B, const Config& c) const {
+    size_t pictures_at(int B, const Config& c) const {                       // and pictures follow the numbers
         return values_at(B) + (size_t)B * c.num_values() * sizeof(float);
+    }
+    size_t batch_bytes(int B, const Config& c) const {
+        return pictures_at(B, c) + (cond ? B * cond->image_bytes() : 0);
     }
     // Behind the images come labels, numbers, names and checksums, all in words of 4 bytes. How many there are:
     size_t label_words() const { return classes > 0 ? count : 0; }
@@ -3753,6 +3823,11 @@ struct Dataset : InputFile {
         return label_words() + value_words() + name_bytes / 4 + checksums;
     }
 };
+
+// Whether no value is infinite or NaN.
+static bool all_finite(const float* v, size_t n) {
+    return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
+}
 
 // Reads image i into memory at `to`. Result: whether it could be read, and is what it was and should be; if not,
 // d->error says why.
@@ -3879,6 +3954,20 @@ static Dataset open_dataset(const std::string& path) {
     return d;
 }
 
+// Opens the pictures that the images of d are conditioned on. flag: the one that names the file; path: "": there are
+// none.
+static void open_pictures(Dataset* d, const char* flag, const std::string& path) {
+    if (path.empty()) return;
+    d->cond = std::make_shared<Dataset>(open_dataset(path));
+    const Dataset& cond = *d->cond;
+    must(cond.count == d->count, text("--%s %s", flag, path.c_str()),
+         text("has %ld pictures, and %s has %ld images; each image needs its own, in the same order", cond.count,
+              d->path.c_str(), d->count));
+    must(cond.H == d->H && cond.W == d->W, text("--%s %s", flag, path.c_str()),
+         text("its pictures are %dx%d, and the images of %s %dx%d; prepare_data.py --image_size makes them fit", cond.H,
+              cond.W, d->path.c_str(), d->H, d->W));
+}
+
 // --- a folder of pictures: its data file lies beside it, PICTURES.bin beside PICTURES
 
 static std::string data_file_beside(const std::string& folder) {
@@ -3972,6 +4061,39 @@ static void take_data_dir(Config* c, const std::string& where) {
     c->on_command_line.erase("data_dir");
 }
 
+// Reads the first images of a data file, at most so many: (count, H, W, C) in [-1, 1]. A mask has one channel, which is
+// repeated for all C. flag: the one that names the file.
+static std::vector<float> first_images(Dataset d, const char* flag, int C, int most) {
+    const int HW = d.H * d.W;
+    const int count = (int)std::min<int64_t>(d.count, most);
+    std::vector<uint8_t> image(d.image_bytes()); // (C, H, W), as the file has it
+    std::vector<float> images;
+    for (int i = 0; i < count; i++) {
+        // From (C, H, W) to (H, W, C), and from 0 ... 255 to [-1, 1].
+        if (!read_image(&d, i, image.data())) refuse(d.error);
+        for (int element = 0; element < HW * C; element++) { // of the image as (H, W, C)
+            const int pixel = element / C;
+            const int channel = element % C % d.C; // a mask's only one is repeated
+            const int source = channel * HW + pixel;
+            const float value = image_value(image.data(), d.bytes, source);
+            images.push_back(value);
+            if (!std::isfinite(value))
+                die("--%s %s: image %d holds a value that is not finite; make the file again", flag, d.path.c_str(), i);
+        }
+    }
+    return images;
+}
+
+// The same, of a file that is opened for this alone. channels: how many it must have.
+static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels, int C) {
+    const Dataset d = open_dataset(path);
+    const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
+    if (!fits)
+        die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(),
+            d.H, d.W, d.C, c.H, c.W, channels);
+    return first_images(d, flag, C, c.sample);
+}
+
 // The first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see step_gradients.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
@@ -3983,10 +4105,27 @@ static int64_t image_at_position(const Dataset& d, const Config& c, bool trainin
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
+// Reads the picture that image i is conditioned on into memory at `to`. Result: as of read_image.
+static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
+    Dataset* const cond = d->cond.get();
+    if (!read_image(cond, i, to)) {
+        d->error = cond->error;
+        return false;
+    }
+    bool finite = true;
+    const size_t values = cond->image_bytes() / cond->bytes;
+    for (size_t k = 0; k < values; k++) finite = finite && std::isfinite(image_value(to, cond->bytes, k));
+    if (finite) return true;
+    d->error = cond->path + text(": image %ld holds a value that is not finite; make the file again", i);
+    if (world.size > 1) refuse(d->error); // as read_image does
+    return false;
+}
+
 // Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, num_values), of which those
-// of an augmentation are still zeros. It is of B samples, at positions first .. first + B - 1 of the stream, of which
-// `own` are this rank's. In training these are its microbatches, one behind the other, and some images lose their class
-// and their numbers (--class_dropout); else they are all.
+// of an augmentation are still zeros, and the pictures (own, K, H, W) that the images are conditioned on. It is of B
+// samples, at positions first .. first + B - 1 of the stream, of which `own` are this rank's. In training these are its
+// microbatches, one behind the other, and some images lose their class and their numbers (--class_dropout); else they
+// are all.
 // Result: whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
@@ -4000,19 +4139,22 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
         for (int k = 0; k < own; k++) {
             const int64_t i = image(d->asked + sample(k));
-            posix_fadvise(d->file, d->image_at(i), d->image_bytes(), POSIX_FADV_WILLNEED);
+            for (const Dataset* file : {d, d->cond.get()})
+                if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
         }
 
     // The host's side of the upload is filled again when the batch before has left it.
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
     float* values = (float*)(batch->host + d->values_at(own));
+    uint8_t* pictures = batch->host + d->pictures_at(own, c);
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0); // a random word below it: no class
     const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own; k++) {
         const int64_t b = sample(k);
         const int64_t i = image(first + b);
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
+        if (d->cond && !read_picture(d, i, pictures + k * d->cond->image_bytes())) return false;
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
         const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);
         const bool left_out = random.w[0] < classless;
@@ -4066,7 +4208,8 @@ constexpr int SLOT_P_MEAN = 52;
 constexpr int SLOT_P_STD = 53;
 constexpr int SLOT_PATCH_SIZE = 56;
 constexpr int SLOT_COND_DIM = 58;
-constexpr int SLOT_UNUSED = 60; // up to SLOT_STEP
+constexpr int SLOT_COND_CHANNELS = 60;
+constexpr int SLOT_UNUSED = 62; // up to SLOT_STEP
 // From here on slots are about a run. But for the first two they are used with HAS_TRAINING alone.
 constexpr int SLOT_STEP = 64; // 8 bytes
 constexpr int SLOT_SEED = 66; // 8 bytes
@@ -4083,8 +4226,9 @@ constexpr int SLOT_GUARD = 88;      // 40 bytes
 constexpr int SLOT_EMAS = 98;       // how many averages there are beside the first; their rates follow
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: its flags
-constexpr int SLOT_ECT_END = 113;   // from here on, unused
-constexpr int SLOT_PATH = 128;      // 512 bytes: data_file
+constexpr int SLOT_ECT_END = 113;   // the first slot behind them
+constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; from the next one on, unused
+constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
 constexpr int MOST_LEVELS = 8;      // of a model, and of its attention_resolutions
 
 // The objective that a header names; "": the file is damaged.
@@ -4201,7 +4345,8 @@ static void check_unused_slots(const ModelFile& m) {
     if (training) unused(SLOT_UNUSED_TOO, SLOT_GUARD);
     else unused(SLOT_BATCH_SIZE, 256);
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
-    unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_PATH);
+    unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
+    unused(s[SLOT_COND_CHANNELS] ? SLOT_COND_CRC + 1 : SLOT_COND_CRC, SLOT_PATH);
 }
 
 // Opens a model file and checks all that can be checked without its network.
@@ -4282,11 +4427,6 @@ static void check_size(const ModelFile& m, const UNet& net) {
         holds = size_fits && s[4] == net.config.out_channels();
     }
     if (!holds) die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
-}
-
-// Whether no value is infinite or NaN.
-static bool all_finite(const float* v, size_t n) {
-    return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
 // How n floats are shared by ranks (see Slice), and which part is this rank's. A rank alone has all, in one segment.
@@ -4495,6 +4635,9 @@ struct Trainer {
     Augmentation* augmentations; // (micro); null: images are taken as they are
     float* canvas;               // (micro, C, fine_size(H), fine_size(W)), see augment_images
     float* augmented;            // (micro, C, H, W)
+    // --cond_channels
+    float* cond;           // (micro, H, W, K): the pictures as the network reads them; null: there are none
+    float* augmented_cond; // (micro, K, H, W), with --augment
     // --objective ect
     NoiseLevel* teachers; // (micro); null: nobody is tuned
     float* teacher_t;     // (micro)
@@ -4557,11 +4700,14 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.t = device_alloc<float>(samples);
     tr.quarters = device_alloc<int>(samples);
     if (c.augment > 0) {
-        const size_t planes = (size_t)tr.net.B * c.in_channels;
+        const size_t pixels = (size_t)tr.net.B * c.H * c.W;
+        const size_t planes = (size_t)tr.net.B * std::max(c.in_channels, c.cond_channels); // of one of them at a time
         tr.augmentations = device_alloc<Augmentation>(tr.net.B);
         tr.canvas = device_alloc<float>(planes * fine_size(c.H) * fine_size(c.W));
-        tr.augmented = device_alloc<float>(planes * c.H * c.W);
+        tr.augmented = device_alloc<float>(pixels * c.in_channels);
+        if (c.cond_channels) tr.augmented_cond = device_alloc<float>(pixels * c.cond_channels);
     }
+    if (c.cond_channels) tr.cond = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.cond_channels);
     if (tr.objective.tuning.on()) {
         tr.objective.tuning.step = &tr.state->step;
         tr.teachers = device_alloc<NoiseLevel>(tr.net.B);
@@ -4579,6 +4725,38 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a step
+
+// The images of a batch, or the pictures that they are conditioned on, on the device.
+struct Pixels {
+    const void* data; // (B, channels, H, W)
+    int bytes;        // of a value, 1 or 4
+};
+
+// --augment: changes B images of this many channels. The changes are a function of the key alone, so the pictures
+// beside the images change as they do. told: the first image's numbers of its change. out: where the result goes.
+static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int channels, int B, RandomKey key) {
+    const Config& c = tr->net.config;
+    if (!c.augment) return images;
+    key.purpose = RANDOM_AUGMENT;
+    augment_images(out, tr->augmentations, tr->canvas, told, c.num_values(), images.data, c.augment, key, B, channels,
+                   c.H, c.W, images.bytes);
+    return Pixels{out, sizeof(float)};
+}
+
+// Puts B pictures where the network reads them (net->cond). In training they are mirrored as the images are, and some
+// are left out.
+static void show_pictures(Trainer* tr, Pixels pictures, int B, RandomKey key, bool training) {
+    const Config& c = tr->net.config;
+    RandomKey flip_key = key;
+    RandomKey dropout_key = key;
+    flip_key.purpose = RANDOM_FLIP;
+    dropout_key.purpose = RANDOM_COND_DROPOUT;
+    const bool flips = training && c.random_flip;
+    const float dropout = training ? c.cond_dropout : 0;
+    take_pictures(tr->cond, pictures.data, flips, flip_key, dropout, dropout_key, B, c.cond_channels, c.H, c.W,
+                  pictures.bytes);
+    tr->net.cond = tr->cond;
+}
 
 // The loss of samples first .. first + B - 1 of a step, whose images these are (of 1 or 4 bytes a value), whose levels
 // are drawn, and whose labels and numbers net has. Leaves the loss in tr->loss + first and its gradient in
@@ -4687,18 +4865,17 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             mark({"draw t, noise; q_sample"});
             meet(); // everyone has read received, and it is free again
         }
-        const void* micro_images = batch.device + k * B * tr->data.image_bytes();
-        int bytes = tr->data.bytes; // of a value
         tr->net.labels = labels + k * B;
         tr->net.values = values + (size_t)k * B * c.num_values();
-        if (c.augment > 0) {
-            const RandomKey augment_key{seed, RANDOM_AUGMENT, step, first};
-            augment_images(tr->augmented, tr->augmentations, tr->canvas, tr->net.values + c.cond_dim, c.num_values(),
-                           micro_images, c.augment, augment_key, B, c.in_channels, c.H, c.W, bytes);
-            micro_images = tr->augmented;
-            bytes = sizeof(float);
+        float* const told = tr->net.values + c.cond_dim;
+        const Pixels read{batch.device + k * B * tr->data.image_bytes(), tr->data.bytes};
+        const Pixels shown = augmented(tr, tr->augmented, read, told, c.in_channels, B, key);
+        if (const Dataset* const cond = tr->data.cond.get()) {
+            const Pixels pictures{batch.device + tr->data.pictures_at(images, c) + k * B * cond->image_bytes(),
+                                  cond->bytes};
+            show_pictures(tr, augmented(tr, tr->augmented_cond, pictures, told, c.cond_channels, B, key), B, key, true);
         }
-        forward_and_loss(tr, tr->objective, micro_images, bytes, first, B, key, dropout, true);
+        forward_and_loss(tr, tr->objective, shown.data, shown.bytes, first, B, key, dropout, true);
 
         // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
         int unsent = own.segments; // those behind have been sent to their owners
@@ -4808,6 +4985,10 @@ static double validation_loss(Trainer* tr, Dataset* val) {
             draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
             tr->net.labels = (int*)(batch.device + val->labels_at(B));
             tr->net.values = (float*)(batch.device + val->values_at(B));
+            if (val->cond) {
+                const Pixels pictures{batch.device + val->pictures_at(B, c), val->cond->bytes};
+                show_pictures(tr, pictures, B, key, false);
+            }
             forward_and_loss(tr, objective, batch.device, val->bytes, first, B, key, Dropout{}, false);
             release(&batch);
         }
@@ -5347,7 +5528,9 @@ static void save_checkpoint(Run* run) {
     // Which data the run trains on.
     h.set(SLOT_IMAGES, tr.data.count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
-    memcpy(&h.slot[SLOT_PATH], c.data_file.data(), c.data_file.size());
+    if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
+    const std::string paths = c.data_file + '\0' + c.cond_file;
+    memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
     // The rates of the averages. The first one has a slot of its own.
     h.set(SLOT_EMA_RATE, c.emas[0]);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
@@ -5601,6 +5784,7 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count, doubt,
            steps_an_epoch, c.batch_size, c.output_dir.c_str());
+    if (data.cond) printf("condition: %s, pictures of %d channels\n", c.cond_file.c_str(), c.cond_channels);
     const int C = c.in_channels;
     if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
     fflush(stdout);
@@ -5724,7 +5908,7 @@ static void save_at_the_end(Run* run) {
 // Opens --val_data_file, if there is one, and checks that its images are like those of the training data.
 static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (c.val_data_file.empty()) return Dataset{};
-    const Dataset val = open_dataset(c.val_data_file);
+    Dataset val = open_dataset(c.val_data_file);
     if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
         die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W,
             val.C, data.H, data.W, data.C);
@@ -5736,6 +5920,15 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (val.count && c.class_cond && !labels_fit)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
+    if (c.cond_channels && c.val_cond_file.empty())
+        die("--val_data_file %s: needs --val_cond_file, the pictures that its images are conditioned on",
+            val.path.c_str());
+    if (!c.cond_channels && !c.val_cond_file.empty())
+        die("--val_cond_file %s: this model is not conditioned on pictures (--cond_channels)", c.val_cond_file.c_str());
+    open_pictures(&val, "val_cond_file", c.val_cond_file);
+    if (val.cond && val.cond->C != c.cond_channels)
+        die("--val_cond_file %s: has pictures of %d channels and the model takes --cond_channels %d",
+            c.val_cond_file.c_str(), val.cond->C, c.cond_channels);
     return val;
 }
 
@@ -5745,6 +5938,12 @@ static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!s->value_rows.empty()) return;
     const int64_t rows = std::min<int64_t>(d.count, c.num_samples);
     s->value_rows.assign(d.values.begin(), d.values.begin() + rows * c.cond_dim);
+}
+
+// The images of a run's grids are conditioned on the first pictures of the validation data or, without it, of the data.
+static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
+    const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
+    if (c.cond_channels) s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
 }
 
 // Makes the output folder ready, at rank 0: from now on it is this run's alone.
@@ -5833,6 +6032,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     Trainer& tr = run.trainer;
     run.sampler = make_sampler(c, tr.net.B);
     take_values_of_data(c, &run.sampler, val.count ? val : data);
+    take_pictures_of_data(c, &run.sampler, val.count ? val : data);
     print_start(c, tr.net, data);
     if (resume.empty()) start_weights(&tr, start);
     else restore(&run, start);
@@ -5882,36 +6082,6 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Reads up to --sample images of a data file: (count, H, W, C) in [-1, 1]. channels: how many the file must have. A
-// mask has one channel, which is repeated for all channels of the image. flag: the one that names the file.
-static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels) {
-    Dataset d = open_dataset(path);
-    const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
-    if (!fits)
-        die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(),
-            d.H, d.W, d.C, c.H, c.W, channels);
-    // Of more images than --sample only the first ones are used.
-    const int HW = c.H * c.W;
-    const int C = c.in_channels;
-    const int count = (int)std::min<int64_t>(d.count, c.sample);
-    std::vector<uint8_t> image(d.image_bytes()); // (C, H, W), as the file has it
-    std::vector<float> images;
-    for (int i = 0; i < count; i++) {
-        // From (C, H, W) to (H, W, C), and from 0 ... 255 to [-1, 1].
-        if (!read_image(&d, i, image.data())) refuse(d.error);
-        for (int element = 0; element < HW * C; element++) { // of the image as (H, W, C)
-            const int pixel = element / C;
-            const int channel = element % C % d.C; // a mask's only one is repeated
-            const int source = channel * HW + pixel;
-            const float value = image_value(image.data(), d.bytes, source);
-            images.push_back(value);
-            if (!std::isfinite(value))
-                die("--%s %s: image %d holds a value that is not finite; make the file again", flag, path.c_str(), i);
-        }
-    }
-    return images;
-}
-
 // Whether a file holds something that a user may miss if samples replace it: a model, or data that are no samples.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All our files begin with a header of 1024 bytes, and its first slot says what they are.
@@ -5951,7 +6121,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
     if (is_there) {
         must(!S_ISDIR(target.st_mode), "is a folder; name a file");
         must(S_ISREG(target.st_mode), "is there and is no usual file; choose another name");
-        for (const std::string& file : {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values}) {
+        for (const std::string& file :
+             {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values, c.cond_file}) {
             struct stat input;
             if (file.empty() || stat(file.c_str(), &input)) continue;
             // Two names may be of one file: a file is known by its device and its number there.
@@ -6006,14 +6177,17 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const int array = array_to_sample(c, model);
     float* params = device_copy(read_array(model, net, array));
 
-    // The sampler, and the images that it begins with or keeps.
+    // The sampler, and the images that it is conditioned on, begins with or keeps.
     Sampler sampler = make_sampler(c, net.B);
-    if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, c.in_channels);
+    const int C = c.in_channels;
+    const int K = c.cond_channels;
+    if (K) sampler.pictures = read_images(c, "cond_file", c.cond_file, K, K);
+    if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, C, C);
     if (!c.inpaint.empty()) {
         // The device keeps those of the batch that is drawn.
-        sampler.images = read_images(c, "inpaint", c.inpaint, c.in_channels);
-        sampler.masks = read_images(c, "mask", c.mask, 1);
-        const size_t batch_values = (size_t)net.B * c.H * c.W * c.in_channels;
+        sampler.images = read_images(c, "inpaint", c.inpaint, C, C);
+        sampler.masks = read_images(c, "mask", c.mask, 1, C);
+        const size_t batch_values = (size_t)net.B * c.H * c.W * C;
         sampler.known = device_alloc<float>(batch_values);
         sampler.mask = device_alloc<float>(batch_values);
     }
@@ -6115,11 +6289,17 @@ static void take_unet_cu_file(Config* c, const ModelFile& model) {
     }
 }
 
-// The path of the images that a checkpoint was trained on. The checkpoint may name it from a folder above its own, in
-// which the run began. So it is also looked for in the folders above the checkpoint.
-static std::string data_path_of(const ModelFile& model) {
-    const char* kept = (const char*)&model.header.slot[SLOT_PATH];
-    const std::string data_file(kept, strnlen(kept, 512));
+// The paths that a checkpoint keeps, of --data_file and --cond_file; "": none.
+static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
+    const std::string kept((const char*)&model.header.slot[SLOT_PATH], 512);
+    const std::string data_file = kept.substr(0, kept.find('\0'));
+    const std::string rest = kept.substr(std::min<size_t>(data_file.size() + 1, 512));
+    return {data_file, rest.substr(0, rest.find('\0'))};
+}
+
+// Where a file lies that a checkpoint names. It may be named from a folder above the checkpoint's own, in which the run
+// began. So it is also looked for in the folders above the checkpoint.
+static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
     while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) { // up to the root
@@ -6138,8 +6318,11 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
     // Random draws depend on the seed and the step, so the run goes on with the draws that it would have had.
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
     take_from_file(c, model.path, "seed", std::to_string(seed));
-    const std::string data_path = data_path_of(model);
+    const auto [data_file, cond_file] = kept_paths(model);
+    const std::string data_path = find_data(model, data_file);
+    const std::string cond_path = find_data(model, cond_file);
     if (!data_path.empty() && !c->given("data_file")) take_from_file(c, model.path, "data_file", data_path);
+    if (!cond_path.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_path);
 }
 
 // Takes the flags that a header has as lists or in two slots (is_parsed).
@@ -6219,6 +6402,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
         if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
             c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
         if (!c->given("in_channels")) c->in_channels = d.C;
+        if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
         if (!c->chosen("num_classes")) c->num_classes = d.classes;
     }
     auto must = [&](bool ok, const char* flag, const std::string& why) {
@@ -6237,6 +6421,10 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     must(d.K == c->cond_dim || !c->cond_dim, "cond_dim",
          c->data_file + (d.K ? text(" has %d numbers an image", d.K)
                              : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
+    must(d.cond || !c->cond_channels, "cond_channels", "needs --cond_file, a picture for each of the images");
+    must(!d.cond || d.cond->C == c->cond_channels, "cond_file",
+         text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
+              c->cond_channels));
     if (!c->class_cond) return;
     must(d.classes <= c->num_classes, "num_classes", c->data_file + text(" has labels of %d classes", d.classes));
     must(!d.labels.empty(), "class_cond",
@@ -6279,6 +6467,11 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     if (!(same_count && same_content) && !c.given("data_file"))
         die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it",
             c.data_file.c_str(), m.path.c_str());
+    const bool same_pictures = !d.cond || m.header.get<uint32_t>(SLOT_COND_CRC) == d.cond->header_crc;
+    if (!same_pictures && !c.given("cond_file"))
+        die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
+            "go on with it",
+            c.cond_file.c_str(), m.path.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6326,14 +6519,16 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     mine += describe_input("file of weights (--init, --resume_checkpoint)", weights);
     mine += describe_input("--data_file", training ? c.data_file : "");
     mine += describe_input("--val_data_file", training ? c.val_data_file : "");
+    mine += describe_input("--cond_file", c.cond_file);
+    mine += describe_input("--val_cond_file", training ? c.val_cond_file : "");
     mine += describe_input("--start_from", c.start_from);
     mine += describe_input("--inpaint", c.inpaint);
     mine += describe_input("--mask", c.mask);
     // Inputs are compared above, by their content. The other flags here may differ: each machine has its own devices
     // and folders, and only rank 0 writes.
     mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
-    const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "start_from",
-                                          "inpaint", "mask",      "values"};
+    const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "cond_file", "val_cond_file",
+                                          "inpaint", "mask",      "values",        "start_from"};
     const std::set<std::string> may_differ = {"device", "output", "output_dir"};
     for (const Flag& f : FLAGS) {
         const std::string name = f.name;
@@ -6456,6 +6651,7 @@ static int run_program(int argc, char** argv) {
     if (!c.data_dir.empty()) take_data_dir(&c, where);
     check_run(&c, where);
     if (!data.size) data = open_dataset(c.data_file);
+    open_pictures(&data, "cond_file", c.cond_file);
     take_data_shape(&c, data, where);
     if (resumes) check_resume(c, model, data);
     compare_ranks(c, model.path);
@@ -7920,6 +8116,15 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
     each(n, [=] __device__(size_t i) { out[i] = x[place_in_patches(i, H, W, C, p)]; });
 }
 
+// [x | cond]. A thread writes an element.
+static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K) {
+    each((size_t)B * HW * (C + K), [=] __device__(size_t i) {
+        const size_t pixel = i / (C + K);
+        const int channel = (int)(i % (C + K));
+        out[i] = channel < C ? x[pixel * C + channel] : cond[pixel * K + channel - C];
+    });
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
 // Used when: the embedding of t and of the class goes to every residual block.
@@ -8361,6 +8566,23 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
             float& v = out[(size_t)b * per_sample + e + k];
             v = scale * z[k] + (add ? v : 0.0f);
         }
+    });
+}
+
+// The pictures beside the images. A thread writes an element of (B, H, W, K).
+static void take_pictures(float* cond, const void* pictures, bool random_flip, RandomKey flip_key, float dropout,
+                          RandomKey dropout_key, int B, int K, int H, int W, int bytes) {
+    const uint32_t threshold = dropout_threshold(dropout);
+    each((size_t)B * H * W * K, [=] __device__(size_t i) {
+        const int k = (int)(i % K);
+        const int w = (int)(i / K % W);
+        const int h = (int)(i / K / W % H);
+        const int b = (int)(i / K / W / H);
+        const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
+        const bool left_out = threshold > 0 && random_words(dropout_key, 0, b).w[0] < threshold;
+        const int column = flip ? W - 1 - w : w;
+        const size_t place = (((size_t)b * K + k) * H + h) * W + column;
+        cond[i] = left_out ? 0.0f : image_value(pictures, bytes, place);
     });
 }
 

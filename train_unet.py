@@ -41,14 +41,14 @@ from torch import nn
 
 from common.augment import augment
 from common.config import pick_device, pick_precision, space_timesteps, value_rows
-from common.data_files import Data, open_data
+from common.data_files import Data, open_data, with_pictures
 from common.files import DataError
 from common.formats import check_conversion, convert, post_hoc_average, read_model
 from common.model import build_model, initial_weights, parameter_count, to_state_dict
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, check_model_output, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
 from common.random_numbers import (
-    BACK_NOISE, CLASS_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
+    BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
     random_words, to_normals,
 )  # fmt: skip
 from common.run_folder import RunFolder, StepResult, plot_loss, prepare_run, progress_line, run_folder
@@ -93,7 +93,8 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 # ======================================================================================================================
 # data
 
-Conditions = dict[str, torch.Tensor]  # what the model is told of the images besides, by the name of its argument: values (B, cond_dim or num_values)
+# What the model is told of the images besides, by the name of its argument: values (B, cond_dim or num_values), cond (B, cond_channels, H, W).
+Conditions = dict[str, torch.Tensor]
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", Conditions]  # x0, t, noise, labels
 
 
@@ -103,6 +104,8 @@ def to_tensors(
     """x0 (B, C, H, W) of these images, float32 in [-1, 1], and labels (B), int64, and conditions, if the model wants them."""
     labels = torch.from_numpy(data.labels[index].astype(np.int64)).to(device) if config.class_cond else None
     conditions = {"values": torch.from_numpy(data.values[index]).to(device)} if config.cond_dim else {}
+    if config.cond_channels:
+        conditions["cond"] = torch.from_numpy(data.read_pictures(index)).to(device)
     return torch.from_numpy(data.read_floats(index)).to(device), labels, conditions
 
 
@@ -118,6 +121,8 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
     if config.random_flip:
         mirror = random_words(config.seed, FLIP, step, samples, 1)[:, 0] & 1
         x0 = torch.where(mirror[:, None, None, None] == 1, x0.flip(3), x0)
+        if config.cond_channels:
+            conditions["cond"] = torch.where(mirror[:, None, None, None] == 1, conditions["cond"].flip(3), conditions["cond"])
     t = noise_levels(config, TIMESTEP, step, samples, probabilities)
     noise = normals(config.seed, NOISE, step, samples, tuple(x0.shape[1:]))
     dropped = random_words(config.seed, CLASS_DROPOUT, step, samples, 1)[:, 0] < int(config.class_dropout * 2**32)
@@ -127,8 +132,15 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
         conditions["values"] = torch.where(dropped[:, None], 0, conditions["values"])
     if config.augment > 0:
         own = [conditions["values"]] if config.cond_dim else []
-        x0, told = augment(x0, config.augment, config.seed, step, samples)
+        both = torch.cat([x0, conditions["cond"]], dim=1) if config.cond_channels else x0
+        changed, told = augment(both, config.augment, config.seed, step, samples)
+        x0, changed_cond = changed.split([config.in_channels, config.cond_channels], dim=1)
         conditions["values"] = torch.cat([*own, told], dim=1)
+        if config.cond_channels:
+            conditions["cond"] = changed_cond
+    if config.cond_channels:
+        left_out = random_words(config.seed, COND_DROPOUT, step, samples, 1)[:, 0] < int(config.cond_dropout * 2**32)
+        conditions["cond"] = torch.where(left_out[:, None, None, None], 0, conditions["cond"])
     return x0, t, noise, labels, conditions
 
 
@@ -359,7 +371,7 @@ def step_order(config: Config, n: int, first: int = 0) -> list[tuple[int, int]]:
 class Denoiser:
     """D(x; sigma) of Karras et al. 2022, of any model: what it says about x_0 in x = x_0 + sigma noise, guided and clipped. And the sampler's
     draws, which depend on the images' numbers alone, and on how often the network was asked. labels: those of config.classes, or all classes, in turns.
-    rows: of cond_dim numbers, which the images take in turns; None: those of config.values.
+    rows: of cond_dim numbers, which the images take in turns; None: those of config.values. pictures (count, cond_channels, H, W): the same.
     image, mask (B, C or 1, H, W): what is known where the mask is not above 0; None: nothing."""
 
     def __init__(
@@ -369,6 +381,7 @@ class Denoiser:
         numbers: torch.Tensor,
         labels: torch.Tensor | None = None,
         rows: list[list[float]] | None = None,
+        pictures: torch.Tensor | None = None,
     ):
         self.model, self.config, self.numbers, self.labels, self.asked = model, config, numbers, labels, 0
         self.diffusion, self.image, self.mask = Diffusion(config), None, None
@@ -380,6 +393,16 @@ class Denoiser:
         if config.cond_dim:
             table = torch.tensor(rows or value_rows(config), device=numbers.device)
             self.conditions["values"] = table[numbers % len(table)]
+        if config.cond_channels:
+            self.conditions["cond"] = pictures.to(numbers.device)[numbers % len(pictures)]
+
+    def without_condition(self) -> tuple[torch.Tensor | None, Conditions]:
+        """Labels and conditions for guidance: without all that the model has learnt to do without."""
+        config, labels = self.config, self.labels
+        if config.null_class:
+            labels = torch.full_like(labels, config.num_classes)
+        learnt = {"values": config.class_dropout > 0, "cond": config.cond_dropout > 0}
+        return labels, {name: torch.zeros_like(value) if learnt[name] else value for name, value in self.conditions.items()}
 
     def normals(self, purpose: int, step: int) -> torch.Tensor:
         seed = self.config.noise_seed if self.config.noise_seed >= 0 else self.config.seed
@@ -408,9 +431,8 @@ class Denoiser:
         self.fraction = (out[:, C:] + 1) / 2  # of the way from the smaller variance to the larger, where that is learned
         out = out[:, :C]
         if config.guidance_scale != 1:  # Ho & Salimans 2022
-            no_class = None if self.labels is None else torch.full_like(self.labels, config.num_classes)
-            nothing = {name: torch.zeros_like(value) for name, value in self.conditions.items()}
-            without = self.model(shown, t, no_class, **nothing)[:, :C]
+            labels, conditions = self.without_condition()
+            without = self.model(shown, t, labels, **conditions)[:, :C]
             out = without + config.guidance_scale * (out - without)
         x0 = level.x0_x.item() * shown + level.x0_out.item() * out
         if config.dynamic_threshold > 0:  # Saharia et al. 2022, section 2.3
@@ -511,12 +533,13 @@ def sampler_steps(D: Denoiser, x: torch.Tensor, first: int = 0) -> Iterator[tupl
 
 
 def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
-    """The images (up to most, C, H, W) of --start_from, --inpaint or --mask, in [-1, 1]; None: the flag isn't given."""
+    """The images (up to most, C, H, W) of --start_from, --inpaint, --mask or --cond_file, in [-1, 1]; None: the flag isn't given."""
     path = getattr(config, name)
     if not path:
         return None
     data = open_data(path)
-    data.check(dataclasses.replace(config, class_cond=False, in_channels=1 if name == "mask" else config.in_channels))
+    channels = {"mask": 1, "cond_file": config.cond_channels}.get(name, config.in_channels)
+    data.check(dataclasses.replace(config, class_cond=False, cond_dim=0, cond_channels=0, in_channels=channels))
     images = torch.from_numpy(data.read_floats(np.arange(min(len(data.images), most))))
     for i, image in enumerate(images):
         if not torch.isfinite(image).all():
@@ -525,20 +548,29 @@ def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def sample(model: nn.Module, config: Config, n: int, progress: bool = False, rows: list[list[float]] | None = None) -> torch.Tensor:
+def sample(
+    model: nn.Module,
+    config: Config,
+    n: int,
+    progress: bool = False,
+    rows: list[list[float]] | None = None,
+    pictures: torch.Tensor | None = None,
+) -> torch.Tensor:
     """n images (n, C, H, W) in [-1, 1], on the CPU, of a model that it leaves in eval mode. Image i depends on (seed, i) alone, not on batch_size.
-    rows: see Denoiser."""
+    rows, pictures: see Denoiser; None: those of --values and --cond_file."""
     from tqdm import tqdm  # which who only trains or times the network does without
 
     device, drawn = next(model.parameters()).device, []
     images, masks = (read_images(config, name, n) for name in ("start_from" if config.start_from else "inpaint", "mask"))
+    if config.cond_channels and pictures is None:
+        pictures = read_images(config, "cond_file", n)
     steps = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
     first = steps - max(1, math.floor(config.strength * steps + 0.5)) if config.start_from else 0  # Meng et al. 2022, "SDEdit"
     batches = torch.arange(n, device=device).split(config.batch_size)
     model.eval()
     with tqdm(total=len(batches) * len(step_order(config, steps, first)), unit="step", disable=not progress) as bar:
         for numbers in batches:
-            D = Denoiser(model, config, numbers, rows=rows)
+            D = Denoiser(model, config, numbers, rows=rows, pictures=pictures)
             x = D.start()
             if config.inpaint:
                 D.image, D.mask = images.to(device)[numbers % len(images)], masks.to(device)[numbers % len(masks)]
@@ -715,10 +747,11 @@ def read_validation_data(config: Config) -> Data | None:
     """The first images of --val_data_file, in memory."""
     if not config.val_data_file:
         return None
-    data = open_data(config.val_data_file)
+    data = with_pictures(open_data(config.val_data_file), "val_cond_file", config.val_cond_file)
     data.check(config)
     first = np.arange(min(len(data.images), VAL_IMAGES))
-    return Data(data.path, data.read(first), data.labels, values=None if data.values is None else data.values[first])
+    pictures = Data(data.pictures.path, data.pictures.read(first)) if data.pictures else None
+    return Data(data.path, data.read(first), data.labels, values=None if data.values is None else data.values[first], pictures=pictures)
 
 
 def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
@@ -727,6 +760,8 @@ def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
     print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {trainer.device}, {trainer.precision}{', compiled' * trainer.compiled}")
     unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
+    if data.pictures:
+        print(f"condition: {data.pictures.path}, pictures of {config.cond_channels} channels")
     if config.in_channels not in (1, 3):
         print(f"grids show the first of {config.in_channels} channels, in grey")
     if config.resume_checkpoint:
@@ -748,10 +783,18 @@ def grid_rows(config: Config, data: Data) -> list[list[float]]:
     return value_rows(config) if config.values else data.values[: config.num_samples].tolist()
 
 
-def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, rows: list[list[float]]) -> None:
-    """A grid of pictures by the averaged weights. rows: their numbers."""
+def grid_pictures(config: Config, data: Data) -> torch.Tensor | None:
+    """What a grid's images are conditioned on: the first pictures of the data."""
+    if not config.cond_channels:
+        return None
+    return torch.from_numpy(data.read_pictures(np.arange(min(len(data.images), config.num_samples))))
+
+
+def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data) -> None:
+    """A grid of pictures by the averaged weights, with the numbers and the pictures of this data."""
     config, step = trainer.config, trainer.state.step
-    images = sample(trainer.averaged, config, config.num_samples, rows=rows)
+    rows = grid_rows(config, data)
+    images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=grid_pictures(config, data))
     if not torch.isfinite(images).all():
         screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
     screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=value_captions(rows, len(images))))))
@@ -765,7 +808,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         start = ModelFile(start.config, start.weights_to_use(config.use_ema))
     trainer = Trainer(config, device, start)
     state, first_step = trainer.state, trainer.state.step
-    state.data_images, state.data_crc = len(data.images), data.crc
+    state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     announce(trainer, data, start)
     if first_step >= config.max_steps:
         print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
@@ -822,7 +865,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 keeper.save_snapshot(trainer.snapshot(), step)
             draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
             if draw:
-                draw_samples(trainer, folder, screen, grid_rows(config, val_data or data))
+                draw_samples(trainer, folder, screen, val_data or data)
             if not log.rows and (last or draw):
                 screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
         keeper.finish(state.step, save_rest, stop)

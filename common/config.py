@@ -58,6 +58,7 @@ def validate(config: Config) -> None:
     check_network(config)
     check_attention(config)
     check_objective(config)
+    check_pictures(config)
     check_sampling(config)
     check_run(config)
 
@@ -69,7 +70,7 @@ def check_network(config: Config) -> None:
     check(config, len(config.channel_mult) > 0, "channel_mult", f"must be given for images {height} high, such as 1,2,2")
     levels = len(config.channel_mult)
     check(config, levels <= 8, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,3,4")
-    depth, patch = config.patch * 2 ** (levels - 1), config.in_channels * config.patch**2
+    depth, patch = config.patch * 2 ** (levels - 1), config.seen_channels * config.patch**2
     check(config, patch <= 64, "patch_size", f"makes {patch} channels of a patch, of at most 64")
     wanted = f"must be a multiple of {depth}, because {levels} levels halve it {levels - 1} times{' in patches' * (config.patch > 1)}"
     check(config, height % depth == 0 and width % depth == 0, "image_size", wanted)
@@ -123,12 +124,23 @@ def check_objective(config: Config) -> None:
     check(config, not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
 
 
+def check_pictures(config: Config) -> None:
+    """Whether the pictures that a model is conditioned on are named, and only then. (A run's are compared with its data in Data.check.)"""
+    check(config, not config.cond_file or config.cond_channels > 0, "cond_file", "this model is not conditioned on pictures (--cond_channels)")
+    check(config, config.cond_dropout == 0 or config.cond_channels > 0, "cond_dropout", "has nothing to leave out without --cond_channels")
+    if config.sample > 0 and config.cond_channels > 0:
+        told = f"must name the pictures of {config.cond_channels} channels that the model is conditioned on"
+        check(config, config.cond_file != "", "cond_file", told)
+    told = "needs --val_data_file, the images that these pictures belong to"
+    check(config, not config.val_cond_file or config.val_data_file != "", "val_cond_file", told)
+
+
 def check_sampling(config: Config) -> None:
     """Samplers, guidance, and images that are changed."""
     check(config, not config.classes or config.class_cond, "classes", "this model is not conditioned on classes; leave the flag out")
     ok = all(0 <= k < config.num_classes for k in config.classes)
     check(config, ok, "classes", f"must be some of the classes 0 to {config.num_classes - 1}")
-    wanted = "needs a model that was trained with --class_cond True (or --cond_dim) and a --class_dropout, such as 0.1"
+    wanted = "needs a model that was trained with --class_cond True (or --cond_dim) and a --class_dropout, such as 0.1, or with a --cond_dropout"
     check(config, config.guidance_scale == 1 or config.can_be_guided, "guidance_scale", wanted)
     if config.values or (config.sample > 0 and config.cond_dim > 0):
         value_rows(config)
@@ -199,6 +211,9 @@ def check_run(config: Config) -> None:
     check(config, config.output.endswith((".png", ".bin")), "output", "must end in .png (one grid) or .bin (float images)")
     ok = len(config.data_file.encode(errors="replace")) <= 511 and "\0" not in config.data_file
     check(config, ok, "data_file", "must be at most 511 bytes long, to fit in a checkpoint")
+    paths = f"{config.data_file}{config.cond_file}"
+    ok = len(paths.encode(errors="replace")) <= 510 and "\0" not in paths
+    check(config, ok, "cond_file", "and --data_file must be at most 510 bytes long, to fit in a checkpoint")
 
 
 # ======================================================================================================================
@@ -223,6 +238,8 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         shape = {"image_size": data.images.shape[2:], "in_channels": data.images.shape[1]}
         values |= {name: value for name, value in shape.items() if name not in flags}
         values.setdefault("num_classes", data.num_classes)
+        if data.pictures:
+            values.setdefault("cond_channels", data.pictures.images.shape[1])
     values |= ect_defaults(values, flags, start)
     config = Config(**values)
     if "rescale_learned_sigmas" in flags and "vlb_weight" in flags:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from array import array
@@ -32,6 +33,7 @@ class Data:
     image_crcs: np.ndarray | None = None  # None: not known
     values: np.ndarray | None = None  # (N, K) float32: numbers of each image
     value_names: list[str] = field(default_factory=list)  # of the K numbers; or empty
+    pictures: Data | None = None  # --cond_file: one that each image is conditioned on, in the same order
 
     def expect(self, index: np.ndarray) -> None:
         """Asks the system to bring these images into memory, and does not wait for them."""
@@ -72,6 +74,19 @@ class Data:
         if config.cond_dim and config.cond_dim != count:
             told = f"has {count} numbers an image" if count else "has no numbers; prepare_data.py --values TABLE puts those of a table into it"
             raise UserError(f"--cond_dim {config.cond_dim}: {self.path} {told}")
+        if config.cond_channels and not self.pictures:
+            raise UserError(f"--cond_channels {config.cond_channels}: needs a picture for each image of {self.path}: --cond_file, or --val_cond_file")
+        if self.pictures and self.pictures.images.shape[1] != config.cond_channels:
+            told = f"its pictures have {self.pictures.images.shape[1]} channels and the model takes --cond_channels {config.cond_channels}"
+            raise UserError(f"{self.pictures.path}: {told}")
+
+    def read_pictures(self, index: np.ndarray) -> np.ndarray:
+        """The pictures that these images are conditioned on, as float32."""
+        pictures = self.pictures.read_floats(index)
+        for i, picture in zip(index.tolist(), pictures):
+            if not np.isfinite(picture).all():
+                raise DataError(f"{self.pictures.path}: image {i} holds a value that is not finite; make the file again")
+        return pictures
 
 
 def values_block(values: Sequence[np.ndarray] | np.ndarray, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
@@ -255,3 +270,19 @@ def open_data(path: str) -> Data:
         return open_data_file(path)
     except DataError as e:
         raise DataError(f"{e}; prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin") from None
+
+
+def with_pictures(data: Data, flag: str, path: str) -> Data:
+    """The same data with the pictures of a file that its images are conditioned on. flag: the one that names the file; path: "": there are none."""
+    if not path:
+        return data
+    pictures = open_data(path)
+    count, there = len(data.images), len(pictures.images)
+    if there != count:
+        told = f"has {there} pictures, and {data.path} has {count} images; each image needs its own, in the same order"
+        raise UserError(f"--{flag} {path}: {told}")
+    (height, width), (H, W) = pictures.images.shape[2:], data.images.shape[2:]
+    if (height, width) != (H, W):
+        told = f"its pictures are {height}x{width}, and the images of {data.path} {H}x{W}; prepare_data.py --image_size makes them fit"
+        raise UserError(f"--{flag} {path}: {told}")
+    return dataclasses.replace(data, pictures=pictures)

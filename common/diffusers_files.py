@@ -86,6 +86,7 @@ def unet_settings(config: Config) -> dict[str, Any]:
     refuse_unless(config.channel_mult[0] == 1, config, "channel_mult", "UNet2DModel's time embedding is as wide as its first level")
     refuse_unless(config.patch == 1, config, "patch_size", "UNet2DModel sees single pixels")
     refuse_unless(config.cond_dim == 0, config, "cond_dim", "UNet2DModel takes no numbers")
+    refuse_unless(config.cond_channels == 0, config, "cond_channels", "UNet2DModel takes no pictures")
     refuse_unless(config.augment == 0, config, "augment", "UNet2DModel takes no numbers, and this model is told of changes to its images")
     refuse_unless(config.max_period == 10000, config, "max_period", "UNet2DModel's is 10000")
     at_1000 = not config.rescale_timesteps or config.diffusion_steps == 1000

@@ -43,6 +43,9 @@ SAVED(15, int, num_classes, 0, "classes (default: the data file's)", 0, 1e6);
 SAVED(58, int, cond_dim, 0, "condition on so many numbers an image, which the data file holds; 0: on none", 0, 4096);
 SAVED(50, float, class_dropout, 0, "probability of leaving out an image's class and numbers, for --guidance_scale", 0,
       0.99);
+SAVED(60, int, cond_channels, 0, "condition on a picture of so many channels beside each image (default: cond_file's)",
+      0, 64);
+FREE(61, float, cond_dropout, 0, "probability of leaving out an image's picture, for --guidance_scale", 0, 0.99);
 SAVED(16, bool, learn_sigma, false, "twice the output channels, for a learned variance");
 SAVED(17, bool, use_scale_shift_norm, false, "the embedding scales and shifts the second norm of a block");
 SAVED(18, bool, resblock_updown, false, "residual blocks change the resolution");
@@ -113,7 +116,8 @@ FLAG(ints, classes, "", "classes of the images, such as 3,5, in turns (default: 
 FLAG(string, values, "",
      "numbers of the images, such as 0.3,1,0, or a .csv file with a row for each image, in turns (default in a run: "
      "those of the data)");
-FLAG(float, guidance_scale, 1, "1: the condition alone; above: away from no condition; needs --class_dropout", 0, 1000);
+FLAG(float, guidance_scale, 1,
+     "1: the condition alone; above: away from no condition; needs --class_dropout or --cond_dropout", 0, 1000);
 FLAG(int64_t, noise_seed, -1, "of the sampler's noise; -1: seed", -1, 9e15);
 
 HEADING(training, "Training");
@@ -143,6 +147,10 @@ FLAG(string, data_dir, "",
      "or a folder of pictures, from which prepare_data.py makes FOLDER.bin; sub-folders are classes");
 SAVED(80, bool, random_flip, false, "mirror half of the images");
 FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
+FLAG(string, cond_file, "",
+     "pictures to condition on: a data file with one for each image of data_file, in the same order and of the same "
+     "size; with --sample one for each sample, in turns");
+FLAG(string, val_cond_file, "", "those of val_data_file's images");
 FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
 FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");
 FLAG(string, resume_checkpoint, "", "continue from this file, or output_dir's: latest, or auto: if it has one");

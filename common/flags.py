@@ -236,7 +236,12 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
     @property
     def can_be_guided(self) -> bool:
         """Whether the model has learnt to do without what it is conditioned on."""
-        return self.class_dropout > 0 and (self.class_cond or self.cond_dim > 0)
+        return (self.class_dropout > 0 and (self.class_cond or self.cond_dim > 0)) or self.cond_dropout > 0
+
+    @property
+    def seen_channels(self) -> int:
+        """Channels of the network's input, and of a picture beside it."""
+        return self.in_channels + self.cond_channels
 
     @property
     def learned_variance(self) -> bool:
@@ -284,14 +289,14 @@ OBJECTIVES_OWN = {name: f.metadata["objectives"].split("|") for name, f in FLAGS
 FREE_FLAGS = {name for name, f in FLAGS.items() if f.metadata.get("free")}  # saved, but may change from run to run
 SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
 SAMPLING_FLAGS += ["mid_t", "dynamic_threshold", "classes", "guidance_scale", "noise_seed", "strength", "jump_length", "jump_n_sample"]
-SAMPLING_FLAGS += ["values"]
+SAMPLING_FLAGS += ["values", "cond_file"]
 
 # Where model files keep flags in their header: the table's slots, and those of flags that are more than one number of four bytes. The model and the
 # diffusion come first, then what a checkpoint keeps besides.
 SLOTS = {name: f.metadata["slot"] for name, f in FLAGS.items() if f.metadata.get("slot")}
 SLOTS |= {"image_size": 6, "channel_mult": 23, "attention_resolutions": 32, "seed": 66, "ema_rate": 79, "data_file": 128}
-CHECKPOINT_FLAGS = sorted(SLOTS, key=SLOTS.__getitem__)
-SAVED_FLAGS = [name for name in CHECKPOINT_FLAGS if SLOTS[name] < 64]
+CHECKPOINT_FLAGS = [*sorted(SLOTS, key=SLOTS.__getitem__), "cond_file"]  # which lies behind data_file, in the same slots
+SAVED_FLAGS = [name for name in CHECKPOINT_FLAGS if SLOTS.get(name, 128) < 64]
 
 AUGMENT_NUMBERS = 9
 MOST_EMAS = 8

@@ -103,7 +103,8 @@ class EmbedSequential(nn.Sequential):
 
 
 class UNetModel(nn.Module):
-    """x (B, in_channels, H, W), timesteps (B) [, y (B) class labels] [, values (B, up to num_values)] -> (B, out_channels, H, W)."""
+    """x (B, in_channels, H, W), timesteps (B) [, y (B) class labels] [, values (B, up to num_values)] [, cond (B, cond_channels, H, W)]
+    -> (B, out_channels, H, W)."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -124,7 +125,7 @@ class UNetModel(nn.Module):
             return EmbedSequential(ResBlock(config, ch, out), *attention)
 
         ch = config.channels(0)
-        self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.in_channels * self.patch**2, ch, 3, padding=1))])
+        self.input_blocks = nn.ModuleList([EmbedSequential(nn.Conv2d(config.seen_channels * self.patch**2, ch, 3, padding=1))])
         skips = [ch]
         for level in range(levels):
             for _ in range(config.num_res_blocks):
@@ -159,7 +160,14 @@ class UNetModel(nn.Module):
         angles = t[:, None].double() * self.frequencies.double()
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.time_embed[0].weight.dtype)
 
-    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None, values: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        timesteps: torch.Tensor,
+        y: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+        cond: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         def run(block: nn.Module, h: torch.Tensor) -> torch.Tensor:
             """With --use_checkpoint backward() computes it once more; dropout is a function of the draw, so no generator's state is kept."""
             if self.use_checkpoint and self.training:
@@ -172,7 +180,8 @@ class UNetModel(nn.Module):
                 emb = emb + self.label_emb(y)
             if values is not None:  # those of an augmentation may be left out: there is none
                 emb = emb + self.cond_emb(F.pad(values, (0, self.num_values - values.shape[1])))
-            h, skips = F.pixel_unshuffle(x, self.patch) if self.patch > 1 else x, []
+            seen = x if cond is None else torch.cat([x, cond], dim=1)
+            h, skips = F.pixel_unshuffle(seen, self.patch) if self.patch > 1 else seen, []
             for block in self.input_blocks:
                 h = run(block, h)
                 skips.append(h)

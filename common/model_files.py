@@ -45,7 +45,7 @@ FIELDS: dict[str, tuple] = {
     "magic": (0, "<i4"), "version": (1, "<i4"), "contents": (2, "<i4"), "crc": (3, "<u4"), "parameters": (4, "<u8"), "image_size": (6, "<i4", 2),
     "levels": (22, "<i4"), "channel_mult": (23, "<f4", 8), "resolutions": (31, "<i4"), "attention_resolutions": (32, "<i4", 8),
     "step": (64, "<u8"), "seed": (66, "<u8"), "updates": (81, "<i4"), "bad_total": (82, "<i4"), "bad_in_row": (83, "<i4"),
-    "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
+    "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "cond_crc": (113, "<u4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
     "ema_rate": (79, "<f4"), "data_file": (128, "S512"),
 }  # fmt: skip
 FIELDS |= {name: (slot, "<f4" if FLAGS[name].type == "float" else "<i4") for name, slot in SLOTS.items() if name not in FIELDS}
@@ -86,6 +86,7 @@ class TrainingState:
     bad_in_row: int = 0
     data_images: int = 0
     data_crc: int = 0
+    cond_crc: int = 0  # of --cond_file
     guard: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -166,13 +167,17 @@ def pack_header(file: ModelFile) -> np.ndarray:
             value = (*value, *[0] * (8 - len(value)))
         elif name == "ema_rate":
             header["more_emas"], header["more_rates"][: len(value) - 1], value = len(value) - 1, value[1:], value[0]
+        elif name == "cond_file":
+            continue  # it lies behind data_file
         elif name == "data_file":
-            value = value.encode()
+            value = "\0".join([value, values["cond_file"]]).encode()
         elif isinstance(value, str):  # one of several words, as its number
             value = WORDS[name].index(value)
         header[name] = value
     for name in unused_slots(header):
         header[name] = 0
+    if not header["cond_channels"]:
+        header["cond_crc"] = 0
     header["magic"], header["version"], header["parameters"] = MODEL_MAGIC, 1, len(file.weights)
     header["contents"] = HAS_EMA * (file.ema is not None) | HAS_TRAINING * (file.m is not None)
     return header
@@ -184,7 +189,7 @@ def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
     values["channel_mult"] = values["channel_mult"][: values["levels"]]
     values["attention_resolutions"] = values["attention_resolutions"][: values["resolutions"]]
     values["ema_rate"] = [values["ema_rate"], *values["more_rates"][: max(values["more_emas"], 0)]]
-    values["data_file"] = values["data_file"].decode(errors="replace")
+    values["data_file"], _, values["cond_file"] = values["data_file"].decode(errors="replace").partition("\0")
     for name in CHECKPOINT_FLAGS:
         if name in WORDS:
             if not 0 <= values[name] < len(WORDS[name]):

@@ -23,7 +23,7 @@ import numpy as np
 
 from common import files
 from common.config import default_preset, make_config
-from common.data_files import Data, open_data
+from common.data_files import Data, open_data, with_pictures
 from common.files import MODEL_MAGIC
 from common.flags import Config, preset_flags
 from common.formats import SNAPSHOT_NAME, read_model, snapshot_number
@@ -501,6 +501,9 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     if resume and not named:
         path = find_data(start.config.data_file, start.path)
         flags["data_dir" if os.path.isdir(path) else "data_file"] = path
+    names_pictures = "cond_file" in flags
+    if resume and not names_pictures and start.config.cond_file:
+        flags["cond_file"] = find_data(start.config.cond_file, start.path)
     if flags.get("data_dir"):
         unlabelled = {name: value for name, value in flags.items() if name != "class_cond"}
         from common.pictures import open_pictures  # needs Pillow and tqdm, which who trains on a data file does without
@@ -512,11 +515,16 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
             data = open_data(path)
     if data:
         flags["data_file"] = data.path
+        data = with_pictures(data, "cond_file", flags.get("cond_file", ""))
     config = make_config(flags, data, start, resume)
     if data:
         data.check(config)
     if resume and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
         raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with --data_file")
+    if resume and not names_pictures and data.pictures and data.pictures.crc != start.state.cond_crc:
+        raise UserError(
+            f"{data.pictures.path}: does not hold the pictures that {start.path} was trained with; name them, or this file, with --cond_file"
+        )
     if not config.init_model_only:
         check_output_dir(config, start)
     return config, data, start

@@ -88,5 +88,5 @@ def save_samples(images: torch.Tensor, path: str, captions: Sequence[str] = ()) 
 
 def check_samples(config: Config, *inputs: str) -> None:
     """UserError if --output can't be written, or would replace more than older samples. inputs: what else is read."""
-    read = [*inputs, config.data_file, config.start_from, config.inpaint, config.mask, config.values]
+    read = [*inputs, config.data_file, config.start_from, config.inpaint, config.mask, config.values, config.cond_file]
     files.check_output("--output", config.output, read, files.is_samples)

@@ -1159,6 +1159,15 @@ static inline void from_patches(float* out, const float* x, int B, int H, int W,
     }
 }
 
+// out (B, HW, C + K) = [x | cond]: a pixel has the channels of x (B, HW, C) and behind them those of cond (B, HW, K).
+static inline void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K) {
+    for (size_t pixel = 0; pixel < (size_t)B * HW; pixel++) {
+        float* const joined = out + pixel * (C + K);
+        std::copy_n(x + pixel * C, C, joined);
+        std::copy_n(cond + pixel * K, K, joined + C);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // embeddings: how the network is told t and the class. Both become a row of C numbers for each sample.
 
@@ -1314,6 +1323,24 @@ static inline void draw_normals(float* out, int B, int per_sample, RandomKey key
                 sample[e + k] = scale * z[k] + before;
             }
         }
+    }
+}
+
+// cond (B, H, W, K): pictures (B, K, H, W), mirrored where their images are. One that is left out is zeros.
+static inline void take_pictures(float* cond, const void* pictures, bool random_flip, RandomKey flip_key, float dropout,
+                                 RandomKey dropout_key, int B, int K, int H, int W, int bytes) {
+    const uint32_t threshold = dropout_threshold(dropout);
+    for (int b = 0; b < B; b++) {
+        const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
+        const bool left_out = random_words(dropout_key, 0, b).w[0] < threshold;
+        for (int h = 0; h < H; h++)
+            for (int w = 0; w < W; w++)
+                for (int k = 0; k < K; k++) {
+                    const int w_in = flip ? W - 1 - w : w;
+                    const size_t in = (((size_t)b * K + k) * H + h) * W + w_in;
+                    const size_t i = (((size_t)b * H + h) * W + w) * K + k;
+                    cond[i] = left_out ? 0 : image_value(pictures, bytes, in);
+                }
     }
 }
 

@@ -1,10 +1,14 @@
-// patches.cu - squares of p x p pixels as channels of one, and back: the way into and out of a network of --patch_size p.
+// patches.cu - the way into a network and out of it: a picture beside the image (--cond_channels), and squares of p x p
+// pixels as channels of one, and back (--patch_size p).
 //
+//   joined[b, y, x] = [x[b, y, x] | cond[b, y, x]], C + K channels, fp32
+//   taken[b, y, x, k] = pictures[b, k, y, x], which are bytes or floats, mirrored where the image is; zeros where left out
 //   out[b, y, x, (c p + i) p + j] = x[b, y p + i, x p + j, c], PyTorch's pixel_unshuffle, fp32;  back: pixel_shuffle
 //   bytes    8 B H W C each way: memory-bound; an image has 3 channels where the network's first level has 32 or more
 //
 //   version 0   a number of the result at a time
-//   shipped     to_patches, from_patches: a number of the pixels at a time, the same both ways
+//   shipped     to_patches, from_patches: a number of the pixels at a time, the same both ways; join_channels and
+//               take_pictures: a number of the result at a time
 //
 //   make -C dev patches && dev/patches       python dev/pairs/patches.py [--bench]
 #include "harness.h"
@@ -23,6 +27,17 @@ static void check(Arrays& io) {
     to_patches(io.output<float>("out", {B, H / p, W / p, C * p * p}), x, B, H, W, C, p);
     to_patches_v0(io.output<float>("out.v0", {B, H / p, W / p, C * p * p}), x, B, H, W, C, p);
     from_patches(io.output<float>("back", {B, H, W, C}), patches, B, H, W, C, p);
+
+    const int K = io.dim("cond", 3);
+    join_channels(io.output<float>("joined", {B, H, W, C + K}), x, io.input<float>("cond"), B, H * W, C, K);
+    const int64_t step = io.integer("step");
+    RandomKey flip{(uint64_t)io.integer("seed"), RANDOM_FLIP, io.memory.upload(&step, 1), io.integer("sample0")};
+    RandomKey dropout = flip;
+    dropout.purpose = RANDOM_COND_DROPOUT;
+    take_pictures(io.output<float>("taken", {B, H, W, K}), io.input<float>("pictures"), true, flip, 0.4f, dropout, B, K,
+                  H, W, sizeof(float));
+    take_pictures(io.output<float>("taken_bytes", {B, H, W, K}), io.input<uint8_t>("bytes"), false, flip, 0, dropout, B,
+                  K, H, W, 1);
 }
 
 static void bench() {

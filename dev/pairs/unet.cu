@@ -87,6 +87,7 @@ static void check(Arrays& io) {
         net->t = io.input<float>("t");
         net->labels = io.input<int>("labels");
         if (config.cond_dim) net->values = io.input<float>("values");
+        if (config.cond_channels) net->cond = io.input<float>("cond");
         unet_forward(net, m.weights(), m.dropout, B);
         copy_to_host(out, tensor_data<float>(net, net->output), n_out * sizeof(float));
     };

@@ -41,6 +41,8 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     }
     if c.cond_dim:
         arrays["values"] = normal(rng, B, c.cond_dim)
+    if c.cond_channels:
+        arrays["cond"] = normal(rng, B, *c.image_size, c.cond_channels)
     for name, shape in shapes_of(case["flags"]).items():
         is_norm = len(shape) == 1 and name.endswith("weight")
         arrays[name] = normal(rng, *shape, scale=np.prod(shape[1:]) ** -0.5 if len(shape) > 1 else 0.3, mean=float(is_norm))
@@ -64,7 +66,8 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
             module.register_forward_hook(partial(watch_gradient, f"d{name}.bias"))
     labels = torch.from_numpy(v["labels"]).long() if c.class_cond else None
     parameters = {name: v[name].view(p.shape) for name, p in model.named_parameters()}
-    return {"out": nhwc(torch.func.functional_call(model, parameters, (nchw(v["x"]), v["t"], labels, v.get("values"))))}
+    cond = nchw(v["cond"]) if c.cond_channels else None
+    return {"out": nhwc(torch.func.functional_call(model, parameters, (nchw(v["x"]), v["t"], labels, v.get("values"), cond)))}
 
 
 def tolerance(case: Case, name: str) -> float:
@@ -136,7 +139,7 @@ CASES.append(
         B=2,
         only="fp32",
         flags="--image_size 16x24 --in_channels 3 --patch_size 2 --num_channels 32 --channel_mult 1,2 --num_res_blocks 1"
-        " --attention_resolutions 4 --num_head_channels 32 --learn_sigma True --use_checkpoint True",
+        " --cond_channels 2 --attention_resolutions 4 --num_head_channels 32 --learn_sigma True --use_checkpoint True",
     )
 )
 NAMES = dict.fromkeys(name for case in CASES for name in shapes_of(case["flags"]))

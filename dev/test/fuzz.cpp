@@ -123,6 +123,8 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
     Config c, batches;
     batches.batch_size = 3, batches.class_dropout = 0.5f, batches.num_classes = 2;
     batches.cond_dim = d.K;
+    open_pictures(&d, "cond_file", path); // each image is conditioned on itself
+    batches.cond_channels = d.C;
     if (d.image_bytes() < 1 << 16) {
         Upload batch = make_upload(d.batch_bytes(3, batches));
         for (int64_t first : {(int64_t)0, (int64_t)7, (int64_t)1 << 33})
@@ -131,6 +133,7 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
     }
     c.channel_mult = "1";
     c.data_file = path;
+    c.cond_file = path;
     take_data_shape(&c, d, "");
 }
 

@@ -57,6 +57,7 @@ RUNS = {
     "learned variance, t by their losses, blocks again": "--learn_sigma True --schedule_sampler loss-second-moment --diffusion_steps 4"
     " --noise_schedule cosine --timestep_respacing 4 --use_checkpoint True --use_scale_shift_norm True",
     "numbers, guidance, changed images": "--cond_dim 2 --class_dropout 0.3 --guidance_scale 2 --augment 0.3",
+    "pictures, guidance": "--cond_channels 2 --cond_dropout 0.3 --guidance_scale 2 --random_flip True",
     "steps that are skipped": "--lr 100 --weight_decay 100 --grad_clip 0 --max_bad_steps 9 --num_samples 1",
 }
 
@@ -67,7 +68,13 @@ def test_any_number_of_ranks_is_the_same_run(ranks: Callable, data: Path, tmp_pa
         values = np.random.default_rng(0).standard_normal((24, 2))
         data = tmp_path / "numbers.bin"
         write_data(str(data), make_images(), values=values)
-    given = flags(TINY, RUNS[name], "--data_file", data, "--val_data_file", data, "--batch_size 12 --microbatch 3 --max_steps 5 --save_interval 2")
+    pictures = []
+    if "--cond_channels" in RUNS[name]:
+        write_data(str(tmp_path / "pictures.bin"), make_images(channels=2))
+        pictures = flags("--cond_file pictures.bin --val_cond_file pictures.bin")
+    given = flags(
+        TINY, RUNS[name], pictures, "--data_file", data, "--val_data_file", data, "--batch_size 12 --microbatch 3 --max_steps 5 --save_interval 2"
+    )
     given = flags(given, "--val_interval 2 --sample_interval 3 --num_samples 5 --keep_best True")
     several = {"eps, averages, snapshots": (2, 4), "edm, classes, guidance": (2,)}.get(name, (4,))
     for n in (1, *several):

@@ -1,0 +1,270 @@
+"""Conditions: a picture beside each image, in both programs, from the file to the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    TINY,
+    checkpoints,
+    flags,
+    make_images,
+    model_name,
+    random_weights,
+    read_checkpoint,
+    read_log,
+    read_samples,
+    seal_data,
+    seal_model,
+    with_slot,
+)  # fmt: skip
+from PIL import Image
+
+import train_unet as twin
+from common.config import make_config
+from common.data_files import open_data, with_pictures, write_data
+from common.model import UNetModel, build_model
+from common.model_files import ModelFile, write_model
+from common.program import UserError
+
+torch.set_num_threads(1)
+
+# Of the twin, what TINY says
+TINY_TWIN = dict(preset="fashion32", image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,), noise_schedule="linear", batch_size=4)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> tuple[Path, Path]:
+    """24 grey images of 8x8 with labels of 3 classes and two numbers each, and a picture of 2 channels for each of them."""
+    values = np.random.default_rng(3).standard_normal((24, 2)).astype(np.float32)
+    write_data(str(tmp_path / "images.bin"), make_images(), np.arange(24) % 3, 3, values)
+    write_data(str(tmp_path / "pictures.bin"), make_images(channels=2, seed=1))
+    return tmp_path / "images.bin", tmp_path / "pictures.bin"
+
+
+@pytest.fixture
+def floats(tmp_path: Path) -> Path:
+    """24 pictures of 8x8 of floats."""
+    write_data(str(tmp_path / "floats.bin"), np.random.default_rng(4).standard_normal((24, 1, 8, 8)).astype(np.float32))
+    return tmp_path / "floats.bin"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# training
+
+HOW = {
+    "alone": "--cond_channels 2",
+    "mirrored, left out, with classes": "--random_flip True --cond_dropout 0.4 --class_cond True --class_dropout 0.4",
+    "in patches": "--patch_size 2 --attention_resolutions 2 --cond_channels 2",
+    "changed images with numbers": "--augment 0.6 --cond_dim 2 --cond_dropout 0.3 --microbatch 2",
+    "ect": "--objective ect --cond_dropout 0.3 --random_flip True --microbatch 2",
+    "learned variance, blocks again": "--learn_sigma True --use_checkpoint True",
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", ["bytes", "floats"])
+def test_losses_are_the_twins(run: Callable, pairs: tuple[Path, Path], floats: Path, tmp_path: Path, how: str, kind: str) -> None:
+    """Five steps: losses and gradient norms, of both programs from the same seed; and each resumes the other's checkpoint."""
+    images, pictures = pairs[0], floats if kind == "floats" else pairs[1]
+    if kind == "floats" and how not in ("mirrored, left out, with classes", "changed images with numbers"):
+        pytest.skip("what differs between bytes and floats is tested by two of them")
+    given = flags(TINY, HOW[how], "--data_file", images, "--cond_file", pictures, "--val_data_file", images, "--val_cond_file", pictures)
+    given = flags(given, "--val_interval 5 --max_steps 5")
+    run([*given, "--output_dir", "cpp"])
+    assert twin.run(flags(given, "--output_dir", tmp_path / "twin", "--device cpu")) == 0
+    ours, theirs = read_log(tmp_path / "cpp"), read_log(tmp_path / "twin")
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-4), (name, a, b)
+    assert float(ours[-1]["val_loss"]) == pytest.approx(float(theirs[-1]["val_loss"]), rel=1e-4)
+    header = read_checkpoint(tmp_path / "cpp" / model_name(5)).header
+    assert header[60] == (1 if kind == "floats" else 2) and header[113] != 0
+    same = [k for k in range(4, 256) if k not in range(88, 98)]  # but for the guard, which is of the losses
+    assert np.array_equal(header[same], read_checkpoint(tmp_path / "twin" / model_name(5)).header[same])
+    run(["--resume_checkpoint", tmp_path / "twin" / model_name(5), "--max_steps", 6, "--output_dir", "on", "--sample_interval", 0])
+    assert checkpoints(tmp_path / "on") == [6]
+    resume = flags("--resume_checkpoint", tmp_path / "cpp" / model_name(5), "--max_steps 6 --sample_interval 0 --device cpu")
+    assert twin.run(flags(resume, "--output_dir", tmp_path / "twin on")) == 0
+
+
+def test_pictures_change_as_their_images(pairs: tuple[Path, Path]) -> None:
+    """Images that are conditioned on themselves still are when they are mirrored or otherwise changed; some are left out, as often as asked, by a
+    draw that is not that of the class."""
+    images = str(pairs[0])
+    data = with_pictures(open_data(images), "cond_file", images)
+    for how in (dict(random_flip=True), dict(augment=0.8)):
+        config = make_config(TINY_TWIN | how | dict(batch_size=60, cond_dropout=0.25, class_cond=True, class_dropout=0.25), data)
+        x0, _, _, labels, conditions = twin.training_batch(config, data, 0)
+        left_out = (conditions["cond"] == 0).flatten(1).all(1)
+        assert torch.equal(conditions["cond"][~left_out], x0[~left_out]) and 0.1 < left_out.float().mean() < 0.45
+        assert not torch.equal(left_out, labels == 3)
+    plain = open_data(images)
+    unchanged, *_ = twin.training_batch(make_config(TINY_TWIN | dict(batch_size=60), plain), plain, 0)
+    assert not torch.equal(unchanged, x0)
+
+
+def test_resume_and_microbatches_keep_the_bits(run: Callable, refused: Callable, pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    """A checkpoint knows its pictures: a resumed run finds them, also from another folder, and notices if they were replaced."""
+    images, pictures = pairs
+    given = flags(TINY, HOW["mirrored, left out, with classes"], "--data_file images.bin --cond_file pictures.bin --max_steps 4 --save_interval 2")
+    run([*given, *flags("--keep_checkpoints 0 --microbatch 2 --output_dir whole")])
+    run(["--resume_checkpoint", f"whole/{model_name(2)}", "--output_dir", "rest", "--sample_interval", 0])
+    assert (tmp_path / "whole" / model_name(4)).read_bytes() == (tmp_path / "rest" / model_name(4)).read_bytes()
+    (tmp_path / "elsewhere").mkdir()
+    run(["--resume_checkpoint", f"../whole/{model_name(2)}", "--output_dir", "rest", "--sample_interval", 0], cwd=tmp_path / "elsewhere")
+    resume = flags("--resume_checkpoint", tmp_path / "whole" / model_name(2), "--output_dir", tmp_path / "third", "--sample_interval 0")
+    write_data(str(pictures), make_images(channels=2, seed=9))
+    refused(resume, "pictures.bin", "does not hold the pictures", model_name(2))
+    with pytest.raises(UserError, match="does not hold the pictures"):
+        twin.run(resume)
+    run([*resume, "--cond_file", pictures])
+
+
+def test_a_file_that_is_replaced_under_a_run(run: Callable, pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each picture is compared with its checksum when it is read; one that isn't finite ends the run as well. What was trained is saved."""
+    write_data(str(tmp_path / "nan.bin"), np.zeros((24, 1, 8, 8), np.float32))
+    with open(tmp_path / "nan.bin", "r+b") as file:
+        file.seek(1024 + 5 * 256)
+        file.write(np.array([np.nan], "<f4").tobytes())
+    (tmp_path / "nan.bin").write_bytes(seal_data((tmp_path / "nan.bin").read_bytes()))
+    given = flags(TINY, "--data_file images.bin --cond_file nan.bin --max_steps 50 --sample_interval 0")
+    result = run(given, code=1)
+    assert "nan.bin: image 5 holds a value that is not finite" in result.err and "--resume_checkpoint latest goes on" in result.err
+    with pytest.raises(UserError, match="nan.bin: image 5 holds a value that is not finite"):
+        twin.run(flags(given, "--data_file", pairs[0], "--cond_file", tmp_path / "nan.bin", "--output_dir", tmp_path / "twin", "--device cpu"))
+
+
+def test_the_network_sees_both_side_by_side() -> None:
+    """As guided-diffusion's SuperResModel: x and the picture are concatenated along channels before input_blocks.0. So a model of as many
+    channels without a condition, given both, answers the same."""
+    config = make_config(TINY_TWIN | dict(in_channels=1, cond_channels=2, num_channels=32, num_res_blocks=1, cond_file="c.bin"))
+    joined = make_config(TINY_TWIN | dict(in_channels=3, num_channels=32, num_res_blocks=1))
+    network, plain = build_model(config, random_weights(config)), UNetModel(joined)
+    plain.load_state_dict(network.state_dict() | {"out.2.weight": torch.zeros(3, 32, 3, 3), "out.2.bias": torch.zeros(3)})
+    with torch.no_grad():
+        plain.out[2].weight[:1], plain.out[2].bias[:1] = network.out[2].weight, network.out[2].bias
+    x, cond, t = torch.randn(2, 1, 8, 8), torch.randn(2, 2, 8, 8), torch.tensor([3.0, 700])
+    assert network.input_blocks[0][0].weight.shape == (32, 3, 3, 3)
+    assert torch.allclose(network(x, t, cond=cond), plain.eval()(torch.cat([x, cond], 1), t)[:, :1], atol=1e-6)
+
+
+def test_a_picture_is_followed(run: Callable, tmp_path: Path) -> None:
+    """A model of images that are the negative of their pictures draws what it is asked for, without and with guidance."""
+    random = np.random.default_rng(0)
+    pictures = np.broadcast_to(random.uniform(-0.8, 0.8, (64, 1, 1, 2)).repeat(4, axis=3), (64, 1, 8, 8)).astype(np.float32)
+    write_data(str(tmp_path / "pictures.bin"), pictures)
+    write_data(str(tmp_path / "images.bin"), -pictures)
+    given = flags(TINY, "--cond_dropout 0.1 --objective flow --max_steps 200 --lr 3e-3 --ema_rate 0.9 --batch_size 8 --random_flip True")
+    run([*given, *flags("--data_file images.bin --cond_file pictures.bin")])
+    write_data(str(tmp_path / "some.bin"), pictures[:3])
+    model = ["--preset", "fashion32", "--init", f"out/{model_name(200)}", "--timestep_respacing", 20, "--cond_file", "some.bin"]
+    run([*model, "--sample", 6, "--output", "s.bin"])
+    wanted = -np.concatenate([pictures[:3], pictures[:3]])
+    assert abs(read_samples(tmp_path / "s.bin") - wanted).mean() < 0.2
+    run([*model, "--sample", 3, "--guidance_scale", 1.2, "--output", "g.bin"])
+    assert abs(read_samples(tmp_path / "g.bin") - wanted[:3]).mean() < 0.3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# samples
+
+SAMPLE = "--preset fashion32 --sample 5 --batch_size 4 --timestep_respacing 4 --output s.bin"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    told = dict(in_channels=1, class_cond=True, num_classes=3, cond_channels=2, cond_dropout=0.2, num_channels=32, num_res_blocks=1)
+    config = make_config(TINY_TWIN | told)
+    write_model(str(tmp_path / "m.bin"), ModelFile(config, random_weights(config)))
+    return tmp_path / "m.bin"
+
+
+@pytest.mark.parametrize("more", ["", "--guidance_scale 2", "--guidance_scale 1.5 --sampler heun --classes 2"])
+def test_samples_are_the_twins(
+    run: Callable, model: Path, pairs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    """Three pictures for five images, in turns. Guidance leaves out the picture alone: there is no "no class" in this model."""
+    monkeypatch.chdir(tmp_path)
+    write_data("three.bin", make_images(3, channels=2, seed=1))
+    given = flags(SAMPLE, more or [], "--init", model, "--cond_file three.bin")
+    run(given)
+    assert twin.run(flags(given, "--output t.bin --device cpu")) == 0
+    ours, theirs = read_samples(tmp_path / "s.bin"), read_samples(tmp_path / "t.bin")
+    assert abs(ours - theirs).max() < 2e-3 and abs(ours[0] - ours[1]).max() > 0.01
+    run([*flags(given, "--sample 1 --output one.bin")])
+    assert np.array_equal(read_samples(tmp_path / "one.bin")[0], ours[0])
+
+
+def test_zeros_are_no_picture(run: Callable, model: Path, tmp_path: Path) -> None:
+    """Guidance away from nothing: with a scale of 0 the pictures change nothing, and samples are those of zeros."""
+    outputs = []
+    for k, pictures in enumerate((make_images(5, channels=2), np.zeros((1, 2, 8, 8), np.float32))):
+        write_data(str(tmp_path / f"{k}.bin"), pictures)
+        run(flags(SAMPLE, "--guidance_scale", 1 if k else 0, "--init", model, "--cond_file", f"{k}.bin"))
+        outputs.append(read_samples(tmp_path / "s.bin"))
+    assert abs(outputs[0] - outputs[1]).max() < 1e-5
+
+
+def test_grids_show_held_out_pictures(run: Callable, pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    """A run's grid is drawn of the validation data's pictures, and is that of --sample with these."""
+    write_data(str(tmp_path / "held images.bin"), make_images(4, seed=7))
+    write_data(str(tmp_path / "held.bin"), make_images(4, channels=2, seed=8))
+    given = flags(TINY, "--data_file images.bin --cond_file pictures.bin --val_cond_file held.bin --max_steps 1 --sample_interval 1")
+    given += ["--val_data_file", "held images.bin"]
+    grids = []
+    for val_cond in ("held.bin", "pictures.bin"):
+        held = "held images.bin" if val_cond == "held.bin" else "images.bin"
+        run(flags(given, "--val_cond_file", val_cond, "--val_data_file", [held], "--output_dir", val_cond[:4]))
+        grids.append(np.asarray(Image.open(tmp_path / val_cond[:4] / "samples_0000001.png")).astype(int))
+    assert grids[0].shape == grids[1].shape and not np.array_equal(*grids)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what can't work
+
+
+def test_what_cannot_work_ends_in_a_sentence(refused: Callable, pairs: tuple[Path, Path], model: Path, tmp_path: Path) -> None:
+    images, pictures = pairs
+    write_data(str(tmp_path / "fewer.bin"), make_images(23, channels=2))
+    write_data(str(tmp_path / "smaller.bin"), make_images(24, channels=2, height=4))
+    given = flags(TINY, "--max_steps 1 --data_file", images)
+    plain = flags(SAMPLE, "--init", model)
+    cases = [
+        (flags(given, "--cond_file", tmp_path / "fewer.bin"), ["--cond_file", "fewer.bin", "23 pictures", "24 images"]),
+        (flags(given, "--cond_file", tmp_path / "smaller.bin"), ["smaller.bin", "4x8", "8x8"]),
+        (flags(given, "--cond_file", tmp_path / "none.bin"), ["none.bin"]),
+        (flags(given, "--cond_channels 2"), ["--cond_channels 2", "needs", "--cond_file"]),
+        (flags(given, "--cond_channels 3 --cond_file", pictures), ["pictures have 2 channels", "--cond_channels 3"]),
+        (flags(given, "--cond_channels 0 --cond_file", pictures), ["--cond_file", "not conditioned on pictures"]),
+        (flags(given, "--cond_dropout 0.1"), ["--cond_dropout 0.1", "nothing to leave out"]),
+        (flags(given, "--guidance_scale 2 --cond_file", pictures), ["--guidance_scale 2", "--cond_dropout"]),
+        (flags(given, "--cond_file", pictures, "--val_data_file", images), ["--val_cond_file"]),
+        (flags(given, "--cond_file", pictures, "--val_cond_file", pictures), ["--val_cond_file", "--val_data_file"]),
+        (flags(given, "--patch_size 5 --attention_resolutions 2 --cond_file", pictures), ["--patch_size 5", "75", "64"]),
+        (plain, ["--cond_file", "2 channels"]),
+        (flags(plain, "--cond_file", images), ["images.bin", "8x8"]),
+        (flags(plain, "--cond_file", pictures, "--output", pictures), ["pictures.bin"]),
+        (flags(given, "--init", model), ["--cond_channels 2", "--cond_file"]),
+        (flags(given, "--init", model, "--cond_channels 1 --cond_file", pictures), ["--cond_channels 1", "was made with 2"]),
+    ]
+    for arguments, words in cases:
+        told = refused(arguments, *words)
+        with pytest.raises(UserError) as error:
+            twin.run(flags(arguments, "--device cpu"))
+        assert all(word in str(error.value) for word in words[:1]), (told, error.value)
+    with pytest.raises(UserError, match="--cond_channels 2: UNet2DModel takes no pictures"):
+        twin.run(["--convert", str(model), f"{tmp_path}/folder/"])
+    (tmp_path / "damaged.bin").write_bytes(seal_model(with_slot(model.read_bytes(), 60, 65)))
+    refused(flags(SAMPLE, "--init damaged.bin --cond_file", pictures), "damaged.bin", "--cond_channels 65")
+
+
+def test_a_model_without_pictures_takes_none(refused: Callable, pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    config = make_config(TINY_TWIN | dict(in_channels=1, num_channels=32, num_res_blocks=1))
+    write_model(str(tmp_path / "plain.bin"), ModelFile(config, random_weights(config)))
+    for arguments in (flags(SAMPLE, "--init plain.bin"), flags(TINY, "--init plain.bin --data_file", pairs[0])):
+        refused(flags(arguments, "--cond_file", pairs[1]), "--cond_file", "this model is not conditioned on pictures")
