@@ -6,107 +6,107 @@
 // Map (make map renews the line numbers)
 //    190  Part I. The program
 //    193     1. Types at the interface: what operations are called with
-//    490     2. The interface: all that the program asks of a device
-//    776     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    868     4. Configuration: flags, presets, help, what can work and what cannot
-//   1529     5. The network: a list of layers, made of guided-diffusion's flags
-//   2334     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2573     7. Forward and backward: two walks over the list
-//   2688     8. Diffusion: noise schedules, objectives, samplers
-//   2914         the level of a training sample, drawn, and its share of the loss
-//   3219         samplers
-//   3759     9. Data: .bin files that may be larger than memory, the order of their images
-//   4172    10. Model files: weights and checkpoints, initial weights
-//   4507    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4522         the learning rate, the verdict on a step, averages of the weights
-//   4604         what a trainer holds
-//   4727         a step
-//   5007    12. A run: log, guard, checkpoints, resume, samples
-//   5032         the log in memory, as the page shows it
-//   5140         what a run holds
-//   5207         the log and the status line
-//   5392         checkpoints, snapshots and grids
-//   5616         the start of a run: new, from a file's weights, or resumed
-//   5794         the loop over the steps
-//   5906         a run from its first to its last line
-//   6069         samples, without a run
-//   6220    13. main: the command line, then a run or samples
-//   6478         what ranks must have in common
-//   6545         main
-//   6667  Part II. The device
-//   6670    14. What all devices share: elements, nonlinearities, patches of pixels
-//   6739    15. The CPU: the device is the host; operations are in dev/reference.h
-//   6807    16. The GPU: what all kernels share
-//   6871         Launches, which may overlap
-//   6913         Decisions: what kernels are chosen with
-//   6957         Single instructions: shared memory, mbarriers, clusters
-//   7041         Activations: pieces of 16 bytes
-//   7305         each_kernel: a thread for an element
-//   7319         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7472         Swizzle: how rows lie in shared memory
-//   7490         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7669         building blocks of Hopper's kernels (sm_90a)
-//   7932    17. Small operations: resampling, embeddings, diffusion
-//   7935         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8129         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8471         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   8890    18. Group norm
-//   8893         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9402         groupnorm_backward_whole: an image's slab in shared memory
-//   9759    19. Attention
-//   9862         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10379         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10514         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11172    20. Convolution
-//  11207         ConvOut: results, 4 channels of a pixel at a time
-//  11435         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11495         conv_halo: 3x3, stride 1, any GPU
-//  11886         conv_gather: any kernel size and stride, any GPU
-//  12137         conv_few: the first and the last layer
-//  12306         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  12861         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  12960         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13359         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  13736         conv_weight_tma: weight gradients (sm_90a)
-//  14015    21. The optimiser
-//  14018         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14237    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14240         groupnorm_backward
-//  14374         attention: forward and, where a has dout, backward
-//  14435         convolution: forward and input gradient
-//  14847         convolution: weight gradients
-//  15165    23. The GPU: memory, copies, repeated work
-//  15379    24. Between ranks: from device to device
+//    509     2. The interface: all that the program asks of a device
+//    808     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    902     4. Configuration: flags, presets, help, what can work and what cannot
+//   1609     5. The network: a list of layers, made of guided-diffusion's flags
+//   2414     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2653     7. Forward and backward: two walks over the list
+//   2768     8. Diffusion: noise schedules, objectives, samplers
+//   2994         the level of a training sample, drawn, and its share of the loss
+//   3415         samplers
+//   3955     9. Data: .bin files that may be larger than memory, the order of their images
+//   4468    10. Model files: weights and checkpoints, initial weights
+//   4805    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4820         the learning rate, the verdict on a step, averages of the weights
+//   4902         what a trainer holds
+//   5029         a step
+//   5316    12. A run: log, guard, checkpoints, resume, samples
+//   5341         the log in memory, as the page shows it
+//   5449         what a run holds
+//   5516         the log and the status line
+//   5701         checkpoints, snapshots and grids
+//   5925         the start of a run: new, from a file's weights, or resumed
+//   6103         the loop over the steps
+//   6215         a run from its first to its last line
+//   6382         samples, without a run
+//   6532    13. main: the command line, then a run or samples
+//   6797         what ranks must have in common
+//   6864         main
+//   6986  Part II. The device
+//   6989    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7058    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7126    16. The GPU: what all kernels share
+//   7190         Launches, which may overlap
+//   7232         Decisions: what kernels are chosen with
+//   7276         Single instructions: shared memory, mbarriers, clusters
+//   7360         Activations: pieces of 16 bytes
+//   7624         each_kernel: a thread for an element
+//   7638         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7791         Swizzle: how rows lie in shared memory
+//   7809         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   7988         building blocks of Hopper's kernels (sm_90a)
+//   8251    17. Small operations: resampling, embeddings, diffusion
+//   8254         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8448         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8790         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9284    18. Group norm
+//   9287         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9796         groupnorm_backward_whole: an image's slab in shared memory
+//  10153    19. Attention
+//  10256         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10773         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10908         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11566    20. Convolution
+//  11601         ConvOut: results, 4 channels of a pixel at a time
+//  11829         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11889         conv_halo: 3x3, stride 1, any GPU
+//  12280         conv_gather: any kernel size and stride, any GPU
+//  12531         conv_few: the first and the last layer
+//  12700         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13255         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13354         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13753         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14130         conv_weight_tma: weight gradients (sm_90a)
+//  14409    21. The optimiser
+//  14412         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14631    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14634         groupnorm_backward
+//  14768         attention: forward and, where a has dout, backward
+//  14829         convolution: forward and input gradient
+//  15241         convolution: weight gradients
+//  15559    23. The GPU: memory, copies, repeated work
+//  15773    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6663, run_program 6603, train 6025, run_step 5842, train_step 4941, load_batch 4130;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15289):
-//     step_gradients 4847: draw_levels 8483, forward_and_loss 4765, q_sample_forward 8592, unet_forward 2597,
-//     forward_layer 2586 (by the layer's row of OPS 1942), loss_forward_backward 8701, unet_backward 2660,
-//     sum_gradients 14064;
-//     judge_step 14111, update_slice 4908, adamw_update 14215, next_step 14117, record_step 14122;
-//     later collect_steps 5798
-//   pictures, from noise: sample_batch 3676, plan_route 3451, device_step 3494, euler_step 3249 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 14734 draws all of its roads:
-//     OPS 1942, forward_conv 1842, conv_forward 14760, conv_product 14734;
-//     on Hopper pick_conv_tiles_3x3 14625, conv_tiles 13345, conv_tiles_kernel 13282, Accumulators 7881, Wgmma 7541;
-//     on any other GPU pick_conv_halo_bf16 14669, conv_halo 11873, conv_halo_kernel 11797, multiply_step 11765,
-//     multiply_tap 11742, mma 7366
-//   why several GPUs compute the bits of one: step_gradients 4847
-//   a nonlinearity beside SiLU: Nonlinearity 255, Silu 6708, with_nonlinearity 6718 (calls Silu for all but NONE);
-//     add_resblock 2128 and build_unet 2294 choose it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2830
-//   an objective: its word in common/flags.h, Frame 332, frame_of 2878, make_objective 2885;
-//     what it asks and what the answer means: edm_question 2715 beside it, ask 2733;
-//     the sigmas of its samples: has_steps_of_t 3368
-//   a kind of layer: LayerKind 1580, forward_linear 1803 and backward_linear 1807 beside it, OPS 1942,
-//     ops_are_in_order 1998, add_resblock 2128 and its like;
+//     main 6982, run_program 6922, train 6338, run_step 6151, train_step 5251, load_batch 4426;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15683):
+//     step_gradients 5155: draw_levels 8802, forward_and_loss 5073, q_sample_forward 8986, unet_forward 2677,
+//     forward_layer 2666 (by the layer's row of OPS 2022), loss_forward_backward 9095, unet_backward 2740,
+//     sum_gradients 14458;
+//     judge_step 14505, update_slice 5218, adamw_update 14609, next_step 14511, record_step 14516;
+//     later collect_steps 6107
+//   pictures, from noise: sample_batch 3872, plan_route 3647, device_step 3690, euler_step 3445 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 15128 draws all of its roads:
+//     OPS 2022, forward_conv 1922, conv_forward 15154, conv_product 15128;
+//     on Hopper pick_conv_tiles_3x3 15019, conv_tiles 13739, conv_tiles_kernel 13676, Accumulators 8200, Wgmma 7860;
+//     on any other GPU pick_conv_halo_bf16 15063, conv_halo 12267, conv_halo_kernel 12191, multiply_step 12159,
+//     multiply_tap 12136, mma 7685
+//   why several GPUs compute the bits of one: step_gradients 5155
+//   a nonlinearity beside SiLU: Nonlinearity 255, Silu 7027, with_nonlinearity 7037 (calls Silu for all but NONE);
+//     add_resblock 2208 and build_unet 2374 choose it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2910
+//   an objective: its word in common/flags.h, Frame 351, frame_of 2958, make_objective 2965;
+//     what it asks and what the answer means: edm_question 2795 beside it, ask 2813;
+//     the sigmas of its samples: has_steps_of_t 3564
+//   a kind of layer: LayerKind 1660, forward_linear 1883 and backward_linear 1887 beside it, OPS 2022,
+//     ops_are_in_order 2078, add_resblock 2208 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 224, ElementOf 6685, unpack 7064 and pack 7093, mma 7366, with_act 6926,
-//     cast_params 14127, adamw_kernel 14173, conv_product 14734, act_has_wgmma 6935; docs/READING.md says what at each
+//   an element type beside bf16: Element 224, ElementOf 7004, unpack 7383 and pack 7412, mma 7685, with_act 7245,
+//     cast_params 14521, adamw_kernel 14567, conv_product 15128, act_has_wgmma 7254; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
-//     ends in is unknown_word 989, called by who does not know it
+//     ends in is unknown_word 1025, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -299,6 +299,25 @@ struct RandomKey {
     const int64_t* step; // device: *step is read when the draw is made, so a recorded graph draws anew in each step
     int64_t sample0;     // the batch's first sample
 };
+
+// The same draw for another purpose.
+HD static inline RandomKey of_purpose(RandomKey key, uint32_t purpose) {
+    key.purpose = purpose;
+    return key;
+}
+
+// What happens by chance to the pictures that a batch is conditioned on. In training alone: else all is 0, and only
+// the holes of --cond mask are drawn.
+struct PictureDraws {
+    RandomKey key;            // the step and the first sample; each draw has a purpose of its own
+    bool random_flip = false; // whether half of the images are mirrored, and so their pictures
+    float dropout = 0;        // the probability of leaving a picture out
+    float noise = 0;          // the largest standard deviation of the noise on a small picture
+};
+
+// What --cond makes a picture of the image into; FILE: --cond_file has the pictures, or there are none.
+enum class PictureKind : uint8_t { FILE, LOWRES, GRAY, MASK };
+constexpr const char* PICTURE_KINDS[] = {"", "lowres", "gray", "mask"}; // as --cond has them, in the same order
 
 // Dropout with probability p; 0: none. The other members are what its random draws depend on.
 struct Dropout {
@@ -559,12 +578,25 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
 
 // A picture as a condition: out (B, HW, C + K) = [x | cond], fp32, of x (B, HW, C) and cond (B, HW, K).
 static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K);
-// The pictures of a batch as the network reads them. They are mirrored where their images are (flip_key), and with
-// probability `dropout` one is left out: then it is zeros.
+// The pictures of a batch as the network reads them: pictures of a file, or pictures that are made of the images. Each
+// is mirrored where its image is, or zeros if it is left out.
 static void take_pictures(float* cond,          // (B, H, W, K)
                           const void* pictures, // (B, K, H, W), of 1 or 4 bytes a value
-                          bool random_flip, RandomKey flip_key, float dropout, RandomKey dropout_key, int B, int K,
-                          int H, int W, int bytes);
+                          PictureDraws draws, int B, int K, int H, int W, int bytes);
+// --cond lowres: the mean of each square of factor x factor pixels, and noise; and this small picture enlarged.
+static void shrink_images(float* small,       // (B, H / factor, W / factor, C)
+                          const void* images, // (B, C, H, W)
+                          int factor, PictureDraws draws, int B, int C, int H, int W, int bytes);
+static void enlarge_pictures(float* cond,        // (B, H, W, C)
+                             const float* small, // (B, H / factor, W / factor, C)
+                             int factor, PictureDraws draws, int B, int C, int H, int W);
+// --cond gray, and --cond mask: in grey; with holes, and one more channel that says where they are.
+static void grey_images(float* cond,        // (B, H, W, 1)
+                        const void* images, // (B, 3, H, W)
+                        PictureDraws draws, int B, int H, int W, int bytes);
+static void mask_images(float* cond,        // (B, H, W, C + 1)
+                        const void* images, // (B, C, H, W)
+                        PictureDraws draws, int B, int C, int H, int W, int bytes);
 
 // The embeddings' path is fp32 everywhere. out = x weight^T + bias
 static void linear_forward(float* out,          // (B, Cout)
@@ -794,6 +826,8 @@ constexpr uint32_t RANDOM_KNOWN_NOISE = 11; // --inpaint: on the part of the ima
 constexpr uint32_t RANDOM_BACK_NOISE = 12;  // --inpaint: to go back to an earlier step
 constexpr uint32_t RANDOM_AUGMENT = 13;
 constexpr uint32_t RANDOM_COND_DROPOUT = 14;
+constexpr uint32_t RANDOM_COND_NOISE = 15; // on a coarse picture
+constexpr uint32_t RANDOM_MASK = 16;       // what --cond mask leaves out
 
 struct Words {
     uint32_t w[4];
@@ -928,12 +962,14 @@ struct Config {
 #include "common/flags.h"
 
     // Flags that are text, parsed (parse_model, check_model, check_run).
-    int H = 64, W = 64;                   // image_size
-    std::vector<float> mult;              // channel_mult
-    std::vector<float> attention_heights; // attention_resolutions
-    std::vector<float> emas;              // ema_rate
-    std::vector<float> class_list;        // classes
-    std::vector<float> value_rows;        // values: rows of cond_dim numbers
+    int H = 64, W = 64;                           // image_size
+    std::vector<float> mult;                      // channel_mult
+    std::vector<float> attention_heights;         // attention_resolutions
+    std::vector<float> emas;                      // ema_rate
+    std::vector<float> class_list;                // classes
+    std::vector<float> value_rows;                // values: rows of cond_dim numbers
+    PictureKind picture_kind = PictureKind::FILE; // cond
+    int picture_factor = 0;                       // cond lowres:K
 
     // Where a flag was set: on the command line, or by the preset.
     std::set<string> on_command_line, by_preset;
@@ -1248,7 +1284,7 @@ static bool parse_list(const std::string& list, std::vector<float>* numbers) {
     return true;
 }
 
-// The four functions that follow parse a part of a model's flags each. Result: why it can't be, in one sentence, or "".
+// The functions that follow, up to parse_model, parse a part of a model's flags each. Result: why it can't be, in one sentence, or "".
 // 64 is 64x64; in HxW the height comes first.
 static std::string parse_image_size(Config* c) {
     int n = 0; // how many characters were read; 5 digits are no overflow
@@ -1258,6 +1294,42 @@ static std::string parse_image_size(Config* c) {
     const bool in_range = c->H >= 4 && c->W >= 4 && c->H <= 4096 && c->W <= 4096;
     if (is_size && in_range) return "";
     return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
+}
+
+// How many channels a picture has that --cond makes of an image.
+static int made_channels(const Config& c) {
+    if (c.picture_kind == PictureKind::GRAY) return 1;
+    return c.in_channels + (c.picture_kind == PictureKind::MASK);
+}
+
+// What --cond makes of an image: lowres:K, gray or mask.
+static std::string parse_cond(Config* c) {
+    c->picture_kind = PictureKind::FILE;
+    c->picture_factor = 0;
+    if (c->cond.empty()) return "";
+    const size_t colon = std::min(c->cond.find(':'), c->cond.size());
+    const std::string kind = c->cond.substr(0, colon);
+    const std::string behind = c->cond.substr(colon);
+    const auto word = std::ranges::find(PICTURE_KINDS, kind);
+    const bool is_word = word != std::end(PICTURE_KINDS) && !kind.empty();
+    if (is_word) c->picture_kind = PictureKind(word - PICTURE_KINDS);
+    // Only lowres has a number behind it, of up to five digits.
+    const bool is_lowres = c->picture_kind == PictureKind::LOWRES;
+    const bool is_short = behind.size() >= 2 && behind.size() <= 6;
+    const bool is_number = is_short && behind.find_first_not_of("0123456789", 1) == std::string::npos;
+    if (!is_word || (is_lowres ? !is_number : !behind.empty()))
+        return wrong(c, "cond", "must be lowres:4 (or another factor), gray or mask");
+    const int K = is_lowres ? std::stoi(behind.substr(1)) : 0;
+    if (is_lowres && (K < 2 || c->H % K || c->W % K))
+        return wrong(c, "cond",
+                     text("the factor must be at least 2 and divide the height and width of %dx%d", c->H, c->W));
+    c->picture_factor = K;
+    if (c->picture_kind == PictureKind::GRAY && c->in_channels != 3)
+        return wrong(c, "cond", text("makes images of 3 channels grey, and these have %d", c->in_channels));
+    if (!c->given("cond_channels")) c->cond_channels = made_channels(*c);
+    if (c->cond_channels != made_channels(*c))
+        return wrong(c, "cond_channels", text("--cond %s makes pictures of %d", c->cond.c_str(), made_channels(*c)));
+    return "";
 }
 
 // How many channels each level has. Without the flag it is guided-diffusion's choice for images of this height.
@@ -1321,7 +1393,7 @@ static std::string parse_attention_resolutions(Config* c) {
 
 // image_size, channel_mult and attention_resolutions, parsed. Result: why not, in one sentence, or "".
 static std::string parse_model(Config* c) {
-    for (auto part : {parse_image_size, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
+    for (auto part : {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
         const std::string error = part(c);
         if (!error.empty()) return error;
     }
@@ -1377,6 +1449,11 @@ static std::string check_pictures(Config* c) {
     if (c->cond_channels && c->sample && !has_file)
         return wrong(c, "cond_file",
                      text("must name the pictures of %d channels that the model is conditioned on", c->cond_channels));
+    const bool makes_them = c->picture_kind != PictureKind::FILE;
+    if (makes_them && has_file && !c->sample)
+        return wrong(c, "cond_file", "is not read in training, where --cond makes the pictures of the images");
+    if (c->cond_noise > 0 && c->picture_kind != PictureKind::LOWRES)
+        return wrong(c, "cond_noise", "is for --cond lowres, whose coarse pictures it is added to");
     if (!c->val_cond_file.empty() && c->val_data_file.empty())
         return wrong(c, "val_cond_file", "needs --val_data_file, the images that these pictures belong to");
     return "";
@@ -1442,7 +1519,10 @@ static std::string check_model(Config* c) {
     const bool changes_images = c->changes_images();
     const bool inpaints = !c->inpaint.empty();
     must(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
-    must(inpaints == !c->mask.empty(), "mask", "needs --inpaint, and that needs it: where to paint anew");
+    const bool takes_mask = c->sample && c->picture_kind == PictureKind::MASK;
+    must(!inpaints || !c->mask.empty(), "mask", "is needed by --inpaint: where to paint anew");
+    must(inpaints || takes_mask || c->mask.empty(), "mask",
+         "needs --inpaint, or a model of --cond mask: where to paint anew");
     must(!changes_images || c->sample, inpaints ? "inpaint" : "start_from", "is for --sample");
     must(!changes_images || !c->S_churn, "S_churn", "is for images that are made of noise alone");
     must(!c->S_churn || c->can_churn(), "S_churn", "is for --sampler euler and heun");
@@ -3148,6 +3228,122 @@ HD static inline float halved(const float* canvas, int y, int x, int W) {
     return sum;
 }
 
+// --- pictures that are made of images (--cond)
+
+// The mean of a square of factor x factor pixels of a channel that is W wide: number (y, x) of these squares. flip: x
+// counts from the right.
+HD static inline float square_mean(const void* channel, int bytes, int y, int x, int factor, int W, bool flip) {
+    float sum = 0;
+    for (int i = 0; i < factor; i++)
+        for (int j = 0; j < factor; j++) {
+            const int column = x * factor + j;
+            const size_t row = (size_t)(y * factor + i) * W;
+            sum += image_value(channel, bytes, row + (flip ? W - 1 - column : column));
+        }
+    return sum / (float)(factor * factor);
+}
+
+// The noise's part of its largest standard deviation (Ho et al. 2021, "Cascaded Diffusion Models": a network that has
+// seen coarse pictures with more and less noise forgives a sampled one its errors). It is uniform in [0, 1).
+constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the block that it is drawn from, behind all blocks of the noise
+HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
+
+// Where number i of an enlarged row, or column, lies between two numbers of the small one, as PyTorch's
+// F.interpolate(mode="bilinear", align_corners=False) has it: the centres of pixels keep their places.
+struct Between {
+    int first, second;
+    float part; // of the second one
+};
+HD static inline Between place_in_small(int i, int factor, int size) {
+    const float centre = ((float)i + 0.5f) / (float)factor - 0.5f;
+    const float place = centre < 0 ? 0 : centre;
+    const int first = (int)place;
+    const int second = first + 1 < size ? first + 1 : first;
+    return Between{first, second, place - (float)first};
+}
+
+// The value at (y, x) of channel c of a small picture (h, w, C) that is enlarged by a factor.
+HD static inline float enlarged(const float* small, int y, int x, int c, int factor, int C, int h, int w) {
+    const Between row = place_in_small(y, factor, h);
+    const Between column = place_in_small(x, factor, w);
+    const float* const upper = small + (size_t)row.first * w * C + c;
+    const float* const lower = small + (size_t)row.second * w * C + c;
+    const float above = (1 - column.part) * upper[column.first * C] + column.part * upper[column.second * C];
+    const float below = (1 - column.part) * lower[column.first * C] + column.part * lower[column.second * C];
+    return (1 - row.part) * above + row.part * below;
+}
+
+// A pixel of three channels, which lie HW numbers apart, in grey (ITU-R BT.601).
+HD static inline float grey_value(const void* images, int bytes, size_t i, int HW) {
+    const float red = image_value(images, bytes, i);
+    const float green = image_value(images, bytes, i + HW);
+    const float blue = image_value(images, bytes, i + 2 * (size_t)HW);
+    return 0.299f * red + 0.587f * green + 0.114f * blue;
+}
+
+// What --cond mask leaves out: up to four holes, rectangles or strokes between two points. All of it is in whole
+// numbers, so that every device has the same pixels.
+constexpr int HOLES = 4;
+struct Hole {
+    bool is_there, is_stroke;
+    int y0, x0, y1, x1; // the two points, which are corners of a rectangle
+    int radius;         // of a stroke, in pixels
+};
+struct Holes {
+    Hole hole[HOLES];
+};
+
+// A random number from 0 to size - 1.
+HD static inline int random_below(uint32_t word, int size) { return (int)((uint64_t)word * size >> 32); }
+
+// The holes of a sample, from two blocks of random words for each. The first one is always there.
+HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
+    Holes holes;
+    for (int k = 0; k < HOLES; k++) {
+        const uint32_t* const how = words[2 * k].w;
+        const uint32_t* const where = words[2 * k + 1].w;
+        Hole& hole = holes.hole[k];
+        hole.is_there = k == 0 || (how[0] & 1);
+        hole.is_stroke = how[1] & 1;
+        hole.y0 = random_below(where[0], H);
+        hole.x0 = random_below(where[1], W);
+        hole.y1 = random_below(where[2], H);
+        hole.x1 = random_below(where[3], W);
+        hole.radius = 1 + random_below(how[2], (H < W ? H : W) / 8 + 1);
+    }
+    return holes;
+}
+
+// Whether (y, x) is no further from a stroke's line than its radius.
+HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
+    const int64_t along_y = s.y1 - s.y0, along_x = s.x1 - s.x0;
+    const int64_t from_y = y - s.y0, from_x = x - s.x0;
+    const int64_t length2 = along_y * along_y + along_x * along_x;
+    const int64_t radius2 = (int64_t)s.radius * s.radius;
+    const int64_t ahead = from_y * along_y + from_x * along_x; // how far along the line, times its length
+    if (ahead <= 0) return from_y * from_y + from_x * from_x <= radius2;
+    if (ahead < length2) {
+        const int64_t beside = from_y * along_x - from_x * along_y; // how far beside it, times its length
+        return beside * beside <= radius2 * length2;
+    }
+    const int64_t behind_y = y - s.y1, behind_x = x - s.x1;
+    return behind_y * behind_y + behind_x * behind_x <= radius2;
+}
+
+HD static inline bool is_in_hole(const Holes& holes, int y, int x) {
+    bool inside = false;
+    for (const Hole& hole : holes.hole) {
+        const bool between_y = (y >= hole.y0 && y <= hole.y1) || (y >= hole.y1 && y <= hole.y0);
+        const bool between_x = (x >= hole.x0 && x <= hole.x1) || (x >= hole.x1 && x <= hole.x0);
+        const bool in_this = hole.is_stroke ? is_in_stroke(hole, y, x) : between_y && between_x;
+        inside = inside || (hole.is_there && in_this);
+    }
+    return inside;
+}
+
+// What the network is told of a pixel by the mask's channel: as a mask's file has it, white where to paint.
+HD static inline float mask_value(bool hidden) { return hidden ? 1.0f : -1.0f; }
+
 // ect's loss of a sample (Geng et al. 2024): weight (sqrt(D + c^2) - c), the pseudo-Huber distance of the student's
 // image to the teacher's. D is the sum of their squared differences x0_out (out - target). slope: the loss's derivative
 // by a value of out is slope (out - target).
@@ -4094,6 +4290,106 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
     return first_images(d, flag, C, c.sample);
 }
 
+// --- pictures that samples are conditioned on
+
+// A small picture (H / factor, W / factor, C), enlarged: (H, W, C).
+static std::vector<float> enlarged_picture(const Config& c, const float* small) {
+    const int C = c.in_channels;
+    const int factor = c.picture_factor;
+    std::vector<float> picture((size_t)c.H * c.W * C);
+    for (int e = 0; e < c.H * c.W * C; e++)
+        picture[e] = enlarged(small, e / C / c.W, e / C % c.W, e % C, factor, C, c.H / factor, c.W / factor);
+    return picture;
+}
+
+// The picture (H, W, K) that --cond makes of sample number `number`'s image (C, H, W), as in training. mask (H, W): where
+// the holes are; null: they are drawn.
+static std::vector<float> made_picture(const Config& c, const uint8_t* image, int bytes, int64_t number,
+                                       const float* mask) {
+    const int HW = c.H * c.W;
+    const int C = c.in_channels;
+    std::vector<float> picture;
+    if (c.picture_kind == PictureKind::LOWRES) {
+        const int factor = c.picture_factor;
+        const int w = c.W / factor;
+        std::vector<float> small;
+        for (int e = 0; e < HW / factor / factor * C; e++) {
+            const uint8_t* const channel = image + (size_t)(e % C) * HW * bytes;
+            small.push_back(square_mean(channel, bytes, e / C / w, e / C % w, factor, c.W, false));
+        }
+        return enlarged_picture(c, small.data());
+    }
+    if (c.picture_kind == PictureKind::GRAY) {
+        for (int p = 0; p < HW; p++) picture.push_back(grey_value(image, bytes, p, HW));
+        return picture;
+    }
+    Words words[2 * HOLES];
+    for (int k = 0; k < 2 * HOLES; k++) words[k] = philox((uint64_t)c.seed, k, (uint32_t)number, 0, RANDOM_MASK);
+    const Holes holes = draw_holes(words, c.H, c.W);
+    for (int p = 0; p < HW; p++) {
+        const bool hidden = mask ? mask[p] > 0 : is_in_hole(holes, p / c.W, p % c.W);
+        for (int channel = 0; channel < C; channel++) {
+            const float value = image_value(image, bytes, (size_t)channel * HW + p);
+            picture.push_back(hidden ? 0 : value);
+        }
+        picture.push_back(mask_value(hidden));
+    }
+    return picture;
+}
+
+// The pictures (count, H, W, K) that --cond makes of the first images of a file. masks: (count, H, W), which take turns;
+// empty: holes are drawn.
+static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
+    std::vector<float> pictures;
+    std::vector<float> image(d.image_bytes() / sizeof(float) + 1); // of bytes or floats
+    uint8_t* const bytes = (uint8_t*)image.data();
+    for (int i = 0; i < std::min<int64_t>(d.count, most); i++) {
+        if (!read_image(&d, i, bytes)) refuse(d.error);
+        const size_t position = (size_t)i * c.H * c.W;
+        const float* const mask = masks.empty() ? nullptr : &masks[position % masks.size()];
+        const std::vector<float> picture = made_picture(c, bytes, d.bytes, i, mask);
+        if (!all_finite(picture.data(), picture.size()))
+            refuse(d.path + text(": image %d holds a value that is not finite; make the file again", i));
+        pictures.insert(pictures.end(), picture.begin(), picture.end());
+    }
+    return pictures;
+}
+
+// What --cond takes beside images of the model's own size, in a sentence's end.
+static std::string other_pictures(const Config& c) {
+    const int factor = c.picture_factor;
+    if (c.picture_kind == PictureKind::LOWRES)
+        return text(", or small ones of %dx%dx%d", c.H / factor, c.W / factor, c.in_channels);
+    return c.picture_kind == PictureKind::GRAY ? ", or grey ones" : "";
+}
+
+// The pictures (count, H, W, K) of --sample, from --cond_file. With --cond they are made of its images, unless it holds
+// such pictures already: small ones are enlarged, grey ones taken as they are.
+static std::vector<float> sample_pictures(const Config& c) {
+    const int K = c.cond_channels;
+    if (c.picture_kind == PictureKind::FILE) return read_images(c, "cond_file", c.cond_file, K, K);
+    const Dataset d = open_dataset(c.cond_file);
+    const bool full_size = d.H == c.H && d.W == c.W;
+    if (full_size && d.C == c.in_channels) {
+        const bool has_mask = c.picture_kind == PictureKind::MASK && !c.mask.empty();
+        return made_pictures(c, d, c.sample, has_mask ? read_images(c, "mask", c.mask, 1, 1) : std::vector<float>());
+    }
+    if (c.picture_kind == PictureKind::GRAY && full_size && d.C == 1) return first_images(d, "cond_file", 1, c.sample);
+    const int factor = std::max(c.picture_factor, 1);
+    const bool is_small = d.H == c.H / factor && d.W == c.W / factor && d.C == c.in_channels;
+    if (c.picture_kind != PictureKind::LOWRES || !is_small)
+        die("--cond_file %s: its pictures are %dx%dx%d, and --cond %s takes images of %dx%dx%d%s", c.cond_file.c_str(),
+            d.H, d.W, d.C, c.cond.c_str(), c.H, c.W, c.in_channels, other_pictures(c).c_str());
+    const std::vector<float> small = first_images(d, "cond_file", d.C, c.sample);
+    const size_t size = (size_t)d.H * d.W * d.C;
+    std::vector<float> pictures;
+    for (size_t at = 0; at < small.size(); at += size) {
+        const std::vector<float> picture = enlarged_picture(c, &small[at]);
+        pictures.insert(pictures.end(), picture.begin(), picture.end());
+    }
+    return pictures;
+}
+
 // The first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see step_gradients.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
@@ -4209,7 +4505,7 @@ constexpr int SLOT_P_STD = 53;
 constexpr int SLOT_PATCH_SIZE = 56;
 constexpr int SLOT_COND_DIM = 58;
 constexpr int SLOT_COND_CHANNELS = 60;
-constexpr int SLOT_UNUSED = 62; // up to SLOT_STEP
+constexpr int SLOT_COND = 62; // the number of a PictureKind, and lowres's factor
 // From here on slots are about a run. But for the first two they are used with HAS_TRAINING alone.
 constexpr int SLOT_STEP = 64; // 8 bytes
 constexpr int SLOT_SEED = 66; // 8 bytes
@@ -4227,7 +4523,8 @@ constexpr int SLOT_EMAS = 98;       // how many averages there are beside the fi
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: its flags
 constexpr int SLOT_ECT_END = 113;   // the first slot behind them
-constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; from the next one on, unused
+constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file, and then cond_noise
+constexpr int SLOT_COND_END = 115;  // from here on, unused
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
 constexpr int MOST_LEVELS = 8;      // of a model, and of its attention_resolutions
 
@@ -4272,6 +4569,8 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     for (int i = 0; i < levels; i++) h.set(SLOT_MULT + i, config.mult[i]);
     h.slot[SLOT_RESOLUTIONS] = (int)config.attention_heights.size();
     std::ranges::copy(config.attention_heights, h.slot + SLOT_ATTENTION);
+    h.slot[SLOT_COND] = (int)config.picture_kind;
+    h.slot[SLOT_COND + 1] = config.picture_factor;
     return h;
 }
 
@@ -4341,12 +4640,11 @@ static void check_unused_slots(const ModelFile& m) {
     };
     unused(SLOT_MULT + s[SLOT_LEVELS], SLOT_RESOLUTIONS);
     unused(SLOT_ATTENTION + s[SLOT_RESOLUTIONS], SLOT_MAX_PERIOD);
-    unused(SLOT_UNUSED, SLOT_STEP);
     if (training) unused(SLOT_UNUSED_TOO, SLOT_GUARD);
     else unused(SLOT_BATCH_SIZE, 256);
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
-    unused(s[SLOT_COND_CHANNELS] ? SLOT_COND_CRC + 1 : SLOT_COND_CRC, SLOT_PATH);
+    unused(s[SLOT_COND_CHANNELS] ? SLOT_COND_END : SLOT_COND_CRC, SLOT_PATH);
 }
 
 // Opens a model file and checks all that can be checked without its network.
@@ -4638,6 +4936,7 @@ struct Trainer {
     // --cond_channels
     float* cond;           // (micro, H, W, K): the pictures as the network reads them; null: there are none
     float* augmented_cond; // (micro, K, H, W), with --augment
+    float* small;          // (micro, H / factor, W / factor, C), with --cond lowres
     // --objective ect
     NoiseLevel* teachers; // (micro); null: nobody is tuned
     float* teacher_t;     // (micro)
@@ -4707,7 +5006,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
         tr.augmented = device_alloc<float>(pixels * c.in_channels);
         if (c.cond_channels) tr.augmented_cond = device_alloc<float>(pixels * c.cond_channels);
     }
-    if (c.cond_channels) tr.cond = device_alloc<float>((size_t)tr.net.B * c.H * c.W * c.cond_channels);
+    const size_t all_pixels = (size_t)tr.net.B * c.H * c.W;
+    if (c.cond_channels) tr.cond = device_alloc<float>(all_pixels * c.cond_channels);
+    const int factor = c.picture_factor;
+    if (factor) tr.small = device_alloc<float>(all_pixels / factor / factor * c.in_channels);
     if (tr.objective.tuning.on()) {
         tr.objective.tuning.step = &tr.state->step;
         tr.teachers = device_alloc<NoiseLevel>(tr.net.B);
@@ -4743,19 +5045,25 @@ static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int
     return Pixels{out, sizeof(float)};
 }
 
-// Puts B pictures where the network reads them (net->cond). In training they are mirrored as the images are, and some
-// are left out.
-static void show_pictures(Trainer* tr, Pixels pictures, int B, RandomKey key, bool training) {
+// Puts B pictures where the network reads them (net->cond): with --cond they are made of the images, else they are
+// `pictures`. In training they are mirrored as the images are, and some are left out.
+static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
     const Config& c = tr->net.config;
-    RandomKey flip_key = key;
-    RandomKey dropout_key = key;
-    flip_key.purpose = RANDOM_FLIP;
-    dropout_key.purpose = RANDOM_COND_DROPOUT;
-    const bool flips = training && c.random_flip;
-    const float dropout = training ? c.cond_dropout : 0;
-    take_pictures(tr->cond, pictures.data, flips, flip_key, dropout, dropout_key, B, c.cond_channels, c.H, c.W,
-                  pictures.bytes);
+    const int C = c.in_channels;
+    PictureDraws draws{.key = key};
+    if (training) draws = {key, c.random_flip, c.cond_dropout, c.cond_noise};
     tr->net.cond = tr->cond;
+    switch (c.picture_kind) {
+    case PictureKind::FILE:
+        take_pictures(tr->cond, pictures.data, draws, B, c.cond_channels, c.H, c.W, pictures.bytes);
+        break;
+    case PictureKind::LOWRES:
+        shrink_images(tr->small, images.data, c.picture_factor, draws, B, C, c.H, c.W, images.bytes);
+        enlarge_pictures(tr->cond, tr->small, c.picture_factor, draws, B, C, c.H, c.W);
+        break;
+    case PictureKind::GRAY: grey_images(tr->cond, images.data, draws, B, c.H, c.W, images.bytes); break;
+    case PictureKind::MASK: mask_images(tr->cond, images.data, draws, B, C, c.H, c.W, images.bytes); break;
+    }
 }
 
 // The loss of samples first .. first + B - 1 of a step, whose images these are (of 1 or 4 bytes a value), whose levels
@@ -4870,11 +5178,13 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         float* const told = tr->net.values + c.cond_dim;
         const Pixels read{batch.device + k * B * tr->data.image_bytes(), tr->data.bytes};
         const Pixels shown = augmented(tr, tr->augmented, read, told, c.in_channels, B, key);
+        Pixels pictures{};
         if (const Dataset* const cond = tr->data.cond.get()) {
-            const Pixels pictures{batch.device + tr->data.pictures_at(images, c) + k * B * cond->image_bytes(),
-                                  cond->bytes};
-            show_pictures(tr, augmented(tr, tr->augmented_cond, pictures, told, c.cond_channels, B, key), B, key, true);
+            const uint8_t* const first_picture = batch.device + tr->data.pictures_at(images, c);
+            pictures = {first_picture + k * B * cond->image_bytes(), cond->bytes};
+            pictures = augmented(tr, tr->augmented_cond, pictures, told, c.cond_channels, B, key);
         }
+        if (c.cond_channels) show_pictures(tr, shown, pictures, B, key, true);
         forward_and_loss(tr, tr->objective, shown.data, shown.bytes, first, B, key, dropout, true);
 
         // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
@@ -4985,10 +5295,9 @@ static double validation_loss(Trainer* tr, Dataset* val) {
             draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
             tr->net.labels = (int*)(batch.device + val->labels_at(B));
             tr->net.values = (float*)(batch.device + val->values_at(B));
-            if (val->cond) {
-                const Pixels pictures{batch.device + val->pictures_at(B, c), val->cond->bytes};
-                show_pictures(tr, pictures, B, key, false);
-            }
+            const Pixels images{batch.device, val->bytes};
+            const Pixels pictures{batch.device + val->pictures_at(B, c), val->cond ? val->cond->bytes : 0};
+            if (c.cond_channels) show_pictures(tr, images, pictures, B, key, false);
             forward_and_loss(tr, objective, batch.device, val->bytes, first, B, key, Dropout{}, false);
             release(&batch);
         }
@@ -5920,11 +6229,14 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (val.count && c.class_cond && !labels_fit)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
-    if (c.cond_channels && c.val_cond_file.empty())
+    const bool makes_them = c.picture_kind != PictureKind::FILE;
+    if (c.cond_channels && !makes_them && c.val_cond_file.empty())
         die("--val_data_file %s: needs --val_cond_file, the pictures that its images are conditioned on",
             val.path.c_str());
     if (!c.cond_channels && !c.val_cond_file.empty())
         die("--val_cond_file %s: this model is not conditioned on pictures (--cond_channels)", c.val_cond_file.c_str());
+    if (makes_them && !c.val_cond_file.empty())
+        die("--val_cond_file %s: is not read, since --cond makes the pictures of the images", c.val_cond_file.c_str());
     open_pictures(&val, "val_cond_file", c.val_cond_file);
     if (val.cond && val.cond->C != c.cond_channels)
         die("--val_cond_file %s: has pictures of %d channels and the model takes --cond_channels %d",
@@ -5943,7 +6255,8 @@ static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
 // The images of a run's grids are conditioned on the first pictures of the validation data or, without it, of the data.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
-    if (c.cond_channels) s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
+    if (c.picture_kind != PictureKind::FILE) s->pictures = made_pictures(c, d, c.num_samples, {});
+    else if (c.cond_channels) s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
 }
 
 // Makes the output folder ready, at rank 0: from now on it is this run's alone.
@@ -6180,8 +6493,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     // The sampler, and the images that it is conditioned on, begins with or keeps.
     Sampler sampler = make_sampler(c, net.B);
     const int C = c.in_channels;
-    const int K = c.cond_channels;
-    if (K) sampler.pictures = read_images(c, "cond_file", c.cond_file, K, K);
+    if (c.cond_channels) sampler.pictures = sample_pictures(c);
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, C, C);
     if (!c.inpaint.empty()) {
         // The device keeps those of the batch that is drawn.
@@ -6273,7 +6585,7 @@ static void take_from_file(Config* c, const std::string& path, const std::string
 
 // Whether a flag is parsed after it is set (parse_model). In a header such flags have slots of a form of their own.
 static bool is_parsed(const std::string& name) {
-    return name == "image_size" || name == "channel_mult" || name == "attention_resolutions";
+    return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
 }
 
 // take_model_file for a file of unet.cu's.
@@ -6339,6 +6651,11 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "image_size", size_text(height, width));
     take_from_file(c, model.path, "channel_mult", mult);
     take_from_file(c, model.path, "attention_resolutions", heights);
+    // How pictures are made.
+    check_field(model.path, "cond", h.slot[SLOT_COND], 0, std::size(PICTURE_KINDS) - 1);
+    const int factor = h.slot[SLOT_COND + 1];
+    const std::string kind = PICTURE_KINDS[h.slot[SLOT_COND]];
+    take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
 }
 
 // The value that a header has for a flag with a slot, as one would type it.
@@ -6421,7 +6738,9 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     must(d.K == c->cond_dim || !c->cond_dim, "cond_dim",
          c->data_file + (d.K ? text(" has %d numbers an image", d.K)
                              : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
-    must(d.cond || !c->cond_channels, "cond_channels", "needs --cond_file, a picture for each of the images");
+    const bool makes_them = c->picture_kind != PictureKind::FILE;
+    must(d.cond || makes_them || !c->cond_channels, "cond_channels",
+         "needs --cond_file, a picture for each of the images");
     must(!d.cond || d.cond->C == c->cond_channels, "cond_file",
          text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
               c->cond_channels));
@@ -8569,20 +8888,95 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// The pictures beside the images. A thread writes an element of (B, H, W, K).
-static void take_pictures(float* cond, const void* pictures, bool random_flip, RandomKey flip_key, float dropout,
-                          RandomKey dropout_key, int B, int K, int H, int W, int bytes) {
-    const uint32_t threshold = dropout_threshold(dropout);
+// Whether sample b's image, and so its picture, is mirrored; and whether its picture is left out
+INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
+    return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
+}
+INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
+    const uint32_t threshold = dropout_threshold(draws.dropout);
+    const RandomKey key = of_purpose(draws.key, RANDOM_COND_DROPOUT);
+    return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
+}
+
+// The pictures beside the images. A thread writes an element of (B, H, W, K); for holes all channels of a pixel.
+static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
+                          int bytes) {
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
         const int k = (int)(i % K);
         const int w = (int)(i / K % W);
         const int h = (int)(i / K / W % H);
         const int b = (int)(i / K / W / H);
-        const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
-        const bool left_out = threshold > 0 && random_words(dropout_key, 0, b).w[0] < threshold;
-        const int column = flip ? W - 1 - w : w;
+        const int column = picture_is_mirrored(draws, b) ? W - 1 - w : w;
         const size_t place = (((size_t)b * K + k) * H + h) * W + column;
-        cond[i] = left_out ? 0.0f : image_value(pictures, bytes, place);
+        cond[i] = picture_is_left_out(draws, b) ? 0.0f : image_value(pictures, bytes, place);
+    });
+}
+
+static void shrink_images(float* small, const void* images, int factor, PictureDraws draws, int B, int C, int H, int W,
+                          int bytes) {
+    const int small_w = W / factor;
+    const int n = H / factor * small_w * C;
+    const RandomKey noise_key = of_purpose(draws.key, RANDOM_COND_NOISE);
+    each((size_t)B * n, [=] __device__(size_t i) {
+        const int b = (int)(i / n);
+        const int e = (int)(i % n);
+        const size_t plane = (size_t)b * C + e % C;
+        const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
+        const bool flip = picture_is_mirrored(draws, b);
+        float value = square_mean(channel, bytes, e / C / small_w, e / C % small_w, factor, W, flip);
+        if (draws.noise > 0) {
+            float z[4];
+            normals(z, random_words(noise_key, e / 4, b));
+            value += draws.noise * noise_strength(random_words(noise_key, NOISE_STRENGTH, b)) * z[e % 4];
+        }
+        small[i] = value;
+    });
+}
+
+static void enlarge_pictures(float* cond, const float* small, int factor, PictureDraws draws, int B, int C, int H,
+                             int W) {
+    const int n = H * W * C;
+    const int small_h = H / factor;
+    const int small_w = W / factor;
+    each((size_t)B * n, [=] __device__(size_t i) {
+        const int b = (int)(i / n);
+        const int e = (int)(i % n);
+        const float* const picture = small + (size_t)b * small_h * small_w * C;
+        const float value = enlarged(picture, e / C / W, e / C % W, e % C, factor, C, small_h, small_w);
+        cond[i] = picture_is_left_out(draws, b) ? 0.0f : value;
+    });
+}
+
+static void grey_images(float* cond, const void* images, PictureDraws draws, int B, int H, int W, int bytes) {
+    const int HW = H * W;
+    each((size_t)B * HW, [=] __device__(size_t i) {
+        const int b = (int)(i / HW);
+        const int p = (int)(i % HW);
+        const int from = picture_is_mirrored(draws, b) ? p / W * W + W - 1 - p % W : p;
+        const float value = grey_value(images, bytes, (size_t)b * 3 * HW + from, HW);
+        cond[i] = picture_is_left_out(draws, b) ? 0.0f : value;
+    });
+}
+
+static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
+    const int HW = H * W;
+    const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
+    each((size_t)B * HW, [=] __device__(size_t i) {
+        const int b = (int)(i / HW);
+        const int p = (int)(i % HW);
+        const bool left_out = picture_is_left_out(draws, b);
+        Words words[2 * HOLES];
+        for (int k = 0; k < 2 * HOLES; k++) {
+            words[k] = random_words(key, k, b);
+        }
+        const bool hidden = is_in_hole(draw_holes(words, H, W), p / W, p % W);
+        const int from = picture_is_mirrored(draws, b) ? p / W * W + W - 1 - p % W : p;
+        float* const pixel = cond + i * (C + 1);
+        for (int c = 0; c < C; c++) {
+            const size_t plane = (size_t)b * C + c;
+            pixel[c] = hidden || left_out ? 0.0f : image_value(images, bytes, plane * HW + from);
+        }
+        pixel[C] = left_out ? 0.0f : mask_value(hidden);
     });
 }
 

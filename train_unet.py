@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 from common.augment import augment
+from common.conditions import enlarge, made_pictures
 from common.config import pick_device, pick_precision, space_timesteps, value_rows
 from common.data_files import Data, open_data, with_pictures
 from common.files import DataError
@@ -104,9 +105,14 @@ def to_tensors(
     """x0 (B, C, H, W) of these images, float32 in [-1, 1], and labels (B), int64, and conditions, if the model wants them."""
     labels = torch.from_numpy(data.labels[index].astype(np.int64)).to(device) if config.class_cond else None
     conditions = {"values": torch.from_numpy(data.values[index]).to(device)} if config.cond_dim else {}
-    if config.cond_channels:
+    if config.cond_channels and not config.cond:
         conditions["cond"] = torch.from_numpy(data.read_pictures(index)).to(device)
     return torch.from_numpy(data.read_floats(index)).to(device), labels, conditions
+
+
+def pictures_of(conditions: Conditions) -> list[torch.Tensor]:
+    """The pictures of a file that images are conditioned on, if there are any."""
+    return [conditions["cond"]] if "cond" in conditions else []
 
 
 def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu", probabilities: np.ndarray | None = None) -> Batch:
@@ -121,7 +127,7 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
     if config.random_flip:
         mirror = random_words(config.seed, FLIP, step, samples, 1)[:, 0] & 1
         x0 = torch.where(mirror[:, None, None, None] == 1, x0.flip(3), x0)
-        if config.cond_channels:
+        if "cond" in conditions:
             conditions["cond"] = torch.where(mirror[:, None, None, None] == 1, conditions["cond"].flip(3), conditions["cond"])
     t = noise_levels(config, TIMESTEP, step, samples, probabilities)
     noise = normals(config.seed, NOISE, step, samples, tuple(x0.shape[1:]))
@@ -132,12 +138,13 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
         conditions["values"] = torch.where(dropped[:, None], 0, conditions["values"])
     if config.augment > 0:
         own = [conditions["values"]] if config.cond_dim else []
-        both = torch.cat([x0, conditions["cond"]], dim=1) if config.cond_channels else x0
-        changed, told = augment(both, config.augment, config.seed, step, samples)
-        x0, changed_cond = changed.split([config.in_channels, config.cond_channels], dim=1)
+        changed, told = augment(torch.cat([x0, *pictures_of(conditions)], dim=1), config.augment, config.seed, step, samples)
+        x0, changed_cond = changed.tensor_split([config.in_channels], dim=1)
         conditions["values"] = torch.cat([*own, told], dim=1)
-        if config.cond_channels:
+        if "cond" in conditions:
             conditions["cond"] = changed_cond
+    if config.cond:
+        conditions["cond"] = made_pictures(config, x0, step, samples, config.cond_noise)
     if config.cond_channels:
         left_out = random_words(config.seed, COND_DROPOUT, step, samples, 1)[:, 0] < int(config.cond_dropout * 2**32)
         conditions["cond"] = torch.where(left_out[:, None, None, None], 0, conditions["cond"])
@@ -547,6 +554,32 @@ def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
     return images
 
 
+def sample_pictures(config: Config, most: int) -> torch.Tensor:
+    """The pictures (up to most, cond_channels, H, W) of --sample, from --cond_file. With --cond they are made of its images, unless it holds such
+    pictures already: small ones are enlarged, grey ones taken as they are."""
+    if not config.cond:
+        return read_images(config, "cond_file", most)
+    (H, W), C, factor = config.image_size, config.in_channels, config.picture_factor
+    shape = open_data(config.cond_file).images.shape[1:]
+    taken = {(C, H, W): "images"}
+    if config.picture_kind == "gray":
+        taken[1, H, W] = "grey ones"
+    if factor:
+        taken[C, H // factor, W // factor] = f"small ones of {H // factor}x{W // factor}x{C}"
+    if shape not in taken:
+        told = f"its pictures are {shape[1]}x{shape[2]}x{shape[0]}, and --cond {config.cond} takes images of {H}x{W}x{C}"
+        raise UserError(f"--cond_file {config.cond_file}: {' or '.join([told, *list(taken.values())[1:]])}")
+    as_file = dataclasses.replace(config, image_size=shape[1:], cond="", cond_channels=shape[0], attention_resolutions=())
+    images = read_images(as_file, "cond_file", most)
+    if taken[shape].startswith("small"):
+        return enlarge(images, factor)
+    if taken[shape].startswith("grey"):
+        return images
+    masks = read_images(config, "mask", most) if config.picture_kind == "mask" and config.mask else None
+    numbers = torch.arange(len(images))
+    return made_pictures(config, images, 0, numbers, masks=None if masks is None else masks[numbers % len(masks)] > 0)
+
+
 @torch.no_grad()
 def sample(
     model: nn.Module,
@@ -561,9 +594,10 @@ def sample(
     from tqdm import tqdm  # which who only trains or times the network does without
 
     device, drawn = next(model.parameters()).device, []
-    images, masks = (read_images(config, name, n) for name in ("start_from" if config.start_from else "inpaint", "mask"))
+    images = read_images(config, "start_from" if config.start_from else "inpaint", n)
+    masks = read_images(config, "mask", n) if config.inpaint else None
     if config.cond_channels and pictures is None:
-        pictures = read_images(config, "cond_file", n)
+        pictures = sample_pictures(config, n)
     steps = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
     first = steps - max(1, math.floor(config.strength * steps + 0.5)) if config.start_from else 0  # Meng et al. 2022, "SDEdit"
     batches = torch.arange(n, device=device).split(config.batch_size)
@@ -720,6 +754,8 @@ class Trainer:
         for index in np.split(np.arange(count), range(config.batch_size, count, config.batch_size)):
             x0, labels, conditions = to_tensors(config, data, index, self.device)
             samples = torch.from_numpy(index).to(self.device)
+            if config.cond:
+                conditions["cond"] = made_pictures(config, x0, 0, samples)
             t = noise_levels(config, VAL_TIMESTEP, 0, samples)
             noise = normals(config.seed, VAL_NOISE, 0, samples, tuple(x0.shape[1:]))
             losses.append(self.diffusion.losses(self.model, x0, t, noise, labels, conditions))
@@ -787,7 +823,10 @@ def grid_pictures(config: Config, data: Data) -> torch.Tensor | None:
     """What a grid's images are conditioned on: the first pictures of the data."""
     if not config.cond_channels:
         return None
-    return torch.from_numpy(data.read_pictures(np.arange(min(len(data.images), config.num_samples))))
+    first = np.arange(min(len(data.images), config.num_samples))
+    if config.cond:
+        return made_pictures(config, torch.from_numpy(data.read_floats(first)), 0, torch.from_numpy(first))
+    return torch.from_numpy(data.read_pictures(first))
 
 
 def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data) -> None:

@@ -7,6 +7,7 @@
     pictures         from picture files to arrays                                          needs Pillow, too
     config           from flags to a configuration that can work                           from here on: PyTorch
     random_numbers   counter-based draws, as in the C++ program
+    conditions       pictures as a condition that are made of the images
     augment          changes of training images, of which the network is told
     model            the network, its parameters, initial weights
     model_files      weights and checkpoints: .bin, .pt, .safetensors

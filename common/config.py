@@ -124,13 +124,35 @@ def check_objective(config: Config) -> None:
     check(config, not (config.use_kl and config.min_snr_gamma > 0), "min_snr_gamma", "weighs the squared error, which --use_kl True leaves out")
 
 
+def check_cond(config: Config) -> None:
+    """--cond: lowres:K, gray or mask."""
+    if not config.cond:
+        return
+    (height, width), factor = config.image_size, config.picture_factor
+    ok = re.fullmatch(r"gray|mask|lowres:[0-9]{1,5}", config.cond) is not None
+    check(config, ok, "cond", "must be lowres:4 (or another factor), gray or mask")
+    if config.picture_kind == "lowres":
+        ok = factor >= 2 and height % factor == 0 and width % factor == 0
+        check(config, ok, "cond", f"the factor must be at least 2 and divide the height and width of {height}x{width}")
+    ok = config.picture_kind != "gray" or config.in_channels == 3
+    check(config, ok, "cond", f"makes images of 3 channels grey, and these have {config.in_channels}")
+    told = f"--cond {config.cond} makes pictures of {config.made_channels}"
+    check(config, config.cond_channels == config.made_channels, "cond_channels", told)
+
+
 def check_pictures(config: Config) -> None:
     """Whether the pictures that a model is conditioned on are named, and only then. (A run's are compared with its data in Data.check.)"""
+    check_cond(config)
     check(config, not config.cond_file or config.cond_channels > 0, "cond_file", "this model is not conditioned on pictures (--cond_channels)")
     check(config, config.cond_dropout == 0 or config.cond_channels > 0, "cond_dropout", "has nothing to leave out without --cond_channels")
     if config.sample > 0 and config.cond_channels > 0:
         told = f"must name the pictures of {config.cond_channels} channels that the model is conditioned on"
         check(config, config.cond_file != "", "cond_file", told)
+    told = "is not read in training, where --cond makes the pictures of the images"
+    check(config, not (config.cond and config.cond_file) or config.sample > 0, "cond_file", told)
+    check(config, not (config.cond and config.val_cond_file), "val_cond_file", "is not read, since --cond makes the pictures of the images")
+    told = "is for --cond lowres, whose coarse pictures it is added to"
+    check(config, config.cond_noise == 0 or config.picture_kind == "lowres", "cond_noise", told)
     told = "needs --val_data_file, the images that these pictures belong to"
     check(config, not config.val_cond_file or config.val_data_file != "", "val_cond_file", told)
 
@@ -147,7 +169,9 @@ def check_sampling(config: Config) -> None:
     check(config, config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
     check(config, config.sampler != "consistency" or config.mid_t < config.sigma_max, "mid_t", f"must be below --sigma_max {config.sigma_max:g}")
     check(config, not (config.start_from and config.inpaint), "start_from", "and --inpaint: images are changed in one of these ways at a time")
-    check(config, bool(config.inpaint) == bool(config.mask), "inpaint", "and --mask need each other, the images and where to paint them anew")
+    takes_mask = config.sample > 0 and config.picture_kind == "mask"
+    told = "and --mask need each other, the images and where to paint them anew"
+    check(config, bool(config.inpaint) == bool(config.mask) or (takes_mask and not config.inpaint), "inpaint", told)
     changed = bool(config.start_from or config.inpaint)
     check(config, not changed or config.sample > 0, "start_from" if config.start_from else "inpaint", "is for --sample")
     ok = config.S_churn == 0 or not changed
@@ -238,7 +262,7 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         shape = {"image_size": data.images.shape[2:], "in_channels": data.images.shape[1]}
         values |= {name: value for name, value in shape.items() if name not in flags}
         values.setdefault("num_classes", data.num_classes)
-        if data.pictures:
+        if data.pictures and not values.get("cond"):
             values.setdefault("cond_channels", data.pictures.images.shape[1])
     values |= ect_defaults(values, flags, start)
     config = Config(**values)

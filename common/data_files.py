@@ -74,7 +74,7 @@ class Data:
         if config.cond_dim and config.cond_dim != count:
             told = f"has {count} numbers an image" if count else "has no numbers; prepare_data.py --values TABLE puts those of a table into it"
             raise UserError(f"--cond_dim {config.cond_dim}: {self.path} {told}")
-        if config.cond_channels and not self.pictures:
+        if config.cond_channels and not config.cond and not self.pictures:
             raise UserError(f"--cond_channels {config.cond_channels}: needs a picture for each image of {self.path}: --cond_file, or --val_cond_file")
         if self.pictures and self.pictures.images.shape[1] != config.cond_channels:
             told = f"its pictures have {self.pictures.images.shape[1]} channels and the model takes --cond_channels {config.cond_channels}"

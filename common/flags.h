@@ -45,6 +45,10 @@ SAVED(50, float, class_dropout, 0, "probability of leaving out an image's class 
       0.99);
 SAVED(60, int, cond_channels, 0, "condition on a picture of so many channels beside each image (default: cond_file's)",
       0, 64);
+FLAG(string, cond, "",
+     "make these pictures of the images: lowres:K (a coarse picture, K times smaller: super-resolution), gray "
+     "(colouring), or mask (random parts left out: inpainting)");
+SAVED(114, float, cond_noise, 0, "with cond lowres: largest standard deviation of noise on the coarse picture", 0, 2);
 FREE(61, float, cond_dropout, 0, "probability of leaving out an image's picture, for --guidance_scale", 0, 0.99);
 SAVED(16, bool, learn_sigma, false, "twice the output channels, for a learned variance");
 SAVED(17, bool, use_scale_shift_norm, false, "the embedding scales and shifts the second norm of a block");
@@ -109,7 +113,8 @@ FLAG(float, dynamic_threshold, 0, "clip x_0 to this quantile of its |values|, if
 FLAG(string, start_from, "", "--sample changes this data file's images: adds noise, then takes the last steps");
 FLAG(float, strength, 0.6, "start_from: the part of the steps; 1: little is left of the image", 0, 1);
 FLAG(string, inpaint, "", "--sample paints the images of this data file anew where --mask says so");
-FLAG(string, mask, "", "a data file of 1 channel: above half the range, paint anew");
+FLAG(string, mask, "",
+     "for inpaint, or with cond mask for --sample: a data file of 1 channel: above half the range, paint anew");
 FLAG(int, jump_length, 10, "inpaint: steps to go back, for what is new to fit to what is known", 1, 100000);
 FLAG(int, jump_n_sample, 10, "inpaint: how often the same steps are taken; 1: never back", 1, 1000);
 FLAG(ints, classes, "", "classes of the images, such as 3,5, in turns (default: all)");
@@ -147,9 +152,10 @@ FLAG(string, data_dir, "",
      "or a folder of pictures, from which prepare_data.py makes FOLDER.bin; sub-folders are classes");
 SAVED(80, bool, random_flip, false, "mirror half of the images");
 FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
-FLAG(string, cond_file, "",
-     "pictures to condition on: a data file with one for each image of data_file, in the same order and of the same "
-     "size; with --sample one for each sample, in turns");
+FLAG(
+    string, cond_file, "",
+    "pictures to condition on: a data file with one for each image of data_file, in the same order and of the same "
+    "size; with --sample one for each sample, in turns (with cond: images to make them of, or pictures as cond makes)");
 FLAG(string, val_cond_file, "", "those of val_data_file's images");
 FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
 FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");

@@ -220,6 +220,8 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
         height, _ = self.image_size
         mult = self.channel_mult or DEFAULT_CHANNEL_MULT.get(height, ())
         self.channel_mult, self.ema_rate = (tuple(float32(m) for m in values) for values in (mult, rates))
+        if self.cond and not self.cond_channels:
+            self.cond_channels = self.made_channels
         if self.ema_snapshots > 0:
             self.ema_rate += tuple(power for power in POWER_EMAS if power not in self.ema_rate)
 
@@ -237,6 +239,22 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
     def can_be_guided(self) -> bool:
         """Whether the model has learnt to do without what it is conditioned on."""
         return (self.class_dropout > 0 and (self.class_cond or self.cond_dim > 0)) or self.cond_dropout > 0
+
+    @property
+    def picture_kind(self) -> str:
+        """What --cond makes of an image: lowres, gray or mask; "": --cond_file has the pictures, or there are none."""
+        return self.cond.partition(":")[0]
+
+    @property
+    def picture_factor(self) -> int:
+        """K of --cond lowres:K; 0: another kind, or no whole number."""
+        kind, _, factor = self.cond.partition(":")
+        return int(factor) if kind == "lowres" and factor.isascii() and factor.isdecimal() and len(factor) <= 5 else 0
+
+    @property
+    def made_channels(self) -> int:
+        """How many channels a picture has that --cond makes of an image."""
+        return 1 if self.picture_kind == "gray" else self.in_channels + (self.picture_kind == "mask")
 
     @property
     def seen_channels(self) -> int:
@@ -294,10 +312,11 @@ SAMPLING_FLAGS += ["values", "cond_file"]
 # Where model files keep flags in their header: the table's slots, and those of flags that are more than one number of four bytes. The model and the
 # diffusion come first, then what a checkpoint keeps besides.
 SLOTS = {name: f.metadata["slot"] for name, f in FLAGS.items() if f.metadata.get("slot")}
-SLOTS |= {"image_size": 6, "channel_mult": 23, "attention_resolutions": 32, "seed": 66, "ema_rate": 79, "data_file": 128}
+SLOTS |= {"image_size": 6, "channel_mult": 23, "attention_resolutions": 32, "seed": 66, "ema_rate": 79, "data_file": 128, "cond": 62}
 CHECKPOINT_FLAGS = [*sorted(SLOTS, key=SLOTS.__getitem__), "cond_file"]  # which lies behind data_file, in the same slots
 SAVED_FLAGS = [name for name in CHECKPOINT_FLAGS if SLOTS.get(name, 128) < 64]
 
+PICTURE_KINDS = ("", "lowres", "gray", "mask")  # of --cond, as their numbers in files
 AUGMENT_NUMBERS = 9
 MOST_EMAS = 8
 MOST_LEVELS = 8

@@ -22,7 +22,7 @@ from common import files
 from common.config import make_config, validate
 from common.files import MODEL_MAGIC, UNET_CU_MODEL_MAGIC
 from common.flags import (
-    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, FREE_FLAGS, MOST_EMAS, MOST_LEVELS, OBJECTIVES_OWN, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
+    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, FREE_FLAGS, MOST_EMAS, MOST_LEVELS, OBJECTIVES_OWN, PICTURE_KINDS, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
 )  # fmt: skip
 from common.model import parameter_count, parameter_shapes, to_state_dict
 from common.program import UserError
@@ -46,7 +46,7 @@ FIELDS: dict[str, tuple] = {
     "levels": (22, "<i4"), "channel_mult": (23, "<f4", 8), "resolutions": (31, "<i4"), "attention_resolutions": (32, "<i4", 8),
     "step": (64, "<u8"), "seed": (66, "<u8"), "updates": (81, "<i4"), "bad_total": (82, "<i4"), "bad_in_row": (83, "<i4"),
     "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "cond_crc": (113, "<u4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
-    "ema_rate": (79, "<f4"), "data_file": (128, "S512"),
+    "ema_rate": (79, "<f4"), "data_file": (128, "S512"), "cond": (62, "<i4", 2),
 }  # fmt: skip
 FIELDS |= {name: (slot, "<f4" if FLAGS[name].type == "float" else "<i4") for name, slot in SLOTS.items() if name not in FIELDS}
 
@@ -171,13 +171,16 @@ def pack_header(file: ModelFile) -> np.ndarray:
             continue  # it lies behind data_file
         elif name == "data_file":
             value = "\0".join([value, values["cond_file"]]).encode()
+        elif name == "cond":  # a word's number, and lowres's factor
+            kind, _, factor = value.partition(":")
+            value = PICTURE_KINDS.index(kind), int(factor or 0)
         elif isinstance(value, str):  # one of several words, as its number
             value = WORDS[name].index(value)
         header[name] = value
     for name in unused_slots(header):
         header[name] = 0
     if not header["cond_channels"]:
-        header["cond_crc"] = 0
+        header["cond_crc"] = header["cond_noise"] = 0
     header["magic"], header["version"], header["parameters"] = MODEL_MAGIC, 1, len(file.weights)
     header["contents"] = HAS_EMA * (file.ema is not None) | HAS_TRAINING * (file.m is not None)
     return header
@@ -190,6 +193,9 @@ def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
     values["attention_resolutions"] = values["attention_resolutions"][: values["resolutions"]]
     values["ema_rate"] = [values["ema_rate"], *values["more_rates"][: max(values["more_emas"], 0)]]
     values["data_file"], _, values["cond_file"] = values["data_file"].decode(errors="replace").partition("\0")
+    kind, factor = values["cond"]
+    check_field("", "cond", kind, 0, len(PICTURE_KINDS) - 1)
+    values["cond"] = PICTURE_KINDS[kind] + (f":{factor}" if factor else "")
     for name in CHECKPOINT_FLAGS:
         if name in WORDS:
             if not 0 <= values[name] < len(WORDS[name]):

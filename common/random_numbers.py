@@ -13,6 +13,8 @@ import torch
 INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE, CLASS_DROPOUT, KNOWN_NOISE, BACK_NOISE = range(13)
 AUGMENT = 13  # a training image's change
 COND_DROPOUT = 14  # whether the picture that an image is conditioned on is left out
+COND_NOISE = 15  # on a coarse picture
+HOLES_OF_MASK = 16  # what --cond mask leaves out
 MASK = 0xFFFFFFFF  # 32 bits
 
 

@@ -1326,13 +1326,21 @@ static inline void draw_normals(float* out, int B, int per_sample, RandomKey key
     }
 }
 
+// Whether sample b's image, and so its picture, is mirrored; and whether its picture is left out
+static inline bool picture_is_mirrored(const PictureDraws& draws, int b) {
+    return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
+}
+static inline bool picture_is_left_out(const PictureDraws& draws, int b) {
+    const RandomKey key = of_purpose(draws.key, RANDOM_COND_DROPOUT);
+    return random_words(key, 0, b).w[0] < dropout_threshold(draws.dropout);
+}
+
 // cond (B, H, W, K): pictures (B, K, H, W), mirrored where their images are. One that is left out is zeros.
-static inline void take_pictures(float* cond, const void* pictures, bool random_flip, RandomKey flip_key, float dropout,
-                                 RandomKey dropout_key, int B, int K, int H, int W, int bytes) {
-    const uint32_t threshold = dropout_threshold(dropout);
+static inline void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
+                                 int bytes) {
     for (int b = 0; b < B; b++) {
-        const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
-        const bool left_out = random_words(dropout_key, 0, b).w[0] < threshold;
+        const bool flip = picture_is_mirrored(draws, b);
+        const bool left_out = picture_is_left_out(draws, b);
         for (int h = 0; h < H; h++)
             for (int w = 0; w < W; w++)
                 for (int k = 0; k < K; k++) {
@@ -1341,6 +1349,82 @@ static inline void take_pictures(float* cond, const void* pictures, bool random_
                     const size_t i = (((size_t)b * H + h) * W + w) * K + k;
                     cond[i] = left_out ? 0 : image_value(pictures, bytes, in);
                 }
+    }
+}
+
+// small (B, H / factor, W / factor, C): means of squares of the images (B, C, H, W), and noise. Number e of a picture
+// takes normal e % 4 of Philox block e / 4; the noise's strength is block NOISE_STRENGTH's.
+static inline void shrink_images(float* small, const void* images, int factor, PictureDraws draws, int B, int C, int H,
+                                 int W, int bytes) {
+    const int small_w = W / factor;
+    const int n = H / factor * small_w * C;
+    const RandomKey noise_key = of_purpose(draws.key, RANDOM_COND_NOISE);
+#pragma omp parallel for schedule(static)
+    for (int b = 0; b < B; b++) {
+        const bool flip = picture_is_mirrored(draws, b);
+        const float strength = draws.noise * noise_strength(random_words(noise_key, NOISE_STRENGTH, b));
+        for (int e = 0; e < n; e++) {
+            float z[4];
+            normals(z, random_words(noise_key, e / 4, b));
+            const size_t plane = (size_t)b * C + e % C;
+            const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
+            const float mean = square_mean(channel, bytes, e / C / small_w, e / C % small_w, factor, W, flip);
+            small[(size_t)b * n + e] = mean + strength * z[e % 4];
+        }
+    }
+}
+
+// cond (B, H, W, C): the small pictures (B, H / factor, W / factor, C), enlarged
+static inline void enlarge_pictures(float* cond, const float* small, int factor, PictureDraws draws, int B, int C,
+                                    int H, int W) {
+    const int n = H * W * C;
+    const int small_h = H / factor;
+    const int small_w = W / factor;
+#pragma omp parallel for schedule(static)
+    for (int b = 0; b < B; b++) {
+        const bool left_out = picture_is_left_out(draws, b);
+        const float* const picture = small + (size_t)b * small_h * small_w * C;
+        for (int e = 0; e < n; e++) {
+            const float value = enlarged(picture, e / C / W, e / C % W, e % C, factor, C, small_h, small_w);
+            cond[(size_t)b * n + e] = left_out ? 0 : value;
+        }
+    }
+}
+
+// cond (B, H, W, 1): images (B, 3, H, W) in grey
+static inline void grey_images(float* cond, const void* images, PictureDraws draws, int B, int H, int W, int bytes) {
+    for (int b = 0; b < B; b++) {
+        const bool flip = picture_is_mirrored(draws, b);
+        const bool left_out = picture_is_left_out(draws, b);
+        for (int p = 0; p < H * W; p++) {
+            const int from = flip ? p / W * W + W - 1 - p % W : p;
+            const float value = grey_value(images, bytes, (size_t)b * 3 * H * W + from, H * W);
+            cond[(size_t)b * H * W + p] = left_out ? 0 : value;
+        }
+    }
+}
+
+// cond (B, H, W, C + 1): images (B, C, H, W) with holes, and where these are
+static inline void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W,
+                               int bytes) {
+    const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
+    for (int b = 0; b < B; b++) {
+        const bool flip = picture_is_mirrored(draws, b);
+        const bool left_out = picture_is_left_out(draws, b);
+        Words words[2 * HOLES];
+        for (int k = 0; k < 2 * HOLES; k++) words[k] = random_words(key, k, b);
+        const Holes holes = draw_holes(words, H, W);
+        for (int p = 0; p < H * W; p++) {
+            float* const pixel = cond + ((size_t)b * H * W + p) * (C + 1);
+            const bool hidden = is_in_hole(holes, p / W, p % W);
+            const int from = flip ? p / W * W + W - 1 - p % W : p;
+            for (int c = 0; c < C; c++) {
+                const size_t plane = (size_t)b * C + c;
+                const float value = image_value(images, bytes, plane * H * W + from);
+                pixel[c] = hidden || left_out ? 0 : value;
+            }
+            pixel[C] = left_out ? 0 : mask_value(hidden);
+        }
     }
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from conftest import (
 from PIL import Image
 
 import train_unet as twin
+from common import conditions
 from common.config import make_config
 from common.data_files import open_data, with_pictures, write_data
 from common.model import UNetModel, build_model
@@ -222,6 +225,176 @@ def test_grids_show_held_out_pictures(run: Callable, pairs: tuple[Path, Path], t
         run(flags(given, "--val_cond_file", val_cond, "--val_data_file", [held], "--output_dir", val_cond[:4]))
         grids.append(np.asarray(Image.open(tmp_path / val_cond[:4] / "samples_0000001.png")).astype(int))
     assert grids[0].shape == grids[1].shape and not np.array_equal(*grids)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# pictures that are made of the images (--cond)
+
+MADE = {
+    "coarse": "--cond lowres:2",
+    "coarse, with noise, mirrored, left out": "--cond lowres:4 --cond_noise 0.5 --random_flip True --cond_dropout 0.3 --microbatch 2",
+    "grey, in patches": "--cond gray --random_flip True --patch_size 2 --attention_resolutions 2",
+    "holes": "--cond mask --cond_dropout 0.3 --microbatch 2 --random_flip True",
+    "holes in changed images, of ect": "--cond mask --augment 0.5 --objective ect",
+}
+
+
+@pytest.fixture
+def colours(tmp_path: Path) -> Path:
+    """24 images of 8x8 in colour."""
+    write_data(str(tmp_path / "colours.bin"), make_images(channels=3, seed=2))
+    return tmp_path / "colours.bin"
+
+
+@pytest.mark.parametrize("how", MADE)
+def test_losses_of_made_pictures_are_the_twins(run: Callable, colours: Path, tmp_path: Path, how: str) -> None:
+    """Five steps of both programs, with a grid, and each resumes the other's checkpoint, to the bits of a run that never paused."""
+    given = flags(TINY, MADE[how], "--data_file", colours, "--val_data_file", colours, "--val_interval 5 --max_steps 5 --sample_interval 5")
+    run([*given, "--output_dir", "cpp"])
+    assert twin.run(flags(given, "--output_dir", tmp_path / "twin", "--device cpu")) == 0
+    ours, theirs = read_log(tmp_path / "cpp"), read_log(tmp_path / "twin")
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert float(a[name]) == pytest.approx(float(b[name]), rel=1e-4), (name, a, b)
+    assert float(ours[-1]["val_loss"]) == pytest.approx(float(theirs[-1]["val_loss"]), rel=1e-4)
+    grids = [np.asarray(Image.open(tmp_path / name / "samples_0000005.png")).astype(int) for name in ("cpp", "twin")]
+    assert grids[0].shape == grids[1].shape and abs(grids[0] - grids[1]).mean() < 1
+    headers = [read_checkpoint(tmp_path / name / model_name(5)).header for name in ("cpp", "twin")]
+    same = [k for k in range(4, 256) if k not in range(88, 98)]  # but for the guard, which is of the losses
+    assert np.array_equal(headers[0][same], headers[1][same]) and headers[0][62] == 1 + ["lowres", "gray", "mask"].index(
+        MADE[how].split()[1].split(":")[0]
+    )
+    resume = flags("--resume_checkpoint", tmp_path / "twin" / model_name(5), "--max_steps 6 --sample_interval 0")
+    run([*resume, "--output_dir", "on"])
+    resume = flags("--resume_checkpoint", tmp_path / "cpp" / model_name(5), "--max_steps 6 --sample_interval 0 --device cpu")
+    assert twin.run(flags(resume, "--output_dir", tmp_path / "twin on")) == 0
+
+
+def test_coarse_pictures_are_torchs(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """guided-diffusion's SuperResModel enlarges by F.interpolate(low_res, size, mode="bilinear"). A model of --cond lowres, given small pictures or
+    the images of which they are the means, draws what the same weights draw when they are given torch's enlarged pictures."""
+    monkeypatch.chdir(tmp_path)
+    images = torch.from_numpy(np.random.default_rng(5).uniform(-1, 1, (4, 3, 8, 8)).astype(np.float32))
+    small = torch.nn.functional.interpolate(images, scale_factor=0.25, mode="area")
+    write_data("images.bin", images.numpy())
+    write_data("small.bin", small.numpy())
+    write_data("large.bin", torch.nn.functional.interpolate(small, (8, 8), mode="bilinear").numpy())
+    shape = TINY_TWIN | dict(in_channels=3, num_channels=32, num_res_blocks=1)
+    weights = random_weights(make_config(shape | dict(cond="lowres:4")))
+    for name, told in (("lowres", dict(cond="lowres:4")), ("file", dict(cond_channels=3))):
+        write_model(f"{name}.bin", ModelFile(make_config(shape | told), weights))
+    drawn = []
+    for name, pictures in (("file", "large"), ("lowres", "small"), ("lowres", "images")):
+        given = flags(SAMPLE, "--sample 4 --init", f"{name}.bin", "--cond_file", f"{pictures}.bin")
+        run(given)
+        assert twin.run(flags(given, "--output t.bin --device cpu")) == 0
+        drawn.append(read_samples(tmp_path / "s.bin"))
+        assert abs(drawn[-1] - read_samples(tmp_path / "t.bin")).max() < 2e-3
+    assert abs(drawn[1] - drawn[0]).max() < 1e-3 and abs(drawn[2] - drawn[0]).max() < 1e-3
+    assert abs(drawn[0][0] - drawn[0][1]).max() > 0.01
+
+
+def test_grey_pictures_and_masks_of_ones_own(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colouring model takes grey pictures, or makes them of colours; an inpainting one takes images and masks, or draws holes as in training."""
+    monkeypatch.chdir(tmp_path)
+    images = np.random.default_rng(6).uniform(-1, 1, (3, 3, 8, 8)).astype(np.float32)
+    masks = make_images(3, seed=3)
+    write_data("images.bin", images)
+    write_data("masks.bin", masks)
+    write_data("grey.bin", (images * np.array([0.299, 0.587, 0.114], np.float32)[:, None, None]).sum(1, keepdims=True))
+    hidden = masks > 127
+    write_data("holed.bin", np.concatenate([np.where(hidden, 0, images), np.where(hidden, 1, -1)], axis=1).astype(np.float32))
+    drawn = {}
+    for kind, channels in (("gray", 1), ("mask", 4)):
+        shape = TINY_TWIN | dict(in_channels=3, num_channels=32, num_res_blocks=1)
+        weights = random_weights(make_config(shape | dict(cond=kind)))
+        write_model("made.bin", ModelFile(make_config(shape | dict(cond=kind)), weights))
+        write_model("file.bin", ModelFile(make_config(shape | dict(cond_channels=channels)), weights))
+        ways = {"gray": ["made images", "made grey", "file grey"], "mask": ["made images --mask masks.bin", "file holed", "made images"]}[kind]
+        for way in ways:
+            model, pictures, *mask = way.split()
+            given = flags(SAMPLE, "--sample 3 --init", f"{model}.bin", "--cond_file", f"{pictures}.bin", mask)
+            run(given)
+            assert twin.run(flags(given, "--output t.bin --device cpu")) == 0
+            drawn[kind, way] = read_samples(tmp_path / "s.bin")
+            assert abs(drawn[kind, way] - read_samples(tmp_path / "t.bin")).max() < 2e-3, (kind, way)
+        first, second, third = (drawn[kind, way] for way in ways)
+        assert abs(first - second).max() < 1e-3
+        assert (abs(first - third).max() < 1e-3) == (kind == "gray")
+
+
+def test_holes_are_rectangles_and_strokes() -> None:
+    """As often and as large as DIFFUSION.md says, never nothing, and other ones in each step."""
+    samples = torch.arange(500)
+    holes = conditions.draw_holes(3, 0, samples, 32, 48)
+    assert (holes.flatten(1).sum(1) > 0).all() and 0.15 < holes.float().mean() < 0.45
+    assert not torch.equal(holes, conditions.draw_holes(3, 1, samples, 32, 48))
+    points = [torch.tensor(v) for v in (2, 1, 2, 6, 1)]
+    y, x = torch.arange(8)[:, None], torch.arange(8)[None]
+    stroke = conditions.in_stroke(y, x, *points)
+    assert stroke[1:4, 1:7].all() and stroke[2, 0] and stroke[2, 7] and stroke.sum() == 3 * 6 + 2
+
+
+def test_noise_on_coarse_pictures_has_many_strengths() -> None:
+    """Ho et al. 2021: uniform up to the largest; the noise is on the small picture, so it is enlarged with it."""
+    config = make_config(TINY_TWIN | dict(in_channels=1, cond="lowres:2", image_size=(16, 16), attention_resolutions=(8,)))
+    x0, samples = torch.zeros(400, 1, 16, 16), torch.arange(400)
+    strengths = conditions.noise_strengths(config.seed, 3, samples)
+    assert 0.45 < strengths.mean() < 0.55 and strengths.min() < 0.02 and strengths.max() > 0.98
+    noisy = conditions.made_pictures(config, x0, 3, samples, noise=0.5)
+    small = conditions.shrink(noisy, 2)  # the means of what was enlarged
+    assert torch.corrcoef(torch.stack([small.flatten(1).std(1), strengths]))[0, 1] > 0.9
+    assert torch.equal(conditions.made_pictures(config, x0, 3, samples), torch.zeros_like(x0))
+
+
+@pytest.mark.skipif("GUIDED_DIFFUSION" not in os.environ, reason="GUIDED_DIFFUSION=FOLDER names a checkout of github.com/openai/guided-diffusion")
+def test_the_network_is_guided_diffusions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SuperResModel on the same weights and a small picture."""
+    monkeypatch.syspath_prepend(os.environ["GUIDED_DIFFUSION"])
+    theirs = importlib.import_module("guided_diffusion.unet").SuperResModel(
+        8, 3, 32, 3, num_res_blocks=1, attention_resolutions=(2,), channel_mult=(1, 1), num_head_channels=32, use_new_attention_order=True
+    )
+    config = make_config(TINY_TWIN | dict(in_channels=3, num_channels=32, num_res_blocks=1, cond="lowres:4"))
+    ours = build_model(config, random_weights(config))
+    theirs.load_state_dict(ours.state_dict())
+    x, small, t = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 2, 2), torch.tensor([3.0, 700])
+    cond = conditions.enlarge(small, 4)
+    assert torch.allclose(ours(x, t, cond=cond), theirs.eval()(x, t, low_res=small), atol=1e-4)
+
+
+def test_bad_ways_of_making_pictures(refused: Callable, colours: Path, data: Path, pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    given = flags(TINY, "--max_steps 1 --data_file", colours)
+    config = make_config(TINY_TWIN | dict(in_channels=3, num_channels=32, num_res_blocks=1, cond="lowres:2"))
+    write_model(str(tmp_path / "m.bin"), ModelFile(config, random_weights(config)))
+    plain = flags(SAMPLE, "--init", tmp_path / "m.bin")
+    cases = [
+        (flags(given, "--cond", word), [f"--cond {word}", "must be lowres:4"])
+        for word in ("lowres", "lowres:", "lowres:2x", "lowres:-2", "lowres:2.0", "lowres: 2", "gray:2", "gray:", "blur", ":4", "lowres:123456")
+    ]
+    cases += [(flags(given, "--cond", f"lowres:{K}"), [f"--cond lowres:{K}", "divide", "8x8"]) for K in (0, 1, 3, 16, 99999)]
+    cases += [
+        (flags(given, "--cond gray --data_file", data), ["--cond gray", "3 channels", "1"]),
+        (flags(given, "--cond gray --cond_channels 3"), ["--cond_channels 3", "pictures of 1"]),
+        (flags(given, "--cond gray --cond_file", pairs[1]), ["--cond_file", "not read in training"]),
+        (flags(given, "--cond gray --val_data_file", colours, "--val_cond_file", colours), ["--val_cond_file", "not read"]),
+        (flags(given, "--cond gray --cond_noise 0.1"), ["--cond_noise 0.1", "lowres"]),
+        (flags(given, "--cond lowres:2 --cond_noise nan"), ["--cond_noise nan"]),
+        (flags(given, "--cond lowres:2 --cond_noise -1"), ["--cond_noise -1"]),
+        (flags(given, "--cond mask --mask", data), ["--inpaint"]),
+        (plain, ["--cond_file", "3 channels"]),
+        (flags(plain, "--cond_file", data), ["--cond_file", "8x8x1", "8x8x3", "small ones of 4x4x3"]),
+        (flags(plain, "--cond lowres:4 --cond_file", colours), ["--cond lowres:4", "was made with lowres:2"]),
+    ]
+    for arguments, words in cases:
+        told = refused(arguments, *words)
+        with pytest.raises(UserError) as error:
+            twin.run(flags(arguments, "--device cpu"))
+        assert words[0] in str(error.value), (told, error.value)
+    for slot, value, word in ((62, 4, "cond"), (62, -1, "cond"), (63, 3, "lowres:3"), (62, 2, "gray:2")):
+        (tmp_path / "damaged.bin").write_bytes(seal_model(with_slot((tmp_path / "m.bin").read_bytes(), slot, value)))
+        refused(flags(SAMPLE, "--init damaged.bin --cond_file", colours), "damaged.bin", word)
+        with pytest.raises(UserError, match="damaged.bin"):
+            twin.read_model(str(tmp_path / "damaged.bin"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

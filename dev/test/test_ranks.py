@@ -58,6 +58,8 @@ RUNS = {
     " --noise_schedule cosine --timestep_respacing 4 --use_checkpoint True --use_scale_shift_norm True",
     "numbers, guidance, changed images": "--cond_dim 2 --class_dropout 0.3 --guidance_scale 2 --augment 0.3",
     "pictures, guidance": "--cond_channels 2 --cond_dropout 0.3 --guidance_scale 2 --random_flip True",
+    "holes, changed images": "--cond mask --cond_dropout 0.3 --augment 0.3 --objective edm",
+    "coarse pictures": "--cond lowres:4 --cond_noise 0.5 --random_flip True",
     "steps that are skipped": "--lr 100 --weight_decay 100 --grad_clip 0 --max_bad_steps 9 --num_samples 1",
 }
 
