@@ -667,7 +667,7 @@ def take_picture(options: Options, config: Config, folder: str) -> Config:
     def take(flag: str, path: str, channels: int) -> str:
         try:
             with files.open_file(path) as file, Image.open(file) as picture:
-                array = image_to_array(picture, config.image_size, channels, Image.Resampling.BOX if flag == "mask" else None)
+                array = image_to_array(picture, config.image_size, channels, Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS)
         except UnidentifiedImageError:
             raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
         except (DataError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:

@@ -5,6 +5,8 @@
     python prepare_data.py --idx IMAGES LABELS --output_name F.bin   MNIST, Fashion-MNIST (.gz or not)
     python prepare_data.py --cifar10 FILE... --output_name F.bin     CIFAR-10's binary batches
     python prepare_data.py --emoji FONT.ttf --output_name F.bin      every picture of a colour-emoji font
+    ... --crops 4                                                    four parts of each picture, cut out at random
+    ... --cond_dir DIR2 --cond_output_name F2.bin                    a second file, of the picture with the same name in another folder
     ... --image_size 256 --encode VAE_DIR                            their latents, by an AutoencoderKL of diffusers on this disk
     ... --values TABLE.csv                                           numbers of each picture, to condition on: a line for each, its name first
 
@@ -43,6 +45,13 @@ def parse_image_size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
+def parse_crops(text: str) -> int:
+    """From 1 to 1000."""
+    if not re.fullmatch(r"[1-9][0-9]{0,2}|1000", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of crops from 1 to 1000")
+    return int(text)
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="prepare_data.py", description="Turns images into a data file for train_unet.", allow_abbrev=False)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -66,6 +75,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "for each in the order in which they are read",
     )
     parser.add_argument("--channels", type=int, choices=(1, 3), help="1 = grey, 3 = RGB; default 3, for idx files 1")
+    parser.add_argument(
+        "--crops",
+        type=parse_crops,
+        metavar="N",
+        help="of each picture of a folder or zip N parts from anywhere in it, as guided-diffusion's random_crop; default: one, from its centre",
+    )
+    parser.add_argument(
+        "--cond_dir",
+        metavar="DIR",
+        help="folder of pictures that those of --data_dir are conditioned on (--cond_file of train_unet): the one with the same path, but for .png and such",
+    )
+    parser.add_argument("--cond_output_name", metavar="F.bin", help="data file to write them to, in the same order and cut in the same way")
+    parser.add_argument("--cond_channels", type=int, choices=(1, 3), help="as --channels, of those pictures; default 3")
     return parser.parse_args(arguments)
 
 
@@ -78,17 +100,31 @@ import io
 import itertools
 import json
 import os
+import random
 import zipfile
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, features
 
-from common.data_files import MOST_VALUES, write_data
+from common.data_files import MOST_VALUES, new_data_file, write_data
 from common.files import DataError, check_output, is_data, open_regular
-from common.pictures import IMAGE_EXTENSIONS, decode_images, image_to_array, label_by_folder, list_images, progress, say
+from common.pictures import (
+    IMAGE_EXTENSIONS,
+    centre_crop,
+    decode_images,
+    flat_array,
+    flat_image,
+    image_to_array,
+    label_by_folder,
+    list_images,
+    progress,
+    random_crop,
+    say,
+)
 from common.program import how_to_install, printable, standard_streams, take
 
 MOST_BYTES = 2 << 30  # of a known data set's file, unpacked: more is not what it seems to be
@@ -111,28 +147,95 @@ class Source:
     # Of files: their names, and of each image made so far which of them it is (broken ones are left out).
     names: list[str] | None = None
     kept: list[int] = dataclasses.field(default_factory=list)
+    # --cond_dir: the pictures that belong to images made so far, until they are written.
+    conditions: deque[np.ndarray] = dataclasses.field(default_factory=deque)
 
 
-def decoded(
-    paths: list[str],
-    all_labels: list[int] | None,
-    class_names: list[str],
-    image_size: tuple[int, int],
-    channels: int,
-    open_picture: Callable[[str], BinaryIO] = open_regular,
-) -> Source:
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """What parts of a picture become images: one at its centre, or, with crops, so many from anywhere in it."""
+
+    image_size: tuple[int, int]  # (height, width)
+    crops: int | None = None
+
+    def parts(self, picture: Image.Image, index: int) -> list[np.ndarray]:
+        """uint8 (C, H, W) each. They are the same for every picture of an index and a size, and whenever the command runs."""
+        if self.crops is None:
+            return [flat_array(centre_crop(picture, self.image_size))]
+        draws = [random.Random(f"crop {crop} of picture {index}") for crop in range(self.crops)]
+        return [flat_array(random_crop(picture, self.image_size, draw)) for draw in draws]
+
+
+def read_picture(path: str, channels: int, open_picture: Callable[[str], BinaryIO] = open_regular) -> Image.Image:
+    """A picture upright and on white, in grey or RGB."""
+    with open_picture(path) as file, Image.open(file) as picture:
+        return flat_image(picture, channels)
+
+
+def decoded(paths: list[str], all_labels: list[int] | None, class_names: list[str], decode: Callable[[str, int], Iterable[np.ndarray]]) -> Source:
     """Pictures that are decoded as they are asked for. Without names, the classes are as many as the largest label says."""
     kept: list[int] = []
     if all_labels is None:
-        return Source(decode_images(paths, image_size, channels, kept, open_picture), names=paths, kept=kept)
+        return Source(decode_images(paths, kept, decode), names=paths, kept=kept)
     labels: list[int] = []
 
-    def decode() -> Iterator[np.ndarray]:
-        for image in decode_images(paths, image_size, channels, kept, open_picture):
+    def images() -> Iterator[np.ndarray]:
+        for image in decode_images(paths, kept, decode):
             labels.append(all_labels[kept[-1]])
             yield image
 
-    return Source(decode(), labels, len(class_names) or max(all_labels) + 1, class_names, paths, kept)
+    return Source(images(), labels, len(class_names) or max(all_labels) + 1, class_names, paths, kept)
+
+
+def open_folder(data_dir: str, cut: Cut, channels: int) -> Source:
+    """The pictures in a folder; its sub-folders are classes."""
+    return decoded(*list_images(data_dir), lambda path, index: cut.parts(read_picture(path, channels), index))
+
+
+def tell_alone(paths: list[str], folder: str, other: str) -> None:
+    """Names the pictures that have no partner in the other folder."""
+    if paths:
+        some = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+        say(f"prepare_data: {len(paths)} pictures of {folder} have no partner in {other} and are left out: {some}", sys.stderr)
+
+
+def open_pairs(data_dir: str, cond_dir: str, cut: Cut, channels: int, cond_channels: int) -> Source:
+    """The pictures in a folder, each with the one that has its path and name, but for .png and such, in the other folder."""
+
+    def by_name(paths: list[str], folder: str) -> dict[str, str]:
+        named: dict[str, str] = {}
+        for path in paths:
+            name = os.path.splitext(os.path.relpath(path, folder))[0]
+            if name in named:
+                raise DataError(f"{named[name]} and {path} differ in the last part of their names alone, so nothing says which one belongs to a pair")
+            named[name] = path
+        return named
+
+    paths, labels, class_names = list_images(data_dir)
+    images, partners = by_name(paths, data_dir), by_name(list_images(cond_dir)[0], cond_dir)
+    tell_alone([path for name, path in images.items() if name not in partners], data_dir, cond_dir)
+    tell_alone([path for name, path in partners.items() if name not in images], cond_dir, data_dir)
+    paired = [(number, path, partners[name]) for number, (name, path) in enumerate(images.items()) if name in partners]
+    if not paired:
+        raise DataError(f"no picture of {data_dir} has one of the same name in {cond_dir}")
+    conditions: deque[np.ndarray] = deque()
+
+    def decode(path: str, index: int) -> list[np.ndarray]:
+        partner = paired[index][2]
+        picture, condition = read_picture(path, channels), read_picture(partner, cond_channels)
+        if picture.width * condition.height != picture.height * condition.width:
+            sizes = f"{picture.width}x{picture.height} and {condition.width}x{condition.height}"
+            raise DataError(f"{partner}, its partner, has another shape ({sizes}), so that nothing says where they lie on each other")
+        if condition.size != picture.size:
+            condition = condition.resize(picture.size, resample=Image.Resampling.BICUBIC)
+        parts = cut.parts(picture, index)
+        conditions.extend(cut.parts(condition, index))
+        return parts
+
+    pair_labels = None if labels is None else [labels[number] for number, _, _ in paired]
+    source = decoded([path for _, path, _ in paired], pair_labels, class_names, decode)
+    source.conditions = conditions
+    return source
 
 
 def read_member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
@@ -164,7 +267,7 @@ def zip_labels(archive: zipfile.ZipFile, names: list[str]) -> list[int] | None:
     return [by_name[name] for name in names]
 
 
-def open_zip(path: str, image_size: tuple[int, int] | None, channels: int) -> Source:
+def open_zip(path: str, image_size: tuple[int, int] | None, channels: int, crops: int | None) -> Source:
     """The pictures in a zip, read from where they lie. In a data set of EDM's, dataset.json holds the labels and the folders mean nothing; else
     sub-folders are classes, below those that all pictures share."""
     try:
@@ -185,20 +288,23 @@ def open_zip(path: str, image_size: tuple[int, int] | None, channels: int) -> So
     def open_picture(name: str) -> BinaryIO:
         return io.BytesIO(read_member(archive, name, MOST_PICTURE_BYTES))
 
+    def cut_out(size: tuple[int, int]) -> Callable[[str, int], list[np.ndarray]]:
+        return lambda name, index: Cut(size, crops).parts(read_picture(name, channels, open_picture), index)
+
     if all(archive.getinfo(name).flag_bits & 1 for name in names):
         raise DataError(f"{path} is encrypted: unpack it, and give the folder to --data_dir")
     if "dataset.json" not in entries:
         parts = [tuple(name.split("/")) for name in names]
         shared = len(os.path.commonprefix([folders for *folders, _ in parts]))
         labels, class_names = label_by_folder([p[shared:] for p in parts])
-        return decoded(names, labels, class_names, image_size or (64, 64), channels, open_picture)
+        return decoded(names, labels, class_names, cut_out(image_size or (64, 64)))
     if not image_size:
         try:
             with Image.open(open_picture(names[0])) as image:
                 image_size = image.height, image.width
         except Exception as error:  # noqa: BLE001 (as above)
             raise DataError(f"{names[0]} in {path} is no picture that says the size of all: {error}; --image_size does") from error
-    return decoded(names, zip_labels(archive, names), [], image_size, channels, open_picture)
+    return decoded(names, zip_labels(archive, names), [], cut_out(image_size))
 
 
 def read_bytes(path: str) -> bytes:
@@ -432,13 +538,18 @@ def read_values(path: str, source: Source, folder: str) -> tuple[np.ndarray, lis
 
 def take_values(images: Iterable[np.ndarray], source: Source, values: np.ndarray, path: str, taken: list[np.ndarray]) -> Iterator[np.ndarray]:
     """The source's images as they come; the row of each is appended to `taken` meanwhile."""
+    if source.names is not None:
+        for image in images:
+            taken.append(values[source.kept[-1]])
+            yield image
+        return
     count = 0
     for count, image in enumerate(images, 1):
         if count > len(values):
             raise DataError(f"--values {path}: has {len(values)} rows, and there are more images")
-        taken.append(values[source.kept[-1] if source.names is not None else count - 1])
+        taken.append(values[count - 1])
         yield image
-    if source.names is None and count != len(values):
+    if count != len(values):
         raise DataError(f"--values {path}: has {len(values)} rows, and there are {count} images")
 
 
@@ -458,9 +569,28 @@ def tell_values(values: np.ndarray, names: list[str]) -> None:
 def input_files(args: argparse.Namespace) -> Iterator[str]:
     """Whatever is read, so that nothing of it is replaced."""
     yield from [*(args.idx or []), *(args.cifar10 or []), *filter(None, [args.zip, args.emoji, args.values])]
-    for folder in filter(None, [args.data_dir, args.encode]):
+    for folder in filter(None, [args.data_dir, args.cond_dir, args.encode]):
         for path, _, names in os.walk(folder):
             yield from (os.path.join(path, name) for name in names)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """UserError if flags do not go together, or an output can't be written."""
+    if args.crops and not (args.data_dir or args.zip):
+        raise UserError(f"--crops {args.crops}: is for pictures in a folder or a zip: --data_dir or --zip")
+    if args.cond_dir and not args.data_dir:
+        raise UserError(f"--cond_dir {args.cond_dir}: its pictures belong to those of another folder, which --data_dir names")
+    if args.cond_dir and args.encode:
+        raise UserError("--encode: makes latents of images, but not of the pictures of --cond_dir; leave out one of the two")
+    if args.cond_dir and not args.cond_output_name:
+        raise UserError(f"--cond_dir {args.cond_dir}: its pictures become a file of their own; name it with --cond_output_name")
+    if not args.cond_dir and (args.cond_output_name or args.cond_channels):
+        raise UserError("--cond_output_name and --cond_channels: say what becomes of the pictures of --cond_dir, which is not given")
+    check_output("--output_name", args.output_name, input_files(args), is_data)
+    if args.cond_output_name:
+        check_output("--cond_output_name", args.cond_output_name, input_files(args), is_data)
+        if os.path.realpath(args.cond_output_name) == os.path.realpath(args.output_name):
+            raise UserError(f"--cond_output_name {args.cond_output_name}: is --output_name, too; two files are written")
 
 
 def open_source(args: argparse.Namespace) -> Source:
@@ -470,10 +600,30 @@ def open_source(args: argparse.Namespace) -> Source:
     if args.cifar10:
         return open_cifar10(args.cifar10, args.image_size or (32, 32), channels)
     if args.zip:
-        return open_zip(args.zip, args.image_size, channels)
+        return open_zip(args.zip, args.image_size, channels, args.crops)
     if args.emoji:
         return open_emoji(args.emoji, args.image_size or (64, 64), channels)
-    return decoded(*list_images(args.data_dir), args.image_size or (64, 64), channels)
+    cut = Cut(args.image_size or (64, 64), args.crops)
+    if args.cond_dir:
+        return open_pairs(args.data_dir, args.cond_dir, cut, channels, args.cond_channels or 3)
+    return open_folder(args.data_dir, cut, channels)
+
+
+def write_pairs(args: argparse.Namespace, source: Source, values: list[np.ndarray] | None, value_names: list[str]) -> int:
+    """Both files of --cond_dir, or neither; returns the number of images in each."""
+    with new_data_file(args.output_name) as images, new_data_file(args.cond_output_name) as conditions:
+        for image in source.images:
+            images.add(image)
+            conditions.add(source.conditions.popleft())
+        conditions.finish()
+        return images.finish(source.labels, source.num_classes, values, value_names)
+
+
+def tell_file(path: str) -> None:
+    """What a data file that has been written holds."""
+    count, channels, height, width = np.fromfile(path, "<i4", 6)[2:]
+    megabytes = os.path.getsize(path) / 1e6
+    say(f"wrote {path}: {count} images of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB", sys.stdout)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -483,7 +633,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         args = parse_arguments(arguments)
-        check_output("--output_name", args.output_name, input_files(args), is_data)
+        check_flags(args)
         source = open_source(args)
         values: list[np.ndarray] | None = None
         value_names: list[str] = []
@@ -493,7 +643,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             source.images = take_values(source.images, source, rows, args.values, values)
         if args.encode:
             source.images = encoded(source.images, args.encode)
-        count = write_data(args.output_name, source.images, source.labels, source.num_classes, values, value_names)
+        if args.cond_dir:
+            write_pairs(args, source, values, value_names)
+        else:
+            write_data(args.output_name, source.images, source.labels, source.num_classes, values, value_names)
     except UserError as error:
         print(f"prepare_data: {printable(error)}", file=sys.stderr)
         return 1
@@ -507,9 +660,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"class {number}{name}: {images} images", sys.stdout)
     if values:
         tell_values(np.array(values), value_names)
-    channels, height, width = np.fromfile(args.output_name, "<i4", 6)[3:]
-    megabytes = os.path.getsize(args.output_name) / 1e6
-    say(f"wrote {args.output_name}: {count} images of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB", sys.stdout)
+    tell_file(args.output_name)
+    if args.cond_dir:
+        tell_file(args.cond_output_name)
     return 0
 
 

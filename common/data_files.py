@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -105,6 +106,85 @@ def values_block(values: Sequence[np.ndarray] | np.ndarray, names: Sequence[str]
     return numbers.astype("<f4").tobytes() + text, numbers.shape[1], len(text)
 
 
+class DataWriter:
+    """A data file that is being written: images one by one, then what lies behind them. See new_data_file."""
+
+    def __init__(self, path: str, file: BinaryIO) -> None:
+        self.path, self.file = path, file
+        self.shape: tuple[int, ...] | None = None  # of every image
+        self.dtype: np.dtype | None = None
+        self.written, self.crc, self.image_crcs = 0, 0, array("I")
+        file.write(bytes(HEADER_BYTES))
+
+    def add(self, image: np.ndarray) -> None:
+        """An image (C, H, W), uint8 or float32 in [-1, 1]."""
+        image = np.asarray(image)
+        if self.shape is None or self.dtype is None:
+            self.shape, self.dtype = image.shape, image.dtype
+            if len(self.shape) != 3 or min(self.shape) < 1 or self.dtype not in (np.uint8, np.float32):
+                raise DataError(f"images must be uint8 or float32 (C, H, W), not {self.dtype} {self.shape}")
+        if image.shape != self.shape or image.dtype != self.dtype:
+            raise DataError(f"image {self.written} is {image.dtype} {image.shape}, the first was {self.dtype} {self.shape}")
+        if self.dtype == np.float32 and not np.isfinite(image).all():
+            raise DataError(f"image {self.written} has values that are not finite")
+        data = image.astype(self.dtype.newbyteorder("<")).tobytes()
+        self.file.write(data)
+        self.crc = zlib.crc32(data, self.crc)
+        self.image_crcs.append(zlib.crc32(data))
+        self.written += 1
+
+    def finish(
+        self,
+        labels: Sequence[int] | np.ndarray | None = None,
+        num_classes: int = 0,
+        values: Sequence[np.ndarray] | np.ndarray | None = None,
+        value_names: Sequence[str] = (),
+    ) -> int:
+        """Labels, numbers and the header; returns how many images there are."""
+        if self.shape is None or self.dtype is None:
+            raise DataError(f"there are no images to write to {self.path}")
+        if self.written >= 2**31:
+            raise DataError(f"there are {self.written} images, not fewer than 2^31")
+        behind = b""  # the images
+        if labels is not None:
+            numbers = np.asarray(labels)
+            if numbers.shape != (self.written,) or numbers.min() < 0 or numbers.max() >= num_classes:
+                raise DataError(f"{self.written} images need {self.written} labels from 0 to {num_classes - 1}")
+            behind = numbers.astype("<i4").tobytes()
+        numbers_an_image, name_bytes = 0, 0
+        if values is not None:
+            block, numbers_an_image, name_bytes = values_block(values, value_names, self.written)
+            behind += block
+        crc = self.crc
+        version = 1 if self.file.tell() + len(behind) <= READ_AT_START else 2
+        if version == 2:
+            behind, crc = behind + np.array(self.image_crcs, "<u4").tobytes(), 0
+        self.file.write(behind)
+        header = np.zeros(256, "<u4")
+        header[:8] = [DATA_MAGIC, version, self.written, *self.shape, num_classes, self.dtype.itemsize]
+        header[10:12] = numbers_an_image, name_bytes
+        header[9] = zlib.crc32(behind, crc)
+        header[8] = zlib.crc32(header.tobytes())
+        self.file.seek(0)
+        self.file.write(header.tobytes())
+        return self.written
+
+
+@contextlib.contextmanager
+def new_data_file(path: str) -> Iterator[DataWriter]:
+    """Writes a data file, whole or not at all: it appears under its name after the last line of the `with` block, which must end with finish()."""
+    target = os.path.realpath(path)  # if path is a link, the file behind it is replaced, not the link
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise DataError(f"cannot write {path}: it exists and is not a regular file")
+    if os.path.exists(target) and not os.access(target, os.W_OK):
+        raise DataError(f"cannot write {path}: it exists and is write-protected")
+    try:
+        with atomic_file(target) as file:
+            yield DataWriter(path, file)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def write_data(
     path: str,
     images: Iterable[np.ndarray],
@@ -121,58 +201,10 @@ def write_data(
     """
     if (labels is None) != (num_classes == 0):
         raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
-    target = os.path.realpath(path)  # if path is a link, the file behind it is replaced, not the link
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise DataError(f"cannot write {path}: it exists and is not a regular file")
-    if os.path.exists(target) and not os.access(target, os.W_OK):
-        raise DataError(f"cannot write {path}: it exists and is write-protected")
-    try:
-        with atomic_file(target) as file:
-            file.write(bytes(HEADER_BYTES))
-            shape, dtype, written, crc, image_crcs = None, None, 0, 0, array("I")
-            for image in images:
-                image = np.asarray(image)
-                if shape is None:
-                    shape, dtype = image.shape, image.dtype
-                    if len(shape) != 3 or min(shape) < 1 or dtype not in (np.uint8, np.float32):
-                        raise DataError(f"images must be uint8 or float32 (C, H, W), not {dtype} {shape}")
-                if image.shape != shape or image.dtype != dtype:
-                    raise DataError(f"image {written} is {image.dtype} {image.shape}, the first was {dtype} {shape}")
-                if dtype == np.float32 and not np.isfinite(image).all():
-                    raise DataError(f"image {written} has values that are not finite")
-                data = image.astype(dtype.newbyteorder("<")).tobytes()
-                file.write(data)
-                crc = zlib.crc32(data, crc)
-                image_crcs.append(zlib.crc32(data))
-                written += 1
-            if shape is None or dtype is None:
-                raise DataError(f"there are no images to write to {path}")
-            if written >= 2**31:
-                raise DataError(f"there are {written} images, not fewer than 2^31")
-            behind = b""  # the images
-            if labels is not None:
-                numbers = np.asarray(labels)
-                if numbers.shape != (written,) or numbers.min() < 0 or numbers.max() >= num_classes:
-                    raise DataError(f"{written} images need {written} labels from 0 to {num_classes - 1}")
-                behind = numbers.astype("<i4").tobytes()
-            numbers_an_image, name_bytes = 0, 0
-            if values is not None:
-                block, numbers_an_image, name_bytes = values_block(values, value_names, written)
-                behind += block
-            version = 1 if file.tell() + len(behind) <= READ_AT_START else 2
-            if version == 2:
-                behind, crc = behind + np.array(image_crcs, "<u4").tobytes(), 0
-            file.write(behind)
-            header = np.zeros(256, "<u4")
-            header[:8] = [DATA_MAGIC, version, written, *shape, num_classes, dtype.itemsize]
-            header[10:12] = numbers_an_image, name_bytes
-            header[9] = zlib.crc32(behind, crc)
-            header[8] = zlib.crc32(header.tobytes())
-            file.seek(0)
-            file.write(header.tobytes())
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
-    return written
+    with new_data_file(path) as writer:
+        for image in images:
+            writer.add(image)
+        return writer.finish(labels, num_classes, values, value_names)
 
 
 def read_at(file: BinaryIO, to: np.ndarray, offset: int) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -29,8 +31,8 @@ def progress(items: Iterable, total: int | None = None) -> Iterable:
     return tqdm(items, total=total, unit=" images", disable=None)
 
 
-def image_to_array(image: Image.Image, image_size: tuple[int, int], channels: int, resample: Image.Resampling | None = None) -> np.ndarray:
-    """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized (by Lanczos)."""
+def flat_image(image: Image.Image, channels: int) -> Image.Image:
+    """A picture upright, on white, in grey (1 channel) or RGB (3) of 8 bits."""
     image = ImageOps.exif_transpose(image)  # photographs that are stored lying on their side
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # 16-bit and float grey, which convert() would clip at 255 and cut off at 0 and 1
         values, white = np.asarray(image), 1 if image.mode == "F" else 65535
@@ -40,10 +42,42 @@ def image_to_array(image: Image.Image, image_size: tuple[int, int], channels: in
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    image = image.convert("L" if channels == 1 else "RGB")
-    image = ImageOps.fit(image, (image_size[1], image_size[0]), method=resample or Image.Resampling.LANCZOS)
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def flat_array(image: Image.Image) -> np.ndarray:
+    """A picture in grey or RGB as uint8 (C, H, W)."""
     array = np.asarray(image)
-    return np.ascontiguousarray(array[None] if channels == 1 else array.transpose(2, 0, 1))
+    return np.ascontiguousarray(array[None] if array.ndim == 2 else array.transpose(2, 0, 1))
+
+
+def centre_crop(image: Image.Image, image_size: tuple[int, int], resample: Image.Resampling = Image.Resampling.LANCZOS) -> Image.Image:
+    """The most of a picture around its centre that has the aspect ratio of (height, width), in that size."""
+    height, width = image_size
+    return ImageOps.fit(image, (width, height), method=resample)
+
+
+def image_to_array(
+    image: Image.Image, image_size: tuple[int, int], channels: int, resample: Image.Resampling = Image.Resampling.LANCZOS
+) -> np.ndarray:
+    """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized."""
+    return flat_array(centre_crop(flat_image(image, channels), image_size, resample))
+
+
+def random_crop(image: Image.Image, image_size: tuple[int, int], draw: random.Random) -> Image.Image:
+    """A part from anywhere in the picture, 0.8 to 1 times as high or wide as it: guided-diffusion's random_crop_arr (image_datasets.py), which is
+    for squares. Of a (height, width) that differ, the part has their ratio."""
+    height, width = image_size
+    covered_height = draw.randrange(height, math.ceil(height / 0.8) + 1)
+    covered_width = math.ceil(covered_height * width / height)
+    # Lanczos and its like look at few pixels: the picture is halved, each pixel a mean of four, until it is nearly small enough.
+    while image.width >= 2 * covered_width and image.height >= 2 * covered_height:
+        image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
+    scale = max(covered_width / image.width, covered_height / image.height)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), resample=Image.Resampling.BICUBIC)
+    top = draw.randrange(image.height - height + 1)
+    left = draw.randrange(image.width - width + 1)
+    return image.crop((left, top, left + width, top + height))
 
 
 def list_images(data_dir: str) -> tuple[list[str], list[int] | None, list[str]]:
@@ -93,22 +127,23 @@ def label_by_folder(found: list[tuple[str, ...]]) -> tuple[list[int] | None, lis
     return [number[parts[0]] for parts in found], class_names
 
 
-def decode_images(
-    paths: list[str], image_size: tuple[int, int], channels: int, kept: list[int], open_picture: Callable[[str], BinaryIO] = open_regular
-) -> Iterator[np.ndarray]:
-    """Yields the images that can be read and appends their indices to `kept`; names the others on stderr."""
+def decode_images(paths: list[str], kept: list[int], decode: Callable[[str, int], Iterable[np.ndarray]]) -> Iterator[np.ndarray]:
+    """Yields what `decode` makes of each path and its index, all of a path or nothing, and appends the index for each image to `kept`; names on stderr
+    the paths that can't be read."""
+    skipped = 0
     for index, path in enumerate(progress(paths)):
         try:
-            with open_picture(path) as file, Image.open(file) as image:
-                array = image_to_array(image, image_size, channels)
+            arrays = list(decode(path, index))
         except Exception as error:  # noqa: BLE001 (Pillow's decoders raise nearly anything on a damaged file)
             reason = "Pillow cannot identify it" if isinstance(error, Image.UnidentifiedImageError) else error
             say(f"prepare_data: skipped {path}: {reason}", sys.stderr)
+            skipped += 1
             continue
-        kept.append(index)
-        yield array
-    if len(kept) < len(paths):
-        say(f"prepare_data: skipped {len(paths) - len(kept)} of {len(paths)} images as broken", sys.stderr)
+        for array in arrays:
+            kept.append(index)
+            yield array
+    if skipped:
+        say(f"prepare_data: skipped {skipped} of {len(paths)} images as broken", sys.stderr)
     if not kept:
         raise DataError("none of the images could be read")
 
@@ -121,7 +156,12 @@ def load_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> tu
     paths, labels, class_names = list_images(data_dir)
     images = np.empty((len(paths), channels, *image_size), np.uint8)
     kept: list[int] = []
-    for position, image in enumerate(decode_images(paths, image_size, channels, kept)):
+
+    def decode(path: str, index: int) -> list[np.ndarray]:
+        with open_regular(path) as file, Image.open(file) as image:
+            return [image_to_array(image, image_size, channels)]
+
+    for position, image in enumerate(decode_images(paths, kept, decode)):
         images[position] = image
     return images[: len(kept)], None if labels is None else np.array(labels, np.int32)[kept], class_names
 

@@ -3,7 +3,9 @@
 import gzip
 import io
 import json
+import math
 import os
+import random
 import shutil
 import struct
 import subprocess
@@ -260,7 +262,7 @@ def test_full_disk_and_interruption_leave_the_old_file(tmp_path, capsys, monkeyp
         patch.setattr(os, "fsync", full)
         assert "No space left" in fails(capsys, "--data_dir", good, "--output_name", kept)
     with monkeypatch.context() as patch:
-        patch.setattr("common.pictures.image_to_array", interrupted)
+        patch.setattr("prepare_data.flat_image", interrupted)
         assert convert("--data_dir", good, "--output_name", kept) == 130
         assert capsys.readouterr().err == "prepare_data: interrupted, nothing was written\n"
     assert sorted(os.listdir(tmp_path)) == ["good", "kept.bin"] and kept.read_bytes() == b"precious"
@@ -889,3 +891,144 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --crops, and pairs of --cond_dir
+
+
+def random_crop_of_guided_diffusion(picture: Image.Image, image_size: int, draw: random.Random) -> np.ndarray:
+    """random_crop_arr of guided-diffusion's image_datasets.py, by its formulas: 0.8 to 1 of the smaller side."""
+    smaller = draw.randrange(image_size, math.ceil(image_size / 0.8) + 1)
+    while min(picture.size) >= 2 * smaller:
+        picture = picture.resize(tuple(side // 2 for side in picture.size), resample=Image.Resampling.BOX)
+    scale = smaller / min(picture.size)
+    array = np.asarray(picture.resize(tuple(round(side * scale) for side in picture.size), resample=Image.Resampling.BICUBIC))
+    top = draw.randrange(array.shape[0] - image_size + 1)
+    left = draw.randrange(array.shape[1] - image_size + 1)
+    return array[top : top + image_size, left : left + image_size]
+
+
+@pytest.mark.parametrize("size", [(200, 131), (64, 64), (33, 90), (517, 300)])
+def test_crops_are_those_of_guided_diffusion(tmp_path, size):
+    picture = Image.open(noise(tmp_path / "in/a.png", size))
+    assert convert("--data_dir", tmp_path / "in", "--output_name", tmp_path / "out.bin", "--image_size", 32, "--crops", 5) == 0
+    images, _, _ = read_data(str(tmp_path / "out.bin"))
+    for crop, image in enumerate(images):
+        expected = random_crop_of_guided_diffusion(picture, 32, random.Random(f"crop {crop} of picture 0"))
+        assert (image == expected.transpose(2, 0, 1)).all(), crop
+    assert len({image.tobytes() for image in images}) == 5
+
+
+def test_a_rectangle_is_cut_from_anywhere_in_a_picture(tmp_path):
+    """Columns of the picture tell where a part comes from: all of them do, and none is stretched."""
+    rows, columns = np.mgrid[0:100, 0:240]
+    (tmp_path / "in").mkdir()
+    Image.fromarray(np.stack([columns, rows * 2, rows * 0], 2).astype(np.uint8)).save(tmp_path / "in/a.png")
+    assert convert("--data_dir", tmp_path / "in", "--output_name", tmp_path / "out.bin", "--image_size", "16x24", "--crops", 200) == 0
+    images = read_data(str(tmp_path / "out.bin"))[0].astype(float)
+    assert images.shape == (200, 3, 16, 24)
+    seen = images[:, 0].mean(1)  # the column of the picture at each column of a part
+    assert seen.min() < 8 and seen.max() > 231
+    # 100 rows become 16 to 20, so a step is 5 to 6.25 of the picture's pixels both ways. (Values are whole numbers, and the edges are reflected.)
+    across, down = np.diff(seen[:, 2:-2]).mean(1), np.diff(images[:, 1].mean(2)[:, 2:-2] / 2).mean(1)
+    assert ((across > 4.9) & (across < 6.4)).all() and np.abs(across - down).max() < 0.3
+
+
+def test_labels_and_numbers_are_those_of_the_picture_that_was_cut(tmp_path, capsys):
+    for name, color in {"cats/a": RED, "dogs/b": GREEN, "dogs/c": BLUE}.items():
+        save(tmp_path / f"in/{name}.png", color)
+    (tmp_path / "in/dogs/broken.png").write_bytes(b"no picture")
+    (tmp_path / "t.csv").write_text("file,n\na.png,1\nb.png,2\nc.png,3\nbroken.png,4\n")
+    arguments = ["--output_name", tmp_path / "out.bin", "--image_size", 8, "--crops", 3, "--values", tmp_path / "t.csv"]
+    assert convert("--data_dir", tmp_path / "in", *arguments) == 0
+    data = open_data_file(str(tmp_path / "out.bin"))
+    assert data.labels.tolist() == [0] * 3 + [1] * 6 and data.values[:, 0].tolist() == [1] * 3 + [2] * 3 + [3] * 3
+    assert (data.images[:, :, 0, 0] == np.repeat([RED, GREEN, BLUE], 3, 0)).all()
+    assert "skipped 1 of 4 images as broken" in capsys.readouterr().err
+    shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "in")
+    before = (tmp_path / "out.bin").read_bytes()
+    assert convert("--zip", tmp_path / "packed.zip", *arguments) == 0 and (tmp_path / "out.bin").read_bytes() == before
+
+
+def pairs(folder: Path) -> list:
+    return ["--data_dir", folder / "a", "--cond_dir", folder / "b", "--output_name", folder / "a.bin", "--cond_output_name", folder / "b.bin"]
+
+
+@pytest.mark.parametrize("crops", [[], ["--crops", "4"]])
+def test_pairs_are_in_one_order_and_cut_alike(tmp_path, capsys, crops):
+    """Each condition is the negative of its image, of half the size in one pair, and so are the parts that were cut out."""
+    for name, size in {"x/1": (40, 30), "x/2": (64, 64), "y/3": (30, 50)}.items():
+        picture = Image.open(noise(tmp_path / f"a/{name}.png", size))
+        (tmp_path / f"b/{name}").parent.mkdir(parents=True, exist_ok=True)
+        Image.eval(picture, lambda value: 255 - value).save(tmp_path / f"b/{name}.bmp")
+    save(tmp_path / "a/y/4.png", RED, (80, 60))
+    save(tmp_path / "b/y/4.gif", BLUE, (40, 30))
+    save(tmp_path / "a/y/alone.png", RED)
+    save(tmp_path / "b/other.png", RED)
+    assert convert(*pairs(tmp_path), "--image_size", 16, *crops) == 0
+    said = capsys.readouterr()
+    assert f"1 pictures of {tmp_path}/a have no partner in {tmp_path}/b and are left out: {tmp_path}/a/y/alone.png\n" in said.err
+    assert f"1 pictures of {tmp_path}/b have no partner in {tmp_path}/a and are left out: {tmp_path}/b/other.png\n" in said.err
+    images, labels, _ = read_data(str(tmp_path / "a.bin"))
+    conditions, no_labels, _ = read_data(str(tmp_path / "b.bin"))
+    parts = 4 if crops else 1
+    assert len(images) == len(conditions) == 4 * parts and labels.tolist() == [0, 0] * parts + [1, 1] * parts and no_labels is None
+    # A half is rounded up in both, so that each pass over rows or columns adds at most 1 to the sum of a value and its negative. Halving has two
+    # passes, and the two of resizing enlarge what is there by at most 1.3 (bicubic's negative weights): ((1 + 1) 1.3 + 1) 1.3 + 1 = 5.7.
+    assert np.abs(images[:-parts].astype(int) + conditions[:-parts] - 255).max() <= 5
+    assert (conditions[-parts:] == np.array(BLUE, np.uint8)[:, None, None]).all()
+
+
+def test_pairs_that_are_none(tmp_path, capsys):
+    noise(tmp_path / "a/1.png", (40, 30))
+    noise(tmp_path / "b/2.png", (40, 30))
+    assert convert(*pairs(tmp_path)) == 1 and "no picture of" in capsys.readouterr().err
+    noise(tmp_path / "b/1.png", (40, 31))
+    assert convert(*pairs(tmp_path)) == 1
+    said = capsys.readouterr().err
+    assert "b/1.png, its partner, has another shape (40x30 and 40x31)" in said and "none of the images could be read" in said
+    noise(tmp_path / "b/1.jpg", (40, 30))
+    assert "differ in the last part of their names alone" in fails(capsys, *pairs(tmp_path))
+    assert not (tmp_path / "a.bin").exists() and not (tmp_path / "b.bin").exists()
+
+
+def test_both_files_of_pairs_appear_or_neither(tmp_path, capsys, monkeypatch):
+    for folder in "ab":
+        noise(tmp_path / folder / "1.png")
+    assert convert(*pairs(tmp_path)) == 0
+    before = contents(tmp_path)
+    noise(tmp_path / "a/2.png")
+    noise(tmp_path / "b/2.png")
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        real, calls = os.replace, []
+        patch.setattr(os, "replace", lambda *args, **kw: calls.append(args) or real(*args, **kw))
+        patch.setattr("common.data_files.DataWriter.finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert "No space left on device" in fails(capsys, *pairs(tmp_path)) and not calls
+    assert {name: content for name, content in contents(tmp_path).items() if "2.png" not in name} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--idx", "x", "--crops", "2"], "--crops 2: is for pictures in a folder or a zip"),
+        (["--data_dir", "a", "--cond_dir", "b"], "name it with --cond_output_name"),
+        (["--zip", "x.zip", "--cond_dir", "b", "--cond_output_name", "c.bin"], "which --data_dir names"),
+        (["--data_dir", "a", "--cond_output_name", "c.bin"], "which is not given"),
+        (["--data_dir", "a", "--cond_dir", "b", "--cond_output_name", "./out.bin"], "is --output_name, too"),
+        (["--data_dir", "a", "--cond_dir", "b", "--cond_output_name", "b/1.png"], "would replace"),
+        (["--data_dir", "a", "--cond_dir", "b", "--cond_output_name", "c.bin", "--encode", "vae"], "but not of the pictures of --cond_dir"),
+    ],
+)
+def test_flags_of_crops_and_pairs_that_do_not_go_together(tmp_path, capsys, monkeypatch, arguments, told):
+    noise(tmp_path / "a/1.png")
+    noise(tmp_path / "b/1.png")
+    monkeypatch.chdir(tmp_path)
+    before = contents(tmp_path)
+    assert told in fails(capsys, *arguments, "--output_name", "out.bin") and contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("crops", ["0", "-1", "1001", "2.5", "many"])
+def test_absurd_numbers_of_crops(capsys, crops):
+    assert "is no number of crops from 1 to 1000" in fails(capsys, "--data_dir", "a", "--output_name", "b", "--crops", crops)
