@@ -4,109 +4,110 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    190  Part I. The program
-//    193     1. Types at the interface: what operations are called with
-//    509     2. The interface: all that the program asks of a device
-//    808     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    902     4. Configuration: flags, presets, help, what can work and what cannot
-//   1609     5. The network: a list of layers, made of guided-diffusion's flags
-//   2414     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2653     7. Forward and backward: two walks over the list
-//   2768     8. Diffusion: noise schedules, objectives, samplers
-//   2994         the level of a training sample, drawn, and its share of the loss
-//   3415         samplers
-//   3955     9. Data: .bin files that may be larger than memory, the order of their images
-//   4468    10. Model files: weights and checkpoints, initial weights
-//   4805    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4820         the learning rate, the verdict on a step, averages of the weights
-//   4902         what a trainer holds
-//   5029         a step
-//   5316    12. A run: log, guard, checkpoints, resume, samples
-//   5341         the log in memory, as the page shows it
-//   5449         what a run holds
-//   5516         the log and the status line
-//   5701         checkpoints, snapshots and grids
-//   5925         the start of a run: new, from a file's weights, or resumed
-//   6103         the loop over the steps
-//   6215         a run from its first to its last line
-//   6382         samples, without a run
-//   6532    13. main: the command line, then a run or samples
-//   6797         what ranks must have in common
-//   6864         main
-//   6986  Part II. The device
-//   6989    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7058    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7126    16. The GPU: what all kernels share
-//   7190         Launches, which may overlap
-//   7232         Decisions: what kernels are chosen with
-//   7276         Single instructions: shared memory, mbarriers, clusters
-//   7360         Activations: pieces of 16 bytes
-//   7624         each_kernel: a thread for an element
-//   7638         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7791         Swizzle: how rows lie in shared memory
-//   7809         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   7988         building blocks of Hopper's kernels (sm_90a)
-//   8251    17. Small operations: resampling, embeddings, diffusion
-//   8254         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8448         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8790         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9284    18. Group norm
-//   9287         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9796         groupnorm_backward_whole: an image's slab in shared memory
-//  10153    19. Attention
-//  10256         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10773         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10908         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11566    20. Convolution
-//  11601         ConvOut: results, 4 channels of a pixel at a time
-//  11829         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11889         conv_halo: 3x3, stride 1, any GPU
-//  12280         conv_gather: any kernel size and stride, any GPU
-//  12531         conv_few: the first and the last layer
-//  12700         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13255         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13354         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13753         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14130         conv_weight_tma: weight gradients (sm_90a)
-//  14409    21. The optimiser
-//  14412         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14631    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14634         groupnorm_backward
-//  14768         attention: forward and, where a has dout, backward
-//  14829         convolution: forward and input gradient
-//  15241         convolution: weight gradients
-//  15559    23. The GPU: memory, copies, repeated work
-//  15773    24. Between ranks: from device to device
+//    191  Part I. The program
+//    194     1. Types at the interface: what operations are called with
+//    511     2. The interface: all that the program asks of a device
+//    813     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    908     4. Configuration: flags, presets, help, what can work and what cannot
+//   1618     5. The network: a list of layers, made of guided-diffusion's flags
+//   2426     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2666     7. Forward and backward: two walks over the list
+//   2781     8. Diffusion: noise schedules, objectives, samplers
+//   3007         the level of a training sample, drawn, and its share of the loss
+//   3428         samplers
+//   3968     9. Data: .bin files that may be larger than memory, the order of their images
+//   4482    10. Model files: weights and checkpoints, initial weights
+//   4821    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4836         the learning rate, the verdict on a step, averages of the weights
+//   4918         what a trainer holds
+//   5045         a step
+//   5333    12. A run: log, guard, checkpoints, resume, samples
+//   5358         the log in memory, as the page shows it
+//   5467         what a run holds
+//   5534         the log and the status line
+//   5720         checkpoints, snapshots and grids
+//   5944         the start of a run: new, from a file's weights, or resumed
+//   6122         the loop over the steps
+//   6235         a run from its first to its last line
+//   6402         samples, without a run
+//   6552    13. main: the command line, then a run or samples
+//   6818         what ranks must have in common
+//   6886         main
+//   7008  Part II. The device
+//   7011    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7086    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7154    16. The GPU: what all kernels share
+//   7218         Launches, which may overlap
+//   7260         Decisions: what kernels are chosen with
+//   7306         Single instructions: shared memory, mbarriers, clusters
+//   7390         Activations: pieces of 16 bytes
+//   7663         each_kernel: a thread for an element
+//   7677         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7830         Swizzle: how rows lie in shared memory
+//   7848         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8048         building blocks of Hopper's kernels (sm_90a)
+//   8311    17. Small operations: resampling, embeddings, diffusion
+//   8314         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8511         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8853         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9348    18. Group norm
+//   9351         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9863         groupnorm_backward_whole: an image's slab in shared memory
+//  10221    19. Attention
+//  10324         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10841         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  10976         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11634    20. Convolution
+//  11669         ConvOut: results, 4 channels of a pixel at a time
+//  11897         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11957         conv_halo: 3x3, stride 1, any GPU
+//  12348         conv_gather: any kernel size and stride, any GPU
+//  12600         conv_few: the first and the last layer
+//  12770         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13327         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13428         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13851         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14230         conv_weight_tma: weight gradients (sm_90a)
+//  14510    21. The optimiser
+//  14513         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14741    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14744         groupnorm_backward
+//  14878         attention: forward and, where a has dout, backward
+//  14939         convolution: forward and input gradient
+//  15355         convolution: weight gradients
+//  15687    23. The GPU: memory, copies, repeated work
+//  15901    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 6982, run_program 6922, train 6338, run_step 6151, train_step 5251, load_batch 4426;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15683):
-//     step_gradients 5155: draw_levels 8802, forward_and_loss 5073, q_sample_forward 8986, unet_forward 2677,
-//     forward_layer 2666 (by the layer's row of OPS 2022), loss_forward_backward 9095, unet_backward 2740,
-//     sum_gradients 14458;
-//     judge_step 14505, update_slice 5218, adamw_update 14609, next_step 14511, record_step 14516;
-//     later collect_steps 6107
-//   pictures, from noise: sample_batch 3872, plan_route 3647, device_step 3690, euler_step 3445 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 15128 draws all of its roads:
-//     OPS 2022, forward_conv 1922, conv_forward 15154, conv_product 15128;
-//     on Hopper pick_conv_tiles_3x3 15019, conv_tiles 13739, conv_tiles_kernel 13676, Accumulators 8200, Wgmma 7860;
-//     on any other GPU pick_conv_halo_bf16 15063, conv_halo 12267, conv_halo_kernel 12191, multiply_step 12159,
-//     multiply_tap 12136, mma 7685
-//   why several GPUs compute the bits of one: step_gradients 5155
-//   a nonlinearity beside SiLU: Nonlinearity 255, Silu 7027, with_nonlinearity 7037 (calls Silu for all but NONE);
-//     add_resblock 2208 and build_unet 2374 choose it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2910
-//   an objective: its word in common/flags.h, Frame 351, frame_of 2958, make_objective 2965;
-//     what it asks and what the answer means: edm_question 2795 beside it, ask 2813;
-//     the sigmas of its samples: has_steps_of_t 3564
-//   a kind of layer: LayerKind 1660, forward_linear 1883 and backward_linear 1887 beside it, OPS 2022,
-//     ops_are_in_order 2078, add_resblock 2208 and its like;
+//     main 7004, run_program 6944, train 6358, run_step 6171, train_step 5268, load_batch 4440;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15811):
+//     step_gradients 5172: draw_levels 8866, forward_and_loss 5089, q_sample_forward 9050, unet_forward 2690,
+//     forward_layer 2679 (by the layer's row of OPS 2031), loss_forward_backward 9159, unet_backward 2753,
+//     sum_gradients 14559;
+//     judge_step 14606, update_slice 5235, adamw_update 14715, next_step 14612, record_step 14617;
+//     later collect_steps 6126
+//   pictures, from noise: sample_batch 3885, plan_route 3660, device_step 3703, euler_step 3458 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 15241 draws all of its roads:
+//     OPS 2031, forward_conv 1931, conv_forward 15268, conv_product 15241;
+//     on Hopper pick_conv_tiles_3x3 15131, conv_tiles 13836, conv_tiles_kernel 13773, Accumulators 8260, Wgmma 7899;
+//     on any other GPU pick_conv_halo_bf16 15175, conv_halo 12335, conv_halo_kernel 12259, multiply_step 12227,
+//     multiply_tap 12204, mma 7724
+//   why several GPUs compute the bits of one: step_gradients 5172
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7050, with_nonlinearity 7060 (a case); BEHIND_NORMS, in front of
+//     add_norm 2173, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2923
+//   an objective: its word in common/flags.h, Frame 352, frame_of 2971, make_objective 2978;
+//     what it asks and what the answer means: edm_question 2808 beside it, ask 2826;
+//     the sigmas of its samples: has_steps_of_t 3577
+//   a kind of layer: LayerKind 1669, forward_linear 1892 and backward_linear 1896 beside it, OPS 2031,
+//     ops_are_in_order 2087, add_resblock 2220 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 224, ElementOf 7004, unpack 7383 and pack 7412, mma 7685, with_act 7245,
-//     cast_params 14521, adamw_kernel 14567, conv_product 15128, act_has_wgmma 7254; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7027; until they know it, nothing compiles: unpack 7408,
+//     pack 7436, FourOf 7473, mma 7724, with_act 7275, cast_params 14636, adamw_update 14715, tma_type 8007;
+//     which kernels take it: conv_product 15241, act_has_wgmma 7284; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
-//     ends in is unknown_word 1025, called by who does not know it
+//     ends in is unknown_word 1033, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -243,8 +244,8 @@ static size_t act_bytes() { return bytes_of(act_element); }
 // In fp32 there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
 
-// A convolution, 1x1 or 3x3 (padding kernel / 2), of (B, H, W, C1 + C2), one or two parts; upsample = 1: of 2H x 2W,
-// 3x3 with stride 1.
+// A convolution is 1x1 or 3x3 (padding kernel / 2). It reads (B, H, W, C1 + C2), which comes in one or two parts. With
+// upsample = 1 it is a 3x3 with stride 1 and reads its input enlarged to 2H x 2W.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     Element in = act_element, out = act_element; // the network's own input and output are FP32
@@ -270,16 +271,16 @@ struct WeightWork {
     ConvShape shape;
 };
 
-// Where the gradient of an input goes: dx = gradient + add1 + add2. The addends are gradients from other readers of the
-// same tensor. An addend may be null, or dx itself. If dx is null, nobody needs the gradient.
+// Says where the gradient of an input goes: dx = gradient + add1 + add2. The addends are gradients from other readers
+// of the same tensor. An addend may be null, or dx itself. If dx is null, nobody needs the gradient.
 template <class T> struct GradOf {
     T* dx = nullptr;
     const T *add1 = nullptr, *add2 = nullptr;
 };
 typedef GradOf<act> Grad;
 
-// For the group norm that reads a tensor: the sum of each channel over an image's pixels, and the sum of its squares.
-// The pixels may be summed in several parts, which the norm adds up: sums is (B, parts, C, 2).
+// The group norm that reads a tensor needs two sums: the sum of each channel over an image's pixels, and the sum of its
+// squares. The pixels may be summed in several parts, which the norm adds up: sums is (B, parts, C, 2).
 struct Stats {
     double* sums;
     int parts;
@@ -292,7 +293,7 @@ struct SoftmaxRow {
     float top, log_sum;
 };
 
-// What a random draw depends on, beside the number of the sample within the batch.
+// A random draw depends on these, and on the number of the sample within the batch.
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE and so on
@@ -442,21 +443,21 @@ struct Slice {
     HD size_t each() const { return pieces * PIECE; }     // floats of a segment that a rank owns
     HD size_t owned() const { return segments * each(); } // of all segments
     HD size_t whole() const { return ranks * owned(); }   // of a flat array with its padding
-    // Where in a flat array rank r's part of a segment begins.
+    // Says where in a flat array rank r's part of a segment begins.
     HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
-    // Where in a flat array the i-th of this rank's own floats lies.
+    // Says where in a flat array the i-th of this rank's own floats lies.
     HD size_t flat(size_t i) const {
         const unsigned segment = (unsigned)(i / PIECE) / pieces;
         return i + ((size_t)segment * (ranks - 1) + rank) * each();
     }
 };
 
-// The gradients of this rank's slice, from every rank. own: this rank's, a flat array. received: another flat array;
-// where it would have rank r's part of a segment, it has rank r's gradients of this rank's part of that segment.
+// These are the gradients of this rank's slice, from every rank. own: this rank's, a flat array. received: another flat
+// array; where it would have rank r's part of a segment, it has rank r's gradients of this rank's part of that segment.
 struct RankGradients {
     const float *own, *received;
     Slice slice;
-    // The gradients of rank r, moved so that they are found at the places of this rank's parts.
+    // Returns the gradients of rank r. The pointer is moved, so that the places of this rank's own parts find them.
     HD const float* of(int r) const {
         return r == slice.rank ? own : received + (r - slice.rank) * (ptrdiff_t)slice.each();
     }
@@ -470,8 +471,9 @@ template <class T> struct Everywhere {
     int ranks = 1;
 };
 
-// What adamw_update works on. Flat are params, their copy in the activations' type, and sum; of the others there is the
-// slice. New weights go to every rank as the network reads them: in the copy, or, of the first `plain` floats, in fp32.
+// adamw_update works on these arrays. params, their copy in the activations' type, and sum are flat arrays. Of the
+// others there is this rank's slice. New weights go to every rank as the network reads them: the first `plain` floats
+// in fp32, and the others in the copy.
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
@@ -571,7 +573,7 @@ static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, i
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 
-// Squares of p x p pixels as channels (c, row, column), PyTorch's pixel_unshuffle: of x (B, H, W, C), fp32, out
+// Turns squares of p x p pixels into channels (c, row, column), PyTorch's pixel_unshuffle: of x (B, H, W, C), fp32, out
 // (B, H / p, W / p, C p p); and back, pixel_shuffle, where out is (B, H, W, C). H, W: multiples of p.
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p);
@@ -635,11 +637,13 @@ static void values_embedding_backward(GradOf<float> dx,    // as x
                                       int B, int K, int C);
 static void finish_gradients(); // what backward functions left to be done for all layers together
 
-// Diffusion. Each sample's noise level, what the network is told of it, and in which quarter of the levels it lies.
+// Diffusion. Draws each sample's noise level, and writes what the network is told of it, and in which quarter of the
+// levels it lies.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// With o.tuning: the levels of these samples' teachers, and what the network is told there.
+// With o.tuning: writes the levels of these samples' teachers, and what the network is told of each.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
-// x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4), and target [+ target_teacher teacher].
+// Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes what the network
+// should answer, the target [+ target_teacher teacher].
 static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const NoiseLevel* levels,  // (B)
                              const float* teacher,      // [as target]: its answer
@@ -697,14 +701,14 @@ static void keep_known(float* x,           // (B or 2 B, n)
 // Optimiser, for a slice of the flat arrays. sum (flat) = [what is there +] the ranks' gradients, in the ranks' order;
 // squares (one a piece, to everyone): of sum. Why in this order and by pieces: see step_gradients.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
-// The verdict on a step (judge_batch).
+// Gives the verdict on a step (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (pieces)
                        size_t pieces, const double* loss,       // (B)
                        const int* quarters,                     // (B)
                        AdamW h, int B);
 // AdamW (Loshchilov & Hutter 2019) with clipping, and the first average; a step that is not ok changes nothing.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
-// A further average (ema_step).
+// Updates a further average (ema_step).
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step);                                           // ++*step, after all that draws with it
@@ -723,8 +727,9 @@ struct Workspace { // of the workspace, of the side lane's, and until finish_gra
 };
 static void reserve(const Workspace& most, bool training);
 
-// Between the devices of ranks (host/ranks.h), on a lane, in what may be recorded as a Graph, in multiples of 4 bytes,
-// not for one rank. They stand between begin_exchange and end_exchange, which make them one launch.
+// These send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4 bytes, and
+// may be recorded in a Graph. A rank that is alone does not call them. Calls between begin_exchange and end_exchange
+// become one launch.
 //   all_to_all   piece r of every rank's send becomes rank r's recv, in the order of the ranks, but for the own piece
 //   all_gather   everyone's own piece becomes all; own may lie in its place in all
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: of a piece
@@ -732,8 +737,8 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
 static void begin_exchange();
 static void end_exchange();
 
-// Device memory that others may write to, if world.direct; then all_to_all and all_gather write into it, without a
-// GPU's own work in their way. at_rank: where it lies at rank r. meet: devices wait until all have come here.
+// open_alloc gives device memory that other ranks may write to, if world.direct: all_to_all and all_gather then write
+// into it directly. at_rank says where it lies at rank r. In meet the devices wait until all of them have come there.
 static void* open_alloc(size_t bytes);
 [[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
@@ -751,7 +756,7 @@ static void join_devices(bool direct); // directly, if they can
 // The device: memory (zeroed as it is given) and copies. start_device also sets act_element, as --precision says.
 static void start_device(const std::string& precision, int number);
 static std::string device_name();
-static int count_gpus();        // that this process could use; the CPU build ends the program
+static int count_gpus();        // how many this process could use; in the CPU build it ends the program
 static size_t device_bytes = 0; // in use, by our own count
 static void* device_alloc_bytes(size_t bytes);
 static size_t device_available();
@@ -809,8 +814,8 @@ static act* make_copy(float* params, size_t n) {
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
 // counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
 
-// What is drawn for: the counter's last word. Two purposes never share a number. Dropout draws for each residual block
-// by itself, so its word also has the block's index, in the bits from 8 on.
+// The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws for each residual
+// block by itself, so its word also has the block's index, in the bits from 8 on.
 constexpr uint32_t RANDOM_INIT = 0;
 constexpr uint32_t RANDOM_TIMESTEP = 1;
 constexpr uint32_t RANDOM_NOISE = 2;
@@ -833,8 +838,8 @@ struct Words {
     uint32_t w[4];
 };
 
-// Four random words of 32 bits. A round multiplies two of them by constants; the upper halves of the products go to the
-// other two, mixed with what was there and with the key, which changes by a constant from round to round.
+// Returns four random words of 32 bits. A round multiplies two of them by constants; the upper halves of the products
+// go to the other two, mixed with what was there and with the key, which changes by a constant from round to round.
 HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, uint32_t step, uint32_t purpose) {
     Words c{{block, sample, step, purpose}};
     uint32_t key0 = (uint32_t)seed;
@@ -851,7 +856,7 @@ HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, ui
     return c;
 }
 
-// Four standard normals of four random words (Box & Muller 1958): each pair u, v in (0, 1) gives
+// Makes four standard normals of four random words (Box & Muller 1958): each pair u, v in (0, 1) gives
 // sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v). u and v are exact in fp32 and never 0 or 1, so that fp32 on
 // a GPU and double on a CPU agree to 1e-6.
 HD static inline void normals(float z[4], const Words& r) {
@@ -876,9 +881,10 @@ HD static inline void normals(float z[4], const Words& r) {
 // A dropout word below this is dropped.
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
-// The image at position pos of epoch's permutation of [0, n). A Feistel network of four rounds permutes the numbers of
-// 2 half bits: it splits a number into a left and a right half, and mixes the left one with a random function of the
-// right one. n is no power of 4 as a rule, so the walk goes on from numbers beyond n until it lands below n.
+// Returns the image at position pos of epoch's permutation of [0, n). A Feistel network of four rounds permutes the
+// numbers of 2 half bits: it splits a number into a left and a right half, and mixes the left one with a random
+// function of the right one. n is no power of 4 as a rule, so the walk goes on from numbers beyond n until it lands
+// below n.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
     int half = 1; // bits of a half, so many that n numbers fit into two halves
     while ((int64_t)1 << 2 * half < n) half++;
@@ -921,7 +927,7 @@ struct Flag {
     double low = 0, high = 0;
     const char* choices = "";
 
-    // A pointer to its value in this configuration; null: the flag is of another type than T.
+    // Returns a pointer to its value in this configuration; null: the flag is of another type than T.
     template <class T, class C> auto* at(C& config) const {
         const auto* m = std::get_if<T Config::*>(&member);
         return m ? &(config.**m) : nullptr;
@@ -971,19 +977,20 @@ struct Config {
     PictureKind picture_kind = PictureKind::FILE; // cond
     int picture_factor = 0;                       // cond lowres:K
 
-    // Where a flag was set: on the command line, or by the preset.
+    // The names of the flags that the command line or the preset has set.
     std::set<string> on_command_line, by_preset;
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
-    // A level's channels: the nearest whole number, since 1.6666666 * 96 is 160. The product in double is exact.
+    // Returns how many channels a level has: the nearest whole number, since 1.6666666 * 96 is 160. The product in
+    // double is exact.
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int patch() const { return std::max(patch_size, 1); }
     int height(size_t level) const { return H / patch() >> level; } // each level halves it
     bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 
-    // How many images a process takes at a time.
+    // Says how many images a process takes at a time.
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
     bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
@@ -1002,10 +1009,11 @@ constexpr int MORE_EMAS = 7; // averages of the weights beside the first one
 // --objective ect: the largest q^a, by which the gap between student and teacher is divided. A smaller gap is lost in
 // fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
-// In the place of rates: the exponents of --ema_snapshots' power functions (Karras et al. 2024, appendix C).
+// The averages of --ema_snapshots have no rates but exponents of power functions (Karras et al. 2024, appendix C). They
+// stand in the list of rates.
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
-// The row of a flag; null: there is no such flag.
+// Returns the row of a flag, or null if there is no such flag.
 static const Flag* find_flag(const std::string& name) {
     const auto f = std::ranges::find(FLAGS, name, &Flag::name);
     return f == FLAGS.end() ? nullptr : &*f;
@@ -1095,7 +1103,7 @@ static std::string shortest(float number) {
 // The size of an image as --image_size takes it: 64, or 48x64.
 static std::string size_text(int H, int W) { return H == W ? std::to_string(H) : text("%dx%d", H, W); }
 
-// The value of a flag, as one would type it.
+// Returns the value of a flag, as one would type it.
 static std::string flag_value(const Config& c, const Flag& f) {
     if (const int* n = f.at<int>(c)) return std::to_string(*n);
     if (const int64_t* n = f.at<int64_t>(c)) return std::to_string(*n);
@@ -1109,7 +1117,7 @@ static std::string wrong(Config* c, const char* name, const std::string& why) {
     return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
 }
 
-// The flags of a preset that would undo or forbid what the command line asks for. They are left as they are.
+// Returns the flags of a preset that would undo or forbid what the command line asks for. They are left as they are.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
     if (c.given("num_heads")) names.insert("num_head_channels"); // which would win
@@ -1131,7 +1139,7 @@ static void apply_preset(Config* c, const std::string& preset) {
     }
 }
 
-// A flag's line of --help: its name, what it means, and in brackets its default and what the default preset has.
+// Makes a flag's line of --help: its name, what it means, and in brackets its default and what the default preset has.
 static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
     const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
     std::string value = flag_value(defaults, f);
@@ -1156,15 +1164,15 @@ static void print_help() {
         part = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
-    // Which preset holds without --preset: see default_preset.
+    // This is the preset that holds without --preset: see default_preset.
     printf("\nPresets: without --preset %s; for a --data_file of images of 32x32 %s, of 64x64 %s, of other sizes %s; "
            "for a --data_dir %s\n",
            DEFAULT_PRESET, PRESET_32, PRESET_64, PRESET_ELSE, PRESET_64);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
-// How many letters are to be inserted, left out or replaced on the way from a to b (Levenshtein 1966). row[j] is this
-// number for the letters of a that were read until now, and the first j letters of b.
+// Says how many letters are to be inserted, left out or replaced on the way from a to b (Levenshtein 1966). row[j] is
+// this number for the letters of a that were read until now, and the first j letters of b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
@@ -1206,7 +1214,7 @@ static std::string instead_of(const std::string& name) {
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
-// The command line: --name value or --name=value. Presets and files fill in what it leaves open.
+// Reads the command line: --name value or --name=value. Presets and files fill in what it leaves open.
 static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
@@ -1245,8 +1253,8 @@ static void take_aliases(Config* c) {
         set_flag(c, *find_flag(name), value);
         c->on_command_line.insert(name);
     };
-    // guided-diffusion lets the learning rate fall over lr_anneal_steps steps, without a warm-up, and stops then; 0: it
-    // stays, and there is no end.
+    // guided-diffusion lets the learning rate fall over lr_anneal_steps steps, without a warm-up, and stops then. 0
+    // means that the rate stays as it is and that the run has no end.
     const int64_t steps = c->lr_anneal_steps;
     if (c->predict_xstart) take("predict_xstart", "predict", "x0");
     if (c->given("use_fp16")) take("use_fp16", "precision", c->use_fp16 ? "bf16" : "fp32");
@@ -1268,7 +1276,7 @@ static void take_rescale_learned_sigmas(Config* c, bool from_file) {
     if (given || preset_asks) c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
 
-// "1,2,3,4" -> numbers. Result: whether there is nothing else in it.
+// Reads numbers with commas between them, such as "1,2,3,4". Returns false if there is anything else in the text.
 static bool parse_list(const std::string& list, std::vector<float>* numbers) {
     numbers->clear();
     const char* p = list.c_str(); // where the next number begins
@@ -1284,8 +1292,8 @@ static bool parse_list(const std::string& list, std::vector<float>* numbers) {
     return true;
 }
 
-// The functions that follow, up to parse_model, parse a part of a model's flags each. Result: why it can't be, in one sentence, or "".
-// 64 is 64x64; in HxW the height comes first.
+// The functions that follow, up to parse_model, parse a part of a model's flags each. Result: why it can't be, in one
+// sentence, or "". 64 is 64x64; in HxW the height comes first.
 static std::string parse_image_size(Config* c) {
     int n = 0; // how many characters were read; 5 digits are no overflow
     const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
@@ -1332,7 +1340,7 @@ static std::string parse_cond(Config* c) {
     return "";
 }
 
-// How many channels each level has. Without the flag it is guided-diffusion's choice for images of this height.
+// Says how many channels each level has. Without the flag it is guided-diffusion's choice for images of this height.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1354,7 +1362,8 @@ static std::string parse_channel_mult(Config* c) {
     return "";
 }
 
-// Whether patches and levels divide the image: a patch becomes a pixel, and each further level halves the resolution.
+// Says whether patches and levels divide the image: a patch becomes a pixel, and each further level halves the
+// resolution.
 static std::string check_divisions(Config* c) {
     const int p = c->patch();
     const int patch_channels = c->seen_channels() * p * p;
@@ -1371,8 +1380,8 @@ static std::string check_divisions(Config* c) {
                       levels, p > 1 ? " in patches" : "", H, W));
 }
 
-// At which heights of the image there is attention. Each must be the height of a level; a typing error would else be a
-// model without attention.
+// Parses at which heights of the image there is attention. Each must be the height of a level; a typing error would
+// else be a model without attention.
 static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
@@ -1391,7 +1400,7 @@ static std::string parse_attention_resolutions(Config* c) {
     return "";
 }
 
-// image_size, channel_mult and attention_resolutions, parsed. Result: why not, in one sentence, or "".
+// Parses image_size, channel_mult and attention_resolutions. Returns "", or a sentence that says what is wrong.
 static std::string parse_model(Config* c) {
     for (auto part : {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
         const std::string error = part(c);
@@ -1421,7 +1430,7 @@ static std::string read_value_table(Config* c) {
     return c->value_rows.empty() ? text("has no row of %zu numbers with commas", K) : "";
 }
 
-// --values, parsed. Returns why not, in one sentence, or "".
+// Parses --values. Returns "", or a sentence that says what is wrong.
 static std::string parse_values(Config* c) {
     c->value_rows.clear();
     const int K = c->cond_dim;
@@ -1459,7 +1468,7 @@ static std::string check_pictures(Config* c) {
     return "";
 }
 
-// Everything about a model, and samples of it, that cannot work: one sentence with what would, or "".
+// Checks a model and its samples. Returns a sentence about what cannot work and what would, or "".
 static std::string check_model(Config* c) {
     std::string error = parse_model(c);
     if (error.empty()) error = parse_values(c);
@@ -1729,7 +1738,7 @@ struct UNet {
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // none: without channels
 };
 
-// Where a buffer lies; null for none, and as long as nothing has its place in memory.
+// Says where a buffer lies; null for none, and as long as nothing has its place in memory.
 template <class T = act> static T* buffer_data(const UNet* net, int buffer, size_t first_byte = 0) {
     if (buffer < 0 || !net->arena) return nullptr;
     return (T*)(net->arena + net->buffers[buffer].offset + first_byte);
@@ -1764,7 +1773,7 @@ struct LayerArgs {
     int B, H, W, Cin, C2;
     int Hout, Wout, Cout;
 
-    // The forward pass.
+    // What the forward pass reads and writes.
     const act *x1, *x2, *residual;
     act* out;
     Stats stats1, stats2, out_stats;
@@ -1980,8 +1989,8 @@ static double conv_flops(const LayerArgs& a) {
     return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
 }
 static double attention_flops(const LayerArgs& a) {
-    // Of each of the T x T pairs of tokens and each channel.
-    const double products = 2; // q k^T and P v
+    // For each of the T x T pairs of tokens and each channel there are two products: q k^T and P v.
+    const double products = 2;
     return products * 2 * a.B * a.tokens() * a.tokens() * a.Cout;
 }
 
@@ -2109,7 +2118,7 @@ static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit 
     return (int)net->params.size() - 1;
 }
 
-// NAME.weight and NAME.bias; returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
+// Adds NAME.weight and NAME.bias. Returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
 static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
     const ParamInit bias_init = init == INIT_ONE ? INIT_ZERO : init;
     const int weight = add_param(net, name + ".weight", shape, init, heads);
@@ -2156,8 +2165,11 @@ static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM,
     return add_layer(net, l, Cout, s.out_H(), s.out_W(), element);
 }
 
-// Group norm over [x1 | x2]. It needs sums of its inputs' channels (Stats). The layers that write these inputs make
-// them on the way, so each input gets a buffer for its sums.
+// The nonlinearity behind the norms of residual blocks and in front of the last convolution.
+constexpr Nonlinearity BEHIND_NORMS = Nonlinearity::SILU;
+
+// Adds a group norm over [x1 | x2]. It needs sums of its inputs' channels (Stats). The layers that write these inputs
+// make them on the way, so each input gets a buffer for its sums.
 static int add_norm(UNet* net, Layer l) {
     for (int input : {l.x1, l.x2}) {
         if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has one already
@@ -2178,7 +2190,7 @@ static int add_norm(UNet* net, Layer l) {
 
 enum Resample { SAME, UP, DOWN };
 
-// Average pool or nearest neighbour, without parameters.
+// Adds an average pool or a nearest neighbour upsampling, which have no parameters.
 static int add_resample(UNet* net, Resample resample, const std::string& name, int x) {
     const Tensor t = net->tensors[x];
     switch (resample) {
@@ -2202,7 +2214,7 @@ static int end_block(UNet* net, size_t first) {
     return last.out;
 }
 
-// Group norm, SiLU, convolution, embedding; group norm, SiLU, dropout, convolution, plus the input: through a 1x1
+// Adds group norm, SiLU, convolution, embedding; group norm, SiLU, dropout, convolution, plus the input: through a 1x1
 // convolution (the shortcut) where the number of channels changes. The embedding is added behind the first convolution,
 // or scales and shifts the second norm. With a resample both ways change their resolution at the first SiLU.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
@@ -2212,7 +2224,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
 
     // The first norm and the resample. UP is done where the convolution reads its input.
     Layer norm1{.name = name + ".in_layers.0", .x1 = x1, .x2 = x2};
-    norm1.nonlinearity = Nonlinearity::SILU;
+    norm1.nonlinearity = BEHIND_NORMS;
     int h = add_norm(net, norm1);
     if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h);
     x1 = add_resample(net, resample, name + ".x_upd", x1);
@@ -2222,7 +2234,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     Layer conv1{.name = name + ".in_layers.2", .x1 = h, .kernel = 3};
     conv1.upsample = resample == UP;
     Layer norm2{.name = name + ".out_layers.0"};
-    norm2.nonlinearity = Nonlinearity::SILU;
+    norm2.nonlinearity = BEHIND_NORMS;
     norm2.dropout_block = net->residual_blocks;
     net->residual_blocks++;
     const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // scale and shift, or what is added
@@ -2243,7 +2255,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     return end_block(net, first);
 }
 
-// Group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution, plus the input.
+// Adds a group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution, plus the input.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
     const Config& c = net->config;
     const Tensor t = net->tensors[x];
@@ -2281,7 +2293,7 @@ static void add_embedding(UNet* net) {
     net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0); // it has no columns yet
 }
 
-// Half the resolution, in one of three ways.
+// Halves the resolution, in one of three ways.
 static int add_downsample(UNet* net, const std::string& name, int x, int ch) {
     const Config& c = net->config;
     if (c.resblock_updown) return add_resblock(net, name + ".0", x, -1, ch, DOWN);
@@ -2290,7 +2302,7 @@ static int add_downsample(UNet* net, const std::string& name, int x, int ch) {
     return add_resample(net, DOWN, op, x);
 }
 
-// Double the resolution, in one of three ways.
+// Doubles the resolution, in one of three ways.
 static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
     const Config& c = net->config;
     if (c.resblock_updown) return add_resblock(net, name, x, -1, ch, UP);
@@ -2343,7 +2355,7 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     return h;
 }
 
-// Which of four groups a parameter belongs to. In the flat arrays groups come one after the other:
+// Says which of four groups a parameter belongs to. In the flat arrays groups come one after the other:
 //   0, 1  all blocks' embedding projections, their weights and then their biases, so that they are one matrix
 //   2     all others that are read in fp32
 //   3     convolutions' weights, if the kernels read a copy of them
@@ -2353,7 +2365,7 @@ static int param_group(const Param& p) {
     return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
-// Where each parameter lies. From group 2 on each begins at a multiple of 64 floats.
+// Says where each parameter lies. From group 2 on each begins at a multiple of 64 floats.
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
@@ -2370,7 +2382,7 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// The network of a configuration that check_model accepts. It has no memory yet (plan_memory).
+// Makes the network of a configuration that check_model accepts. It has no memory yet (plan_memory).
 static UNet build_unet(const Config& c) {
     UNet net;
     net.config = c;
@@ -2391,7 +2403,7 @@ static UNet build_unet(const Config& c) {
     h = add_attention_block(&net, "middle_block.1", h, c.num_heads);
     h = add_resblock(&net, "middle_block.2", h, -1, middle);
     h = add_output_blocks(&net, h, skips);
-    h = add_norm(&net, {.name = "out.0", .x1 = h, .nonlinearity = Nonlinearity::SILU});
+    h = add_norm(&net, {.name = "out.0", .x1 = h, .nonlinearity = BEHIND_NORMS});
     h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, c.out_channels() * p * p, INIT_ZERO, Element::FP32);
     if (p > 1) h = add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
@@ -2425,7 +2437,7 @@ static UNet build_unet(const Config& c) {
 static void plan_gradients(UNet* net) {
     // The buffers of each tensor's gradient that its next reader adds to its own contribution.
     std::vector<std::vector<int>> waiting(net->tensors.size());
-    // A contribution to the gradient of tensor x, in a new buffer. It does not add in place to what waits, because
+    // Adds a contribution to the gradient of tensor x, in a new buffer. It does not add in place to what waits, because
     // weight gradients may still have to read that.
     auto contribute = [&](int x) {
         if (!net->tensor(x).needs_grad) return GradPlan{};
@@ -2482,8 +2494,8 @@ static int first_emb_reader(const UNet* net) {
     return i;
 }
 
-// Which weight gradients each layer waits for in the backward pass. Who waits for those of a layer waits for those of
-// all layers behind it, too.
+// Says which weight gradients each layer waits for in the backward pass. Who waits for those of a layer waits for those
+// of all layers behind it, too.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
     int done = L; // the weight gradients of this layer and all behind it are waited for already
@@ -2520,7 +2532,8 @@ static void plan_fusions(UNet* net) {
     }
 }
 
-// From when to when each buffer is in use: it is used at all times at which a layer reads or writes it, and between.
+// Says from when to when each buffer is in use: it is used at all times at which a layer reads or writes it, and
+// between.
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     auto use = [&](int time, std::initializer_list<int> buffers) {
@@ -2570,8 +2583,8 @@ static void plan_lifetimes(UNet* net) {
     }
 }
 
-// Offsets of all buffers for batches of B: largest first, each at the lowest place that is free during its whole life.
-// Sizes are rounded up, so that each buffer begins at a multiple of 256 bytes.
+// Chooses the offsets of all buffers for batches of B: largest first, each at the lowest place that is free during its
+// whole life. Sizes are rounded up, so that each buffer begins at a multiple of 256 bytes.
 static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
@@ -2690,7 +2703,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     }
 }
 
-// The buffer in which the loss leaves its gradient with respect to the output.
+// Returns the buffer in which the loss leaves its gradient with respect to the output.
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // Weight gradients of convolutions on their way through the backward pass. They wait until together they fill the GPU,
@@ -2701,7 +2714,7 @@ struct WeightGradients {
     std::vector<WeightWork> waiting{};
     double load = 0;           // the part of a launch that fills the device that what waits makes up
     int last = -1;             // the layer that came last
-    std::vector<int> ticket{}; // for wait_for_side, of each layer that was sent, else -1
+    std::vector<int> ticket{}; // of each layer: what wait_for_side takes, or -1 if it was not sent
 
     // Puts what waits on its way. All layers from the last one on have been sent then.
     void send() {
@@ -2809,7 +2822,7 @@ HD static inline Question flow_question(double sigma) {
     return Question{1000 * t, 1 - t, t, 1, -t, -1, 1};
 }
 
-// What a frame asks at any sigma. Nobody calls this for ddpm, whose levels are a table (ddpm_levels, level_at).
+// Returns what a frame asks at any sigma. Nobody calls this for ddpm, whose levels are a table (ddpm_levels, level_at).
 HD static inline Question ask(Frame frame, double sigma, double sigma_data) {
     switch (frame) {
     case Frame::DDPM: break;
@@ -2845,7 +2858,7 @@ HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     return fmax(t * (1 - n / pow((double)tuning.q, a)), 0.0);
 }
 
-// How much the distance between a student at t and its teacher at r weighs.
+// Says how much the distance between a student at t and its teacher at r weighs.
 HD static inline double tuning_weight(const Objective& o, double t, double r) {
     switch (o.tuning.weight) {
     case TuningWeight::GAP: return 1 / (t - r);
@@ -2903,10 +2916,10 @@ static std::vector<double> alpha_bars(const Config& c) {
 struct Prediction {
     double target_x0, target_noise; // as in NoiseLevel
     double x0_x, x0_out;            // as in NoiseLevel
-    double error;                   // where x_0 is wrong by 1, the answer is wrong by the root of this
+    double error;                   // the square of the answer's error where x_0 is wrong by 1
 };
 
-// The level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. A model of T timesteps is told t.
+// Makes the level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. A model of T timesteps is told t.
 static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     const double signal = std::sqrt(alpha_bar), sigma = std::sqrt(1 - alpha_bar);
     const double snr = alpha_bar / (1 - alpha_bar);
@@ -2927,7 +2940,7 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     return level;
 }
 
-// The levels of all t, for training.
+// Makes the levels of all t, for training.
 static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     const int T = c.diffusion_steps;
     const std::vector<double> alpha_bar = alpha_bars(c);
@@ -2960,8 +2973,8 @@ static Frame frame_of(const Config& c) {
     return meaning<Frame>(flag, c.frame(), {{"ddpm", Frame::DDPM}, {"edm", Frame::EDM}, {"flow", Frame::FLOW}});
 }
 
-// What the model is trained on. The variational bound is a sum over all T timesteps, of which a step draws one: so that
-// one counts T times. guided-diffusion counts it in bits, so it is divided by log 2.
+// Makes the objective that the model is trained on. The variational bound is a sum over all T timesteps. A step draws
+// one of them, so this one counts T times. guided-diffusion counts the bound in bits, so it is divided by log 2.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0));
     Objective o{};
@@ -2992,8 +3005,8 @@ static Objective make_objective(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the level of a training sample, drawn, and its share of the loss
-// How noisy a sample of a training step is, and what its loss is made of. These functions are for one sample or one
-// value; dev/reference.h calls them in loops, and kernels do so in threads.
+// This is how noisy a sample of a training step is, and what its loss is made of. These functions are for one sample or
+// one value; dev/reference.h calls them in loops, and kernels do so in threads.
 
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
 // mean square of its latest HISTORY losses. A sample then counts `importance` times, which is 1 / (T times the
@@ -3055,7 +3068,7 @@ HD static inline int quarter_of_normal(float z) {
     return 2 + (z >= UPPER);
 }
 
-// The noise level of a sample, from its random words.
+// Draws the noise level of a sample, from its random words.
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     if (o.weights) return draw_weighted_level(o, words.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // any t is as likely
@@ -3074,7 +3087,7 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     return level;
 }
 
-// The level of its teacher, from the same words.
+// Draws the level of its teacher, from the same words.
 HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words) {
     float z;
     return teacher_level(o, draw_sigma(o, words, &z));
@@ -3108,11 +3121,11 @@ HD static inline Matrix2 product(const Matrix2& a, const Matrix2& b) {
 }
 HD static inline Matrix2 rotation(double angle) { return Matrix2{cos(angle), -sin(angle), sin(angle), cos(angle)}; }
 
-// A random word as a number in [0, 1), and as an angle in [-pi, pi).
+// These take a random word as a number in [0, 1), and as an angle in [-pi, pi).
 HD static inline double random_fraction(uint32_t word) { return word * 0x1p-32; }
 HD static inline double random_angle(uint32_t word) { return (2 * random_fraction(word) - 1) * M_PI; }
 
-// The change of a sample's image, H x W, from four blocks of random words.
+// Draws the change of a sample's image, H x W, from four blocks of random words.
 HD static inline Augmentation draw_augmentation(double p, const Words words[4], int H, int W) {
     const uint32_t *const first = words[0].w, *const second = words[1].w, *const third = words[2].w;
     float z[4];
@@ -3195,7 +3208,7 @@ HD static inline int mirrored(int n, int size, bool flip) {
     return flip ? size - 1 - n : n;
 }
 
-// The canvas at row `fine_y` and column `fine_x`, of one channel of an image, (H, W) of 1 or 4 bytes a value.
+// Returns the canvas at row `fine_y` and column `fine_x`. channel: one channel of an image, (H, W); bytes: of a value.
 HD static inline float canvas_value(const Augmentation& a, const void* channel, int bytes, int fine_y, int fine_x,
                                     int H, int W) {
     // From the canvas to pixels from the centre; where these come from; and from there to the doubled image.
@@ -3216,7 +3229,7 @@ HD static inline float canvas_value(const Augmentation& a, const void* channel, 
     return sum;
 }
 
-// The changed image's pixel (y, x), from its channel of the canvas.
+// Returns the changed image's pixel (y, x), from its channel of the canvas.
 HD static inline float halved(const float* canvas, int y, int x, int W) {
     float sum = 0;
     for (int i = 0; i < FILTER; i++) {
@@ -3519,7 +3532,7 @@ static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     return steps;
 }
 
-// The timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
+// Returns the timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
 // "n1,n2,..." so many in each equal part of [0, T).
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     if (respacing.starts_with("ddim")) return strided_timesteps(T, respacing);
@@ -3552,7 +3565,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     return steps;
 }
 
-// Sigma i of N of Karras et al. 2022, eq. 5, from high to low.
+// Returns sigma i of N of Karras et al. 2022, eq. 5, from high to low.
 static double karras_sigma(const Config& c, double high, double low, int i, int N) {
     const double start = std::pow(high, 1.0 / c.rho);
     const double end = std::pow(low, 1.0 / c.rho);
@@ -3560,7 +3573,7 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
     return std::pow(start + part * (end - start), c.rho);
 }
 
-// Whether a sampler goes along equal steps of t = sigma / (1 + sigma); if not, along Karras's schedule.
+// Says whether a sampler goes along equal steps of t = sigma / (1 + sigma); if not, along Karras's schedule.
 static bool has_steps_of_t(Frame frame) {
     switch (frame) {
     case Frame::DDPM: return false;
@@ -3570,7 +3583,7 @@ static bool has_steps_of_t(Frame frame) {
     ALL_CASES_RETURN
 }
 
-// The sigmas of a sampler: before each of its N steps, and 0 at the end. known: those of a model's T timesteps.
+// Returns the sigmas of a sampler: before each of its N steps, and 0 at the end. known: those of a model's T timesteps.
 //   ddpm, ddim    those of the timesteps that --timestep_respacing keeps
 //   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
 //   others        of a flow equal steps of its t = sigma / (1 + sigma), else Karras's schedule
@@ -3617,7 +3630,7 @@ static std::vector<int> step_order(const Config& c, int N) {
     return order;
 }
 
-// The first of N steps that --start_from leaves (Meng et al. 2022, "SDEdit").
+// Returns the first of N steps that --start_from leaves (Meng et al. 2022, "SDEdit").
 static int first_step(const Config& c, int N) {
     if (c.start_from.empty()) return 0;
     const int steps = (int)std::lround((double)c.strength * N);
@@ -3646,7 +3659,7 @@ static void add_step(std::vector<Move>* moves, const Config& c, double before, d
 
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
-    const bool variance_1 = c.goes_by_timesteps(); // of the first x_t, as in guided-diffusion
+    const bool variance_1 = c.goes_by_timesteps(); // the first x_t has variance 1, as in guided-diffusion
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
     const int first = first_step(c, N);
@@ -3670,8 +3683,8 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     return route;
 }
 
-// What the network sees, and what its answer means, at any sigma. A model of T timesteps is told a t between two of its
-// own, linear in log(sigma).
+// Makes the level of any sigma: what the network sees, and what its answer means. A model of T timesteps is told a t
+// between two of its own, linear in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& known, double sigma) {
     const Frame frame = frame_of(c);
     if (frame != Frame::DDPM) return make_level(ask(frame, sigma, c.sigma_data));
@@ -3770,7 +3783,7 @@ struct Sampler {
     float *known, *mask; // (device) with --inpaint: those of a batch (B, H, W, C)
 };
 
-// B: of the network's batches, in which guidance needs every image twice.
+// B: how many images the network takes at a time. With guidance, every image is there twice.
 static Sampler make_sampler(const Config& c, int B) {
     Sampler s{};
     s.plan = plan_sampler(c);
@@ -3798,14 +3811,14 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// The class of image number i of a seed: those of --classes take turns, or all.
+// Returns the class of image number i of a seed: those of --classes take turns, or all.
 static int class_of_image(const Config& c, int64_t i) {
     if (!c.class_cond) return 0;
     const size_t listed = c.class_list.size();
     return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
 }
 
-// The numbers of image i of a seed: the rows take turns.
+// Returns the numbers of image i of a seed: the rows take turns.
 static std::span<const float> values_of_image(const Config& c, const Sampler& s, int64_t i) {
     const size_t K = c.cond_dim;
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
@@ -3867,7 +3880,7 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
     }
 }
 
-// Images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. With guidance that
+// Draws images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. With guidance that
 // tensor holds each image twice: with its class, and behind all of these without. tell: is told how many are done.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
@@ -3918,7 +3931,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     free_graph(&graph);
 }
 
-// n images (n, H, W, C) in [-1, 1] on rank 0's host. Ranks take batches of up to net->B (guided: half) in turns.
+// Draws n images (n, H, W, C) in [-1, 1] on rank 0's host. Ranks take batches of up to net->B (guided: half) in turns.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels; // values of an image
@@ -3940,7 +3953,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
     for (int i = 0; i < n; i += most * N) {
         come_to("a batch of samples");
         const int first = i + most * world.rank;
-        const int B = std::min(most, n - first); // none is left for this rank: below 1
+        const int B = std::min(most, n - first); // below 1 if none is left for this rank
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
         if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
         const float* const made = N > 1 ? s->all : own;
@@ -4179,7 +4192,7 @@ static std::string data_file_beside(const std::string& folder) {
     return path + ".bin";
 }
 
-// Whether a data file holds the pictures as they are asked for, and as they were when the folder last changed.
+// Says whether a data file holds the pictures as they are asked for, and as they were when the folder last changed.
 static bool is_up_to_date(const std::string& path, const Config& c, int64_t changed) {
     if (!exists(path)) return false;
     InputFile file;
@@ -4196,7 +4209,7 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     return fits && changed <= nanoseconds(st.st_mtim);
 }
 
-// The command that makes a data file of --data_dir's pictures, in words.
+// Returns the command that makes a data file of the pictures in --data_dir, word by word.
 static std::vector<std::string> prepare_command(const Config& c, const std::string& program, const std::string& file) {
     const std::string size = size_text(c.H, c.W);
     const std::string channels = std::to_string(c.in_channels);
@@ -4204,7 +4217,7 @@ static std::vector<std::string> prepare_command(const Config& c, const std::stri
             "--image_size", size,    "--channels", channels};
 }
 
-// The same command as a user would type it.
+// Returns the same command as a user would type it.
 static std::string prepare_command_line(const Config& c, const std::string& file) {
     std::string line;
     for (const std::string& word : prepare_command(c, "prepare_data.py", file)) line += " " + word;
@@ -4302,8 +4315,8 @@ static std::vector<float> enlarged_picture(const Config& c, const float* small) 
     return picture;
 }
 
-// The picture (H, W, K) that --cond makes of sample number `number`'s image (C, H, W), as in training. mask (H, W): where
-// the holes are; null: they are drawn.
+// The picture (H, W, K) that --cond makes of sample number `number`'s image (C, H, W), as in training. mask (H, W):
+// where the holes are; null: they are drawn.
 static std::vector<float> made_picture(const Config& c, const uint8_t* image, int bytes, int64_t number,
                                        const float* mask) {
     const int HW = c.H * c.W;
@@ -4337,8 +4350,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     return picture;
 }
 
-// The pictures (count, H, W, K) that --cond makes of the first images of a file. masks: (count, H, W), which take turns;
-// empty: holes are drawn.
+// The pictures (count, H, W, K) that --cond makes of the first images of a file. masks: (count, H, W), which take
+// turns; empty: holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
     std::vector<float> image(d.image_bytes() / sizeof(float) + 1); // of bytes or floats
@@ -4390,7 +4403,8 @@ static std::vector<float> sample_pictures(const Config& c) {
     return pictures;
 }
 
-// The first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see step_gradients.
+// Returns the first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see
+// step_gradients.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images come from an endless stream. This is which image of the file is at a position of it: in training the stream is
@@ -4426,7 +4440,7 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
     const int own = training ? B / world.size : B;
-    // Which sample of the batch this rank's k-th one is.
+    // Says which sample of the batch this rank's k-th one is.
     auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
     auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
 
@@ -4528,7 +4542,7 @@ constexpr int SLOT_COND_END = 115;  // from here on, unused
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
 constexpr int MOST_LEVELS = 8;      // of a model, and of its attention_resolutions
 
-// The objective that a header names; "": the file is damaged.
+// Returns the objective that a header names, or "" if the file is damaged.
 static std::string objective_of(const Header& h) {
     const std::vector<std::string> words = choices(*find_flag("objective"));
     const size_t number = h.slot[SLOT_OBJECTIVE];
@@ -4537,7 +4551,7 @@ static std::string objective_of(const Header& h) {
 
 static bool is_ect(const Header& h) { return h.slot[SLOT_MAGIC] == MODEL_MAGIC && objective_of(h) == "ect"; }
 
-// Whether the slot of a flag says something in this header; else it is 0.
+// Says whether a flag is in use with this header's settings. If it is not, its slot is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
     const bool classes = h.slot[SLOT_CLASS_COND] == 1;
     if (f.slot == SLOT_NUM_CLASSES) return classes;
@@ -4548,7 +4562,8 @@ static bool slot_is_used(const Header& h, const Flag& f) {
     return ("|" + objectives + "|").find("|" + objective_of(h) + "|") != std::string::npos;
 }
 
-// The configuration as header slots (docs/FORMATS.md lists them), words as their number; take_model_file reads them.
+// Writes the configuration as header slots (docs/FORMATS.md lists them), words as their number; take_model_file reads
+// them.
 static Header model_header(const Config& config, int contents, int64_t step) {
     Header h{{MODEL_MAGIC, 1, contents}}; // 1: the version of the format
     h.set(SLOT_STEP, step);
@@ -4574,7 +4589,7 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     return h;
 }
 
-// Whether two values of a flag mean the same: 64 and 64x64, 1,2 and 1,2.0, 8,16 and 16,8.
+// Says whether two values of a flag mean the same: 64 and 64x64, 1,2 and 1,2.0, 8,16 and 16,8.
 static bool same_value(const std::string& name, const std::string& a, const std::string& b) {
     auto parsed = [&](std::string list) {
         std::vector<float> v;
@@ -4590,13 +4605,13 @@ static bool same_value(const std::string& name, const std::string& a, const std:
 // A model file, checked; its arrays are read once the network is built. Its arrays are numbered as they lie: 0 the
 // weights, 1 the first average, 2 and 3 AdamW's moments, from 4 on further averages.
 struct ModelFile : InputFile {
-    // Whether it has all that these bits stand for (HAS_EMA, HAS_TRAINING).
+    // Says whether it has all that these bits stand for (HAS_EMA, HAS_TRAINING).
     bool has(int bits) const {
         const bool ours = header.slot[SLOT_MAGIC] == MODEL_MAGIC;
         return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
     }
 
-    // How many averages it has, the rate of the k-th, and which array that is.
+    // Says how many averages it has, the rate of the k-th, and which array that is.
     int emas() const {
         if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
         return has(HAS_EMA);
@@ -4604,13 +4619,13 @@ struct ModelFile : InputFile {
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
 
-    // How many floats lie behind the arrays: --schedule_sampler's losses.
+    // Says how many floats lie behind the arrays: --schedule_sampler's losses.
     size_t history() const {
         const bool keeps_losses = has(HAS_TRAINING) && header.slot[SLOT_SAMPLER];
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
     }
 
-    // Where the run was.
+    // Says where the run was.
     StepState state() const {
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP);
@@ -4622,7 +4637,7 @@ struct ModelFile : InputFile {
     }
 };
 
-// A field of a header must be a number from low to high.
+// Ends the program if a field of a header is not a number from low to high.
 static void check_field(const std::string& path, const char* field, int64_t value, int64_t low, int64_t high) {
     if (value < low || value > high)
         die("%s: its header is damaged (%s: %ld, where %ld to %ld is possible): move it away and use an earlier "
@@ -4746,7 +4761,7 @@ static void copy_slice(float* device, const std::vector<float>& flat, const Slic
     }
 }
 
-// The k-th array of a model file, flat.
+// Reads the k-th array of a model file, as a flat array.
 static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k) {
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of it in PyTorch's layout
@@ -4763,7 +4778,7 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// Four initial values of a parameter: its elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
+// Returns four initial values of a parameter: its elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
 // train_unet.py draws the same weights. bound: uniform values lie between -bound and bound.
 static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
@@ -4781,8 +4796,9 @@ static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t
     return v;
 }
 
-// Initial weights, distributed as guided-diffusion's: convolutions and linear layers, with their biases, are uniform in
-// +-1 / sqrt(fan_in); class embeddings are standard normal; norms are 1 and 0; the last layer of every block is zero.
+// Returns initial weights, which are distributed as guided-diffusion's: convolutions and linear layers, with their
+// biases, are uniform in +-1 / sqrt(fan_in); class embeddings are standard normal; norms are 1 and 0; the last layer of
+// every block is zero.
 static std::vector<float> init_params(const UNet& net) {
     std::vector<float> flat(net.flat_size), value;
     float bound = 0; // 1 / sqrt(fan_in): of a weight, and of the bias that follows it
@@ -4820,8 +4836,8 @@ static std::vector<float> init_params(const UNet& net) {
 // --- the learning rate, the verdict on a step, averages of the weights
 // Both kinds of device compute these on the device, so that no step waits for the host.
 
-// The learning rate of a step (counted from 0), as a factor of --lr: it rises in warmup_steps, and then stays, or falls
-// to 0 along a line or half a cosine.
+// Returns the learning rate of a step (counted from 0), as a factor of --lr: it rises in warmup_steps, and then stays,
+// or falls to 0 along a line or half a cosine.
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
     double warm = 1; // the factor of the warm-up
     if (h.warmup_steps > 0) warm = fmin(1.0, (double)(step + 1) / h.warmup_steps);
@@ -4849,7 +4865,7 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// Whether a step is sane. If it is, the guard remembers what it was like.
+// Says whether a step is sane. If it is, the guard remembers what it was like.
 HD static inline bool healthy(Guard* g, double loss, double norm) {
     if (suspicious(loss, g->n, g->mean_loss, g->var_loss)) return false;
     if (suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
@@ -4915,13 +4931,13 @@ struct Trainer {
     float* grads;  // of the microbatch that is computed
     act *copy, *ema_copy; // what the network reads: the weights, the average; see Weights
     float* received;      // gradients of other ranks, for the slice; null: there are none
-    float* sum;           // of all gradients of the step: the slice, where received has its own part
+    float* sum;           // the slice of the sum of all gradients of the step; it lies in received, in this rank's part
     // Slices.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
     double* squares;            // of the sum, by pieces: all ranks'
-    StepState *state, *records; // what a step leaves; (RECORDS) the latest ones, for the log
+    StepState *state, *records; // what a step leaves behind, and the latest RECORDS of these, for the log
     Upload batch[2];            // images (B, C, H, W), and behind them labels (B) and numbers (B, num_values)
     Graph graph[2];             // graph[i]: a training step on batch[i]
     float* target;              // (micro, H, W, C): what the network should answer
@@ -4978,7 +4994,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), pieces = whole / PIECE;
     tr.grads = device_alloc<float>(whole);
-    // What ranks write into each other's memory: weights, squares and losses in one piece, and the copy.
+    // Ranks write these into each other's memory: weights, squares and losses in one piece, and the copy.
     tr.params = (float*)open_alloc(whole * sizeof(float) + (pieces + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + pieces;
@@ -5066,8 +5082,8 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
     }
 }
 
-// The loss of samples first .. first + B - 1 of a step, whose images these are (of 1 or 4 bytes a value), whose levels
-// are drawn, and whose labels and numbers net has. Leaves the loss in tr->loss + first and its gradient in
+// Computes the loss of samples first .. first + B - 1 of a step, whose images these are (of 1 or 4 bytes a value),
+// whose levels are drawn, and whose labels and numbers net has. Leaves the loss in tr->loss + first and its gradient in
 // output_gradient; in training that is the gradient of a mean over the step's whole batch. Validation has draws of its
 // own, and drops and flips nothing. With --objective ect the teacher is asked first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
@@ -5109,8 +5125,9 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// Ranks only: everyone's parts of the first n floats of a flat array to everyone. bytes: of PIECE elements of this
-// array. slice: where the own parts lie, one behind the other; null: they are in their places.
+// Called if there are several ranks. Every rank sends its parts of the first n elements of a flat array to all others.
+// bytes: of PIECE elements of this array. slice: where this rank's parts lie, one behind the other, or null if they are
+// in their places already.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -5122,7 +5139,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     end_exchange();
 }
 
-// The gradient of a step, in tr->sum: this rank's slice of it.
+// Computes the gradient of a step, in tr->sum: this rank's slice of it.
 //
 // Why N ranks compute the same bits as one. Sums of floats depend on their order, so a run on N ranks could differ from
 // one on a single rank in every bit that rounding reaches. It does not, because everything that is computed depends on
@@ -5213,8 +5230,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
 
-// The optimiser's part of a step, for this rank's slice; then everyone's weights to everyone, as they are read: in fp32
-// or, but for the plain ones, their copy.
+// Does the optimiser's part of a step, for this rank's slice. Then it sends everyone's weights to everyone, as they are
+// read: in fp32 or, but for the plain ones, their copy.
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
@@ -5271,8 +5288,8 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Mean loss of a data set's first images, t and noise always the same for a smooth curve, as is ect's gap: that of the
-// run's last step. NaN: they can't be read.
+// Returns the mean loss of a data set's first images, or NaN if they can't be read. So that the curve is smooth, t and
+// noise are the same every time. So is ect's gap between student and teacher: it is the one of the run's last step.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
@@ -5288,7 +5305,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     for (int i = 0; i < count; i += N * most) { // a batch for each rank
         come_to("a batch of validation");
         const int first = world.rank * most;
-        const int B = std::min(most, count - i - first); // none is left for this rank: below 1
+        const int B = std::min(most, count - i - first); // below 1 if none is left for this rank
         if (B > 0) {
             if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
             const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
@@ -5342,7 +5359,7 @@ constexpr double RETRY_AFTER = 5;
 
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
 
-// Where some of these columns are in a row.
+// Says where some of these columns are in a row.
 enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
 using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
 
@@ -5396,7 +5413,8 @@ struct LogSummary {
     void add(const std::string& row);
 };
 
-// The part of a log that consists of one row. seconds: the length of the run. skipped: the guard found the step bad.
+// Returns the part of a log that consists of one row. seconds: the length of the run. skipped: the guard found the step
+// bad.
 static LogPart part_of_row(const LogValues& values, double seconds, bool skipped) {
     const int64_t step = (int64_t)values[COLUMN_STEP];
     LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
@@ -5519,7 +5537,7 @@ static void end_line(Run* run) {
 // when its file model_STEP.bin is removed as an old one.
 constexpr char BEST[] = "best.bin";
 
-// The step of a resumed run's best.bin; -1: there is no such file, or the run is new.
+// Returns the step of a resumed run's best.bin, or -1 if there is no such file, or the run is new.
 static int64_t best_step(const Run& run) {
     const bool resumed = run.first_step > 0;
     if (!run.config.keep_best || !resumed || !run.folder.has(BEST)) return -1;
@@ -5640,7 +5658,8 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     run->summary.add(row);
 }
 
-// What the status line says if there is room for all of it. val: a validation loss, or NaN. eta: seconds to the end.
+// Returns what the status line says if there is room for all of it. val: a validation loss, or NaN. eta: seconds to the
+// end.
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
@@ -5705,7 +5724,7 @@ static void print_step(Run* run, double val) {
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = run->folder.list(); // by step: the first one is the oldest
-    // best.bin is another link to its file, which stays.
+    // If best.bin is one of these checkpoints, its file stays: best.bin is another link to it.
     while (keep && found.size() > keep) {
         const auto oldest = found.begin();
         run->folder.remove(oldest->second);
@@ -5732,7 +5751,7 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// Which step the user can go on from if the run ends now.
+// Says which step the user can go on from if the run ends now.
 static std::string saved_so_far(const Run& run) {
     if (run.saved_step) return text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved_step);
     return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
@@ -5834,7 +5853,7 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_BAD_TOTAL] = (int)s.bad_total;
     h.slot[SLOT_BAD_IN_ROW] = (int)s.bad_in_row;
     h.set(SLOT_GUARD, s.guard);
-    // Which data the run trains on.
+    // These slots say which data the run trains on.
     h.set(SLOT_IMAGES, tr.data.count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
@@ -5899,7 +5918,7 @@ static void save_grid(Run* run) {
                   grid_png(images, c.num_samples, c.H, c.W, c.in_channels, captions));
 }
 
-// A line about a model: its size, and what it costs.
+// Writes a line about a model: its size, and what it costs.
 static std::string describe(const UNet& net) {
     const Config& c = net.config;
     return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image", c.H, c.W, c.in_channels,
@@ -5935,8 +5954,8 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
-// Which array of a checkpoint the k-th average of a resumed run goes on from: the average of the same rate. If the file
-// has none of this rate, the one in the same place; if there is none either, the weights (array 0).
+// Says which array of a checkpoint the k-th average of a resumed run goes on from: the average of the same rate. If the
+// file has none of this rate, the one in the same place; if there is none either, the weights (array 0).
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // The rates may have been given in another order than before.
@@ -6058,7 +6077,7 @@ static void print_memory(const Config& c, const UNet& net) {
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // Of the weights and of their average.
+    // There are copies of the weights and of their average.
     const double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
 
     // The parts of all that was asked for; what is left over is the rest.
@@ -6087,7 +6106,7 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
         printf("processes: %d, which share a step's batch of %d, %d images at a time; "
                "each keeps its part of the moments and averages\n",
                world.size, c.batch_size, c.micro());
-    // Without checksums of their own, the images of a long file were not read at the start (READ_AT_START).
+    // The images of a long file were not read at the start (READ_AT_START), unless each has a checksum of its own.
     const bool verified = !data.image_crc.empty();
     const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
@@ -6139,15 +6158,16 @@ static void collect_steps(Run* run, bool validate, bool show) {
     run->steps_began = now();
 }
 
-// Whether a signal ends the run. Several ranks must stop after the same step, so they agree on it. That takes time, and
-// therefore they do it only every STEPS_AGREED steps.
+// Says whether a signal ends the run. Several ranks must stop after the same step, so they agree on it. That takes
+// time, and therefore they do it only every STEPS_AGREED steps.
 static bool is_stopped(Run* run) {
     const bool ask = world.size == 1 || run->issued % STEPS_AGREED == 0;
     if (ask) run->stop = any_rank("the question whether to stop", stop_signal);
     return run->stop;
 }
 
-// One turn of the loop: issues a step, and does what is due after it. If nothing is due, it does not wait for the step.
+// Does one turn of the loop: issues a step, and does what is due after it. If nothing is due, it does not wait for the
+// step.
 static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return;
@@ -6182,8 +6202,8 @@ static void run_step(Run* run) {
     run->steps_began = now(); // what was written meanwhile is not part of a step's time
 }
 
-// Whether one more step is needed before a stopped run can end. With --keep_best a checkpoint needs a validation loss.
-// If the signal came after the latest step's row was written without one, another step is done, as the last one.
+// Says whether one more step is needed before a stopped run can end. With --keep_best a checkpoint needs a validation
+// loss. If the signal came after the latest step's row was written without one, another step is done, as the last one.
 static bool lacks_validation(const Run& run) {
     const Config& c = run.config;
     const bool all_logged = run.state.step == run.issued;
@@ -6297,7 +6317,7 @@ static void finish_stopped(Run* run) {
     printf("%s\n", end.c_str());
 }
 
-// The end of a run that has done all its steps.
+// Ends a run that has done all its steps.
 static void finish_complete(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
@@ -6381,8 +6401,8 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samples, without a run
 
-// Which array of a model file --sample draws from: the average of the rate --ema_rate or, without this flag, the first
-// average. If the file has no average, or with --use_ema False: the weights (array 0).
+// Says which array of a model file --sample draws from: the average of the rate --ema_rate or, without this flag, the
+// first average. If the file has no average, or with --use_ema False: the weights (array 0).
 static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
     std::string rates; // of the averages that were no match
@@ -6395,7 +6415,7 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Whether a file holds something that a user may miss if samples replace it: a model, or data that are no samples.
+// Says whether a file holds something that a user may miss if samples replace it: a model, or data that are no samples.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All our files begin with a header of 1024 bytes, and its first slot says what they are.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
@@ -6444,14 +6464,14 @@ static Folder open_output(const Config& c, const std::string& resume) {
         }
         must(!holds_more_than_samples(folder, name), "holds a model or data; choose another name, or move it away");
     }
-    // At last it is tried whether a file can be made there: this makes one under another name, and removes it again.
+    // The last check: can a file be made there? AtomicFile makes one under another name, and removes it again.
     AtomicFile probe(folder, name);
     must(!probe.error, probe.failure);
     probe.discard();
     return folder;
 }
 
-// The content of a data file of float images. images: (count, H, W, C); in the file they are (count, C, H, W).
+// Returns the content of a data file of float images. images: (count, H, W, C); in the file they are (count, C, H, W).
 static std::string samples_as_data_file(const std::vector<float>& images, int count, const Config& c) {
     const int HW = c.H * c.W;
     const int C = c.in_channels;
@@ -6583,7 +6603,8 @@ static void take_from_file(Config* c, const std::string& path, const std::string
             path.c_str(), flag_value(*c, f).c_str());
 }
 
-// Whether a flag is parsed after it is set (parse_model). In a header such flags have slots of a form of their own.
+// Says whether a flag is parsed after it is set (parse_model). In a header such flags have slots of a form of their
+// own.
 static bool is_parsed(const std::string& name) {
     return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
 }
@@ -6601,7 +6622,7 @@ static void take_unet_cu_file(Config* c, const ModelFile& model) {
     }
 }
 
-// The paths that a checkpoint keeps, of --data_file and --cond_file; "": none.
+// Returns the paths that a checkpoint keeps, of --data_file and --cond_file; "": none.
 static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     const std::string kept((const char*)&model.header.slot[SLOT_PATH], 512);
     const std::string data_file = kept.substr(0, kept.find('\0'));
@@ -6609,8 +6630,8 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     return {data_file, rest.substr(0, rest.find('\0'))};
 }
 
-// Where a file lies that a checkpoint names. It may be named from a folder above the checkpoint's own, in which the run
-// began. So it is also looked for in the folders above the checkpoint.
+// Says where a file lies that a checkpoint names. It may be named from a folder above the checkpoint's own, in which
+// the run began. So it is also looked for in the folders above the checkpoint.
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
@@ -6694,8 +6715,8 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     if (resume) take_run_of_file(c, model);
 }
 
-// The defaults of --objective ect and --sampler consistency, which Geng et al. 2024 tune with. file_has_levels: a model
-// file has told the noise levels (P_mean and P_std).
+// Sets the defaults of --objective ect and --sampler consistency, which Geng et al. 2024 tune with. file_has_levels: a
+// model file has told the noise levels (P_mean and P_std).
 static void take_ect_defaults(Config* c, bool file_has_levels) {
     const bool ect = c->objective == "ect";
     if (ect && !c->given("sampler")) c->sampler = "consistency";
@@ -6750,7 +6771,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
          c->data_file + " has no labels; make it from a folder with one sub-folder a class");
 }
 
-// The path of the checkpoint that --resume_checkpoint means; "": the run is new.
+// Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new.
 static std::string resume_path(const Config& c, const Folder& output) {
     const std::string& wanted = c.resume_checkpoint;
     if (wanted != "latest" && wanted != "auto") return wanted;
@@ -6796,11 +6817,11 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// A checksum that tells two input files apart, in about a second. Our own files have a checksum of their whole content
-// in the first 1024 bytes, which is verified when they are read; so their beginning would be enough. Files of unet.cu
-// have none. Therefore 64 MiB of any file are read: all of it or, if it is larger, 256 blocks at equal distances, from
-// its first byte to its last. Other images or weights are found, and files that were cut short. Only a large file of
-// unet.cu that differs in a few images may be missed.
+// Returns a checksum that tells two input files apart, in about a second. Our own files have a checksum of their whole
+// content in the first 1024 bytes, which is verified when they are read; so their beginning would be enough. Files of
+// unet.cu have none. Therefore 64 MiB of any file are read: all of it or, if it is larger, 256 blocks at equal
+// distances, from its first byte to its last. Other images or weights are found, and files that were cut short. Only a
+// large file of unet.cu that differs in a few images may be missed.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t BLOCKS = 256;
     constexpr size_t BLOCK = 256 << 10; // bytes
@@ -6812,7 +6833,8 @@ static uint32_t sample_checksum(const InputFile& file) {
         file.read(block.data(), BLOCK, last_begin / (BLOCKS - 1) * k);
         crc = crc32(crc, block.data(), BLOCK);
     }
-    file.read(block.data(), BLOCK, last_begin); // the division above is rounded down
+    // The distance of the blocks was rounded down, so the loop may not have come to the last one.
+    file.read(block.data(), BLOCK, last_begin);
     return crc32(crc, block.data(), BLOCK);
 }
 
@@ -6863,8 +6885,8 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- main
 
-// The preset that is used without --preset. It depends on the size of the images, if --data_file or --data_dir is
-// given.
+// Returns the preset that is used without --preset. It depends on the size of the images, if --data_file or --data_dir
+// is given.
 static const char* default_preset(const Config& c, const Dataset& data) {
     if (!c.data_dir.empty()) return PRESET_64; // prepare_data.py makes images of 64x64 out of a folder
     if (!data.size) return DEFAULT_PRESET;
@@ -6918,7 +6940,7 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, Data
     if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
 }
 
-// The program. Result: its exit code.
+// Does all that the program does, and returns its exit code.
 static int run_program(int argc, char** argv) {
     // The command line, and how many processes there are.
     start_process(argv);
@@ -6992,6 +7014,7 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // and is more than its size. (What depends on it elsewhere: conversions, in "Activations: pieces of 16 bytes"; mma and
 // pack_pair, in "Tensor cores by mma.sync"; with_act, which gets from an Element to its type.)
 template <class T> struct ElementOf;
+template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // Is the hardware's approximation of e^x exact enough for such tensors?
@@ -7010,8 +7033,8 @@ template <> struct ElementOf<bf16> {
 };
 #endif
 
-// To add a nonlinearity, add a value to enum Nonlinearity, a struct with two functions like Silu below, and a line to
-// with_nonlinearity (NONE has no line there). The group norms of both builds call these and know no formula themselves.
+// To add a nonlinearity, add a value to enum Nonlinearity, a struct with two functions like Silu below, and a case to
+// with_nonlinearity. The group norms of both builds call these and know no formula themselves.
 //
 // The two functions take different arguments. f takes z. df, the derivative at z, takes u = Z_FACTOR<T> z, from which
 // the sigmoid is computed fastest. The factor costs nothing: a norm's z is x * scale + shift, and the norm multiplies
@@ -7020,7 +7043,7 @@ template <> struct ElementOf<bf16> {
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
-// sigmoid(z) = 1 / (1 + e^-z), given u, as exact as tensors of type T need it
+// Returns sigmoid(z) = 1 / (1 + e^-z), as exact as tensors of type T need it. u = Z_FACTOR<T> z
 template <class T> INLINE float sigmoid(float u);
 
 // SiLU, with s = sigmoid(z):   f(z) = z s,   f'(z) = s + z s (1 - s)
@@ -7034,13 +7057,18 @@ template <class T> struct Silu {
 };
 
 // Calls work(Silu<T>{}) for the nonlinearity n; for NONE nothing is to be done.
-template <class T, class F> INLINE void with_nonlinearity(Nonlinearity n, F work) {
+template <class T, class F> HD INLINE void with_nonlinearity(Nonlinearity n, F work) {
     switch (n) {
     case Nonlinearity::NONE: return;
     case Nonlinearity::SILU: return work(Silu<T>{});
     }
     ALL_CASES_RETURN
 }
+// Only in code for the host do nvcc's compilers look for a missing case. So it is compiled for the host as well.
+struct NoWork {
+    template <class N> HD void operator()(N) const {}
+};
+template void with_nonlinearity<float>(Nonlinearity, NoWork);
 
 // F.pixel_unshuffle as a rule for places: where element i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p
 // p).
@@ -7231,23 +7259,25 @@ template <class... Rest> static void launch_behind(Rest... rest) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Decisions: what kernels are chosen with
 // A decision table: each row has a condition and the function that launches a kernel. decide takes the first row whose
-// condition holds; the last row's always does.
+// condition holds.
 template <class Call> struct Way {
     bool when;
     void (*launch)(const Call&);
 };
 template <class Call, int N> static void decide(const Call& call, const Way<Call> (&table)[N]) {
-    std::ranges::find(table, true, &Way<Call>::when)->launch(call);
+    const auto* const way = std::ranges::find(table, true, &Way<Call>::when);
+    if (way == std::end(table)) die("internal error: no kernel for --precision %s here", name_of(act_element));
+    way->launch(call);
 }
 
 // Returns f(T()), where T is the type of activations (act_element). The program calls operations with act*, of no known
 // type; f is a template, so from here on the type is known to the compiler.
 template <class F> static auto with_act(F f) {
     switch (act_element) {
+    case Element::FP32: return f(float());
     case Element::BF16: return f(bf16());
-    case Element::FP32: break;
     }
-    return f(float());
+    ALL_CASES_RETURN
 }
 
 // Hopper's kernels, those that multiply by wgmma, are written for bf16.
@@ -7334,7 +7364,7 @@ INLINE void mbarriers_ready() { // after mbarrier_init: TMA and other blocks of 
 // mbarriers visible to the other blocks, no other writes.
 INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
-// The whole barrier. Everything that was written before it is visible to all threads of the cluster.
+// This is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
 INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
 // The address, in the cluster's block `rank`, of what lies at address p in this block.
 INLINE uint32_t at_block(uint32_t p, int rank) {
@@ -7374,13 +7404,15 @@ INLINE void add_bf16(float* sum, uint32_t v) {
     sum[0] += unpack_bf16(v).x;
     sum[1] += unpack_bf16(v).y;
 }
-INLINE void unpack(float (&v)[4], uint4 r) {
+// Conversions of a type of elements are specialised for it. The compiler refuses a type that lacks one.
+template <class T> INLINE void unpack(float (&v)[VEC<T>], uint4 r) { static_assert(IS_MISSING<T>, "another type"); }
+template <> INLINE void unpack<float>(float (&v)[4], uint4 r) {
     v[0] = __uint_as_float(r.x);
     v[1] = __uint_as_float(r.y);
     v[2] = __uint_as_float(r.z);
     v[3] = __uint_as_float(r.w);
 }
-INLINE void unpack(float (&v)[8], uint4 r) {
+template <> INLINE void unpack<bf16>(float (&v)[8], uint4 r) {
     const uint32_t pairs[4] = {r.x, r.y, r.z, r.w};
     UNROLL_FOR (int i = 0; i < 4; i++) {
         v[2 * i] = unpack_bf16(pairs[i]).x;
@@ -7388,10 +7420,10 @@ INLINE void unpack(float (&v)[8], uint4 r) {
     }
 }
 // sum += the values of a piece
-template <int V> INLINE void add_piece(float (&sum)[V], uint4 piece) {
-    float v[V];
-    unpack(v, piece);
-    UNROLL_FOR (int i = 0; i < V; i++) {
+template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
+    float v[VEC<T>];
+    unpack<T>(v, piece);
+    UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
         sum[i] += v[i];
     }
 }
@@ -7401,7 +7433,8 @@ INLINE uint32_t pack_bf16(float low, float high) {
     const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
     return *(const uint32_t*)&r;
 }
-INLINE uint4 pack(const float (&v)[4]) {
+template <class T> INLINE uint4 pack(const float (&v)[VEC<T>]) { static_assert(IS_MISSING<T>, "another type"); }
+template <> INLINE uint4 pack<float>(const float (&v)[4]) {
     uint4 r;
     r.x = __float_as_uint(v[0]);
     r.y = __float_as_uint(v[1]);
@@ -7409,7 +7442,7 @@ INLINE uint4 pack(const float (&v)[4]) {
     r.w = __float_as_uint(v[3]);
     return r;
 }
-INLINE uint4 pack(const float (&v)[8]) {
+template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     uint4 r;
     r.x = pack_bf16(v[0], v[1]);
     r.y = pack_bf16(v[2], v[3]);
@@ -7433,23 +7466,30 @@ INLINE float4 operator*(float4 a, float4 b) {
     return a;
 }
 
-// Four elements as they lie in memory (8 or 16 bytes), for loops that take four channels at a time.
-template <class T> using Four = std::conditional_t<sizeof(T) == 4, float4, uint2>;
+// Four elements as they lie in memory (8 or 16 bytes), for loops that take four channels at a time. to_floats makes
+// floats of them, and from_floats rounds four floats to them.
+template <class T> struct FourOf;
+template <> struct FourOf<float> { typedef float4 Type; };
+template <> struct FourOf<bf16> { typedef uint2 Type; };
+template <class T> using Four = typename FourOf<T>::Type;
 
-INLINE float4 to_floats(uint2 v) {
+template <class T> INLINE float4 to_floats(Four<T> v) { static_assert(IS_MISSING<T>, "another type"); }
+template <> INLINE float4 to_floats<float>(float4 v) { return v; }
+template <> INLINE float4 to_floats<bf16>(uint2 v) {
     const float2 low = unpack_bf16(v.x);
     const float2 high = unpack_bf16(v.y);
     return make_float4(low.x, low.y, high.x, high.y);
 }
-INLINE float4 to_floats(float4 v) { return v; }
-INLINE uint2 pack_bf16(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
+template <class T> INLINE Four<T> from_floats(float4 v) { static_assert(IS_MISSING<T>, "another type"); }
+template <> INLINE float4 from_floats<float>(float4 v) { return v; }
+template <> INLINE uint2 from_floats<bf16>(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
 // Stores two neighbours, rounded.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
-template <class T> INLINE float4 load4(const T* p) { return to_floats(*(const Four<T>*)p); }
+template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
-// One store of 8 or 16 bytes. Left alone, the compiler took such stores apart, and half of every 32-byte sector that
-// went to memory was wasted.
+// Writes 8 or 16 bytes by one instruction. Left alone, the compiler took such stores apart, and half of every 32-byte
+// sector that went to memory was wasted.
 INLINE void store_whole(void* p, uint4 v) {
     PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -7459,26 +7499,25 @@ INLINE void store_whole(void* p, float4 v) {
 }
 // Stores v, rounded to T. Returns the rounded values: statistics are taken of what the group norm will read.
 template <class T> INLINE float4 store4(T* p, float4 v) {
-    Four<T> four;
-    if constexpr (ElementOf<T>::ELEMENT == Element::FP32) four = v;
-    else four = pack_bf16(v);
+    const Four<T> four = from_floats<T>(v);
     store_whole(p, four);
-    return to_floats(four);
+    return to_floats<T>(four);
 }
 
-// A Grad with its element's type, for kernels
+// Returns a Grad with its element's type, for kernels.
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
 // dx[i ...] = v + the addends, for the VEC<T> elements of a piece
 template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
     UNROLL_FOR (int k = 0; k < 2; k++) {
         const T* add = k ? g.add2 : g.add1;
-        if (add) add_piece(v, load16(add + i));
+        if (add) add_piece<T>(v, load16(add + i));
     }
-    *(uint4*)(g.dx + i) = pack(v);
+    *(uint4*)(g.dx + i) = pack<T>(v);
 }
 
-// The hardware's approximations of 2^x and 1 / x, good to a unit or two in the last place. Denormal numbers count as 0.
+// These are the hardware's approximations of 2^x and 1 / x. They are good to a unit or two in the last place. Denormal
+// numbers count as 0.
 INLINE float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -7497,8 +7536,8 @@ template <class T> INLINE float sigmoid(float u) {
 
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Where a tile begins: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns pixels.
-// Where images are small, a tile takes a stack of `images` of them.
+// Says where a tile begins: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
+// pixels. Where images are small, a tile takes a stack of `images` of them.
 struct Origin {
     int n, h, w;
 };
@@ -7521,9 +7560,9 @@ template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %
 INLINE void copy_async_16(void* to, const void* from, bool valid = true) {
     PTX("cp.async.cg.shared.global [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
-// A piece of a row whose neighbours will be wanted soon: the L2 cache fetches 128 bytes at once. Nothing is copied
-// unless it is wanted. That is a predicate and no branch, so the compiler can put such copies between the products of a
-// loop.
+// Copies a piece of a row whose neighbours will be wanted soon: the L2 cache fetches 128 bytes at once. Nothing is
+// copied unless it is wanted. That is a predicate and no branch, so the compiler can put such copies between the
+// products of a loop.
 INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
     PTX("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; "
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
@@ -7537,7 +7576,7 @@ template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* f
         copy_async_row_if(wanted, piece, from + j * VEC<T>, valid);
     }
 }
-// The address of a pixel of C channels. In this form it is one instruction, a 32-bit product added to 64 bits.
+// Returns the address of a pixel of C channels. In this form it is one instruction, a 32-bit product added to 64 bits.
 template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
@@ -7731,7 +7770,7 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
 // (which scales by the largest of all, and returns what undoes the scale).
 INLINE void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
-        unpack((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
+        unpack<float>((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
     }
 }
 template <int WARPS, class Places> INLINE void find_top(uint32_t (&tops)[WARPS], Places places) {
@@ -7818,7 +7857,7 @@ INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
         "[%0], [%1, {%3,%4,%5,%6}], [%2];",
         "r"(to), "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d));
 }
-// The same for bytes that lie in a row, without a map. Addresses and sizes are multiples of 16 bytes.
+// Does the same for bytes that lie in a row, without a map. Addresses and sizes are multiples of 16 bytes.
 INLINE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     PTX("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];", //
         "r"(to), "l"(from), "r"(bytes), "r"(barrier));
@@ -7904,6 +7943,15 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     (accumulators_ready(d), ...);
 }
 
+// What Hopper's kernels count in: TMA and wgmma swizzle rows of 128 bytes, in groups of 8. Such a row holds 64 bf16:
+// the channels of one slice, of a pixel or of a weight.
+constexpr int SLICE_CHANNELS = 64;
+constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
+constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // after so many bytes the pattern repeats: where tiles begin
+static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
+constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as a tap's weights of 64 output channels
+constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
+
 // An operand in shared memory, as wgmma wants it described (PTX ISA, "Matrix descriptor"): rows of 128 bytes, 64
 // numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor counts in units of 16 bytes:
 //   low     start address | "leading" distance << 16
@@ -7932,9 +7980,9 @@ INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
 }
 
-// The next multiple of 1024 bytes, where swizzled tiles must begin.
+// Returns the next multiple of 1024 bytes, where swizzled tiles must begin.
 INLINE uint32_t kilobyte_aligned(const void* shared) {
-    uint32_t base = (shared_address(shared) + 1023) & ~1023u;
+    uint32_t base = (shared_address(shared) + SWIZZLE_BYTES - 1) & ~(SWIZZLE_BYTES - 1u);
     asm volatile("mov.b32 %0, %0;" : "+r"(base)); // or the compiler computes it again and again in the main loops
     return base;
 }
@@ -7956,6 +8004,20 @@ static EncodeTensorMap find_encode_tensor_map() {
     return (EncodeTensorMap)f;
 }
 
+static CUtensorMapDataType tma_type(Element element) {
+    switch (element) {
+    case Element::FP32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case Element::BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    }
+    ALL_CASES_RETURN
+}
+// Returns the swizzle of rows of so many bytes in shared memory.
+static CUtensorMapSwizzle tma_swizzle(size_t row_bytes) {
+    if (row_bytes == SLICE_BYTES) return CU_TENSOR_MAP_SWIZZLE_128B;
+    if (row_bytes == SLICE_BYTES / 2) return CU_TENSOR_MAP_SWIZZLE_64B;
+    die("internal error: a box of TMA has rows of 128 or 64 bytes, not %zu", row_bytes);
+}
+
 // Describes to TMA a dense tensor of bf16 (or fp32) of sizes dims, innermost dimension first, that is moved in boxes of
 // sizes box. Dimensions that are not named are 1. A box's rows lie swizzled in shared memory, in the pattern of their
 // width of 128 or 64 bytes. Without a tensor (p is null) the map is empty.
@@ -7974,12 +8036,10 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
         bytes *= size[i];
         pitch[i] = bytes;
     }
-    const bool is_bf16 = element == Element::BF16, is_128_bytes = box[0] * bytes_of(element) == 128;
-    const auto type = is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-    const auto swizzle = is_128_bytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    const auto swizzle = tma_swizzle(box[0] * bytes_of(element));
     const auto outside = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE; // zeros
-    const CUresult error = encode(&map, type, 4, (void*)p, size, pitch, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                  swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, outside);
+    const CUresult error = encode(&map, tma_type(element), 4, (void*)p, size, pitch, boxes, steps,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, outside);
     if (error != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)error);
     return map;
 }
@@ -7995,7 +8055,7 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // Bytes of shared memory for each of so many blocks on a multiprocessor; static variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // Bytes that a kernel needs beside its tiles: its mbarriers, and up to 1 KB to begin the tiles at a whole kilobyte.
-constexpr int shared_beside(int barriers) { return barriers * 8 + 1024; }
+constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
 // Deals out a block's dynamic shared memory: first the room for so many mbarriers, then tiles, which are whole
 // kilobytes and begin at whole kilobytes, as their swizzle needs it. The members are the addresses of what is dealt out
@@ -8052,7 +8112,7 @@ INLINE void warp_stored(uint32_t full) {
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(full);
 }
 template <int BYTES, int OWNERS = 1> struct Pipeline {
-    static_assert(BYTES % 1024 == 0, "a tile must begin at a whole kilobyte");
+    static_assert(BYTES % SWIZZLE_BYTES == 0, "a tile must begin at a whole kilobyte");
     uint32_t stages_at, full_at, empty_at; // addresses of the first ones; a stage has OWNERS full barriers
     int size, readers, writers;            // stages; arrivals that free one; arrivals that fill one
     int place = 0;                         // the stage that is filled, or arrives, next
@@ -8062,7 +8122,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        auto take = [](uint32_t& next, int n, int bytes) { // n times so many bytes: their address
+        auto take = [](uint32_t& next, int n, int bytes) { // takes n pieces of so many bytes, and returns their address
             next += n * bytes;
             return next - n * bytes;
         };
@@ -8171,10 +8231,10 @@ struct TileWalk : Origin {
     }
 };
 
-// Where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it: it computes the whole
-// address, then XORs bits 4-6 with bits 7-9 (rows of 128 bytes), or bits 4-5 with bits 7-8 (rows of 64 bytes).
+// Says where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it: it computes the
+// whole address, then XORs bits 4-6 with bits 7-9 (rows of 128 bytes), or bits 4-5 with bits 7-8 (rows of 64 bytes).
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
-    if (CHANNELS == 64) return row * 128 + ((chunk ^ (row & 7)) << 4);
+    if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
@@ -8263,13 +8323,13 @@ template <bool TAKE_TURNS> struct Turn {
 // what a convolution with stride 2 computes of one with stride 1.
 enum Resampling { POOL, REPEAT, PICK };
 
-// Where pixel k = 0 ... 3 of a square of 2x2 begins, counted from the square's first pixel. W: pixels to a row
+// Says where pixel k = 0 ... 3 of a square of 2x2 begins, counted from the square's first pixel. W: pixels to a row
 INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
 
 // sum += the four pixels of the square that begins at x
 template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
     UNROLL_FOR (int k = 0; k < 4; k++) {
-        add_piece(sum, load16(x + in_square(k, W, C)));
+        add_piece<T>(sum, load16(x + in_square(k, W, C)));
     }
 }
 
@@ -8288,6 +8348,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
                                                               double* stats, // (B, C, 2), or null
                                                               const T* x,    // (B, H, W, C)
                                                               int H, int W, int C, int columns) {
+    static_assert(R == POOL || R == REPEAT || R == PICK, "another one needs its sizes and places here");
     constexpr int V = VEC<T>;
     constexpr int THREADS = 512;
     constexpr int COPIES = R == REPEAT ? 4 : 1; // of a pixel that is written
@@ -8317,9 +8378,9 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
             UNROLL_FOR (float& average : v) {
                 average *= 0.25f;
             }
-            piece = pack(v);
+            piece = pack<T>(v);
         } else piece = load16(from);
-        unpack(v, piece); // sums are of what is written, rounded
+        unpack<T>(v, piece); // sums are of what is written, rounded
         UNROLL_FOR (int k = 0; k < COPIES; k++) {
             *(uint4*)(to + in_square(k, 2 * W, C)) = piece;
         }
@@ -8354,8 +8415,9 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, sums, x, H, W, C, columns);
 }
 
-// The reverse of PICK: out (B, H, W, C) has x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, and zeros
-// elsewhere. It turns the gradient behind a convolution of stride 2 into one of stride 1. A thread moves a piece.
+// This is the reverse of PICK: out (B, H, W, C) has x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns,
+// and zeros elsewhere. It turns the gradient behind a convolution of stride 2 into one of stride 1. A thread moves a
+// piece.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
     const uint4* from = (const uint4*)x;
@@ -8386,6 +8448,7 @@ static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx,  // (B, H, W, C)
                              const T* dout, // (B, H / 2, W / 2, C) or (B, 2 H, 2 W, C)
                              int H, int W, int C) {
+    static_assert(R == POOL || R == REPEAT, "another one needs its formula here; the gradient of PICK is spread");
     constexpr int V = VEC<T>;
     const int pieces = C / V; // of a pixel
     const int b = blockIdx.x / H;
@@ -8399,7 +8462,7 @@ static __global__ void __launch_bounds__(256)
         float v[V] = {};
         if (R == POOL) {
             const size_t pooled = ((size_t)b * Ho + h / 2) * Wo + w / 2;
-            if (h / 2 < Ho && w / 2 < Wo) unpack(v, load16(dout + pooled * C + c));
+            if (h / 2 < Ho && w / 2 < Wo) unpack<T>(v, load16(dout + pooled * C + c));
             UNROLL_FOR (float& quarter : v) {
                 quarter *= 0.25f;
             }
@@ -8425,7 +8488,7 @@ static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int
     launch_resample_backward<REPEAT>(dx, dout, B, H, W, C);
 }
 
-// F.pixel_unshuffle and its reverse. A thread moves an element.
+// These are F.pixel_unshuffle and its reverse. Each thread moves one element.
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
     const size_t n = (size_t)B * H * W * C;
     each(n, [=] __device__(size_t i) { out[place_in_patches(i, H, W, C, p)] = x[i]; });
@@ -8798,7 +8861,8 @@ INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-// A noise level for each sample, and the levels of the same samples' teachers (--objective ect): a thread for a sample
+// These draw a noise level for each sample, and the levels of the same samples' teachers (--objective ect): a thread
+// for a sample
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
@@ -8833,7 +8897,7 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
     const size_t fine = (size_t)fine_size(H) * fine_size(W);
     each((size_t)B * C * fine, [=] __device__(size_t i) {
-        const size_t plane = i / fine; // b C + c
+        const size_t plane = i / fine; // the number of image and channel, b C + c
         const int place = (int)(i % fine);
         const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
         const int y = place / fine_size(W);
@@ -9089,7 +9153,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
 }
-// Of each image: LOSS_PARTS sums, and for the tuning loss a slope
+// Each image has LOSS_PARTS sums, and for the tuning loss a slope.
 static size_t loss_workspace(int B) { return (size_t)B * (LOSS_PARTS + 1) * sizeof(double); }
 
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
@@ -9157,12 +9221,12 @@ struct SamplerView {
     const float *x, *out;
     int B, n, C, Cout;
 
-    // Where element e of image b lies in out.
+    // Says where element e of image b lies in out.
     INLINE size_t place(int b, int e) const {
         const int p = e / C;
         return ((size_t)b * (n / C) + p) * Cout + e - p * C;
     }
-    // What the network says there about x0 = x0_x x + x0_out answer.
+    // Returns what the network says there about x0 = x0_x x + x0_out answer.
     INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, int b, int e) const {
         const size_t i = place(b, e);
         float answer = out[i];
@@ -9318,7 +9382,7 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 constexpr int NORM_THREADS = 256;
 constexpr int NORM_SLAB = 64; // channels of a block, at most
 constexpr int MAX_GROUPS = 64;
-// How many blocks a multiprocessor has registers for. heavy: with dropout or, in the second pass, with addends.
+// Says how many blocks a multiprocessor has registers for. heavy: with dropout or, in the second pass, with addends.
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
@@ -9375,8 +9439,9 @@ template <class T, int PIXELS> struct NormColumn {
     size_t at_out = pixel * a.C + c;                      // and in out and dout
     const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
-    // A ring of PIXELS slots. begin calls fetch(slot, is there such a pixel) for the first pixels. walk then calls
-    // work(slot, pixel, is there one to fetch into this slot next) for each pixel, once its loads have arrived.
+    // These two go through a ring of PIXELS slots. begin calls fetch(slot, is there such a pixel) for the first pixels.
+    // Then walk calls work(slot, pixel, is there one to fetch into this slot next) for each pixel when its loads have
+    // arrived.
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) {
             fetch(i, first + i * rows < end);
@@ -9438,7 +9503,7 @@ template <int V> struct NormParameters {
     }
 };
 
-// A channel of an image with what the forward pass left of its group.
+// This is a channel of an image, with what the forward pass left of its group.
 struct NormChannel : NormParameters<1> {
     int b, c;
     float mean, rstd;
@@ -9478,13 +9543,13 @@ template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uin
     }
 }
 
-// The sum over the 8 neighbouring lanes that look after one group
+// Returns the sum over the 8 neighbouring lanes that look after one group.
 INLINE double group_sum(double v) {
     const unsigned lanes = 0xFFu << (threadIdx.x & 24);
     return lane_sum<4, 2, 1>(v, lanes);
 }
 
-// The sum of n pairs, `pitch` apart, AT_ONCE of them on their way at a time.
+// Returns the sum of n pairs, `pitch` apart. AT_ONCE of them are on their way at a time.
 template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int pitch) {
     double2 sum = make_double2(0, 0);
     _Pragma("unroll AT_ONCE") for (int i = 0; i < n; i++) {
@@ -9594,7 +9659,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     T* to = out + t.at_out;
     t.walk([&](int slot, int p, bool more) {
         float v[V];
-        unpack(v, loads[slot][threadIdx.x]);
+        unpack<T>(v, loads[slot][threadIdx.x]);
         fetch(slot, more);
         UNROLL_FOR (int i = 0; i < V; i++) {
             v[i] = v[i] * scale[i] + shift[i];
@@ -9605,7 +9670,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             }
         });
         if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
-        store_whole(to, pack(v));
+        store_whole(to, pack<T>(v));
         to += t.stride_out;
     });
 }
@@ -9669,8 +9734,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
-        unpack(x, loads[slot][0][threadIdx.x]);
-        unpack(dz, loads[slot][1][threadIdx.x]);
+        unpack<T>(x, loads[slot][0][threadIdx.x]);
+        unpack<T>(dz, loads[slot][1][threadIdx.x]);
         fetch_x(slot, more);
         fetch_d(slot, more);
         norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
@@ -9718,13 +9783,15 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     constexpr int SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
-    NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // images in reverse, as forward
+    NormColumn<T, PIXELS> t{a,
+                            (int)(gridDim.z - 1 - blockIdx.z)}; // it takes images in reverse, as the forward pass does
     const GradOf<T> to = t.in_x1 ? dx1 : dx2;
     if (!to.dx) t.end = 0; // nobody wants this gradient
     const uint64_t policy = last_read();
     const T* next_x = t.x;
     const T* next_d = dout + t.at_out;
-    const T* next_add = ADD && to.add1 ? to.add1 + t.at : nullptr; // perhaps dx itself, not yet written there
+    const T* next_add =
+        ADD && to.add1 ? to.add1 + t.at : nullptr; // this may be dx itself, which is not written there yet
     auto fetch = [&](int slot, bool inside) {
         if (inside) {
             copy_async_16(&loads[slot][0][threadIdx.x], next_x, policy);
@@ -9777,8 +9844,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     size_t at = t.at;
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
-        unpack(x, loads[slot][0][threadIdx.x]);
-        unpack(dz, loads[slot][1][threadIdx.x]);
+        unpack<T>(x, loads[slot][0][threadIdx.x]);
+        unpack<T>(dz, loads[slot][1][threadIdx.x]);
         const uint4 add1 = ADD && to.add1 ? loads[slot][SOURCES - 1][threadIdx.x] : make_uint4(0, 0, 0, 0);
         fetch(slot, more);
         norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
@@ -9786,7 +9853,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
             const float dx_scale = scale[i] * (1 / Z_FACTOR<T>); // without the factor for the nonlinearity
             dz[i] = dx_scale * dz[i] - x_factor[i] * x[i] - offset[i];
         }
-        if (ADD) add_piece(dz, add1);
+        if (ADD) add_piece<T>(dz, add1);
         store_gradient(GradOf<T>{to.dx, nullptr, ADD ? to.add2 : nullptr}, at, dz);
         at += t.stride;
     });
@@ -9849,8 +9916,8 @@ struct NormWhole {
 
 constexpr int MAX_WHOLE_THREADS = 384; // of a block; twice as many fit on a multiprocessor
 
-// What a block and a thread work on: a chunk of the pixels and a slab of the channels of image b; V neighbouring
-// channels of `count` pixels, `rows` apart.
+// This is what a block and a thread work on: a chunk of the pixels and a slab of the channels of image b; V
+// neighbouring channels of `count` pixels, `rows` apart.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
     static constexpr int COPY_GROUPS = 4; // dout arrives in so many groups of copies, and sums begin with the first
@@ -9870,7 +9937,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     int row_warp = tid / 32 & (row_warps - 1);
     int row = (row_warp << 5 | tid % 32) >> w.log_columns;
     int slots = w.slots();
-    int slots_in_group = ceil_div(slots, COPY_GROUPS); // of copies
+    int slots_in_group = ceil_div(slots, COPY_GROUPS); // slots that a group of copies fills
 
     // Shared memory behind what is kept.
     float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later x_factor, offset
@@ -9925,19 +9992,19 @@ template <class T, bool DROPOUT> struct NormSlab {
             else copies_arrived<0>();
             NO_UNROLL_FOR (int k = i * slots_in_group; k < min((i + 1) * slots_in_group, count); k++) {
                 float x[V], dz[V];
-                unpack(x, p[0]);
-                unpack(dz, p[threads]);
+                unpack<T>(x, p[0]);
+                unpack<T>(dz, p[threads]);
                 norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, b, (size_t)(first + k * rows) * a.C + c);
                 UNROLL_FOR (int j = 0; j < V; j++) {
                     v[2 * j] += dz[j];
                     v[2 * j + 1] += dz[j] * x[j];
                 }
-                p[threads] = pack(dz);
+                p[threads] = pack<T>(dz);
                 p += 2 * threads;
             }
         }
     }
-    // The addends of the pixels k ... k + BATCH - 1
+    // Loads the addends of the pixels k ... k + BATCH - 1
     INLINE void load_addends(const GradOf<T>& to, int k) {
         UNROLL_FOR (int j = 0; j < BATCH; j++) {
             if (to.add1 && k + j < count) add1[j] = load16(to.add1 + at + j * stride);
@@ -9953,8 +10020,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     // Adds up a warp's sums of each channel, and puts them into warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
-        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the first one that this lane looks after
-        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many
+        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the first value that this lane looks after
+        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many values it looks after
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
         if (busy)
             UNROLL_FOR (int i = 0; i < V; i++)
@@ -10006,14 +10073,14 @@ template <class T, bool DROPOUT> struct NormSlab {
             UNROLL_FOR (int j = 0; j < BATCH; j++, at += stride, p += 2 * threads) {
                 if (k + j >= count) break;
                 float x[V], dz[V];
-                unpack(x, p[0]);
-                unpack(dz, p[threads]);
+                unpack<T>(x, p[0]);
+                unpack<T>(dz, p[threads]);
                 UNROLL_FOR (int i = 0; i < V; i++) {
                     dz[i] = scale[i] * dz[i] - (x_factor[i] * x[i] + offset[i]);
                 }
-                if (to.add1) add_piece(dz, add1[j]);
-                if (to.add2) add_piece(dz, add2[j]);
-                store_whole(to.dx + at, pack(dz));
+                if (to.add1) add_piece<T>(dz, add1[j]);
+                if (to.add2) add_piece<T>(dz, add2[j]);
+                store_whole(to.dx + at, pack<T>(dz));
             }
         }
     }
@@ -10061,7 +10128,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     slab.fold(v);
     __syncthreads();
     if (blocks > 1) slab.exchange(all_here);
-    // What is left to be added up for a channel: the blocks' sums, or the warps' of this block alone; 2^log_items sums.
+    // For each channel 2^log_items sums are left to be added up: one of each block or, if there is only one block, one
+    // of each of its warps.
     const float2* const all_sums = blocks > 1 ? slab.block_sums : slab.warp_sums;
     const int log_items = blocks > 1 ? 31 - __clz(blocks) : w.log_warps;
     slab.find_group_terms(all_sums, log_items);
@@ -10181,7 +10249,7 @@ struct AttentionCall {
     int all_heads = B * heads; // of all images together
 };
 
-// One head's rows of a matrix. pitch: elements from a row to the next one
+// These are one head's rows of a matrix. pitch: elements from a row to the next one
 template <class T> struct HeadRows {
     T* p;
     int pitch;
@@ -10201,9 +10269,9 @@ struct HeadTile {
     int b = index / a.heads;
     int h = index % a.heads;
 
-    // Where row t of the head has its SoftmaxRow and its D, of (B, heads, T).
+    // Says where row t of the head has its SoftmaxRow and its D, of (B, heads, T).
     INLINE size_t row_index(int t) const { return (size_t)index * a.T + t; }
-    // The head's rows of one part of qkv or dqkv, and of out or dout.
+    // Returns the head's rows of one part of qkv or dqkv, and of out or dout.
     template <class T> INLINE HeadRows<T> of_qkv(const act* qkv, int part) const {
         return {(T*)qkv + (size_t)b * a.T * 3 * a.C + part * a.C + h * a.d, 3 * a.C};
     }
@@ -10316,7 +10384,7 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int BACKWARD_BLOCKS = attention_backward_blocks(ROW_BYTES, MT);
 };
 
-// The first of a warp's own rows, of the block's
+// Returns the first of a warp's own rows, counted within the block's.
 template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WARP_ROWS; }
 
 // What a block's shared memory and a warp's registers hold in the forward kernel, for MT = 1 and four warps:
@@ -10590,7 +10658,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     store_rows<Tile, CT>(tile.of_out<T>(a.to), own, out, tile, 0);
 }
 
-// D of a row, rowsum(dout * out): summed by four lanes, which all get it.
+// Returns D of a row, rowsum(dout * out). Four lanes sum it, and all of them get it.
 // d: elements of both rows
 template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
@@ -10598,8 +10666,8 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     if (d % VEC<T> == 0) { // in pieces of 16 bytes
         NO_UNROLL_FOR (int c = lane * VEC<T>; c < d; c += 4 * VEC<T>) {
             float x[VEC<T>], y[VEC<T>];
-            unpack(x, load16(dout + c));
-            unpack(y, load16(out + c));
+            unpack<T>(x, load16(dout + c));
+            unpack<T>(y, load16(out + c));
             UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
                 sum += x[i] * y[i];
             }
@@ -10730,7 +10798,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             a2.load(own2);
         }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
-        // Where this stage's rows lie, and, if they are queries, what else of them is needed.
+        // Says where this stage's rows lie, and, if they are queries, what else of them is needed.
         const T* b1 = streamed + stage * 2 * Tile::STREAMED;
         const T* b2 = b1 + Tile::STREAMED;
         const float* stage_rows = query_values + stage * Tile::QUERY_VALUES;
@@ -10779,7 +10847,7 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 constexpr int GENERAL_WARPS = 8;   // of a block
 constexpr int GENERAL_COLUMNS = 8; // of a lane: 256 of a warp, 32 apart
 
-// a . b, of d elements each. All lanes of a warp take part, and all of them get it.
+// Returns a . b, of d elements each. All lanes of a warp take part, and all of them get it.
 template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     float sum = 0;
     for (int c = threadIdx.x % 32; c < d; c += 32) {
@@ -10975,7 +11043,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int CHUNK_BYTES = 2 * TILE_BYTES + ROWS_BYTES; // q, dout, rows
     static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // the same, up to a whole kilobyte
     static constexpr int DS_STAGES = 2;
-    static constexpr int DS_BYTES = KEYS * 128; // dS^T: KEYS rows of 64 queries
+    static constexpr int DS_BYTES = KEYS * SLICE_BYTES; // dS^T: KEYS rows of 64 queries
     static constexpr int SUM_STAGES = ALONE ? 0 : 3;
     static constexpr int SUM_BYTES = 64 * DIM * 4;        // dq of a chunk
     static constexpr int DOT_BYTES = ALONE ? 1024 : 4096; // -D of up to 1,024 queries; two stages
@@ -10984,7 +11052,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// Rows of DIM elements of a head, as TMA wrote them, as an operand: 16 columns on are at(2), 16 rows on at(2 DIM).
+// Makes an operand of rows of DIM elements of a head, as TMA wrote them: 16 columns on are at(2), 16 rows on at(2 DIM).
 template <int DIM> INLINE Operand head_rows(uint32_t address) {
     constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // the descriptor's numbers for 128 and for 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
@@ -11264,13 +11332,13 @@ template <class T> struct BackwardBlock {
         for (int i = 0; i < T::SUM_STAGES; i++) mbarrier_expect(sums.stage(i).full, T::SUM_BYTES);
         for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
     }
-    // Where a row of a head begins in a matrix (B, T, parts C).
+    // Says where a row of a head begins in a matrix (B, T, parts C).
     INLINE size_t element(int head, int row, int parts) const {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // The first query of a step's chunk. Each block is WARPGROUPS chunks behind the block before it, so all but block 0
-    // begin with a head's last chunks.
+    // Returns the first query of a step's chunk. Each block is WARPGROUPS chunks behind the block before it, so all but
+    // block 0 begin with a head's last chunks.
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * rank;
         return (step - before + (step < before ? steps : 0)) * 64;
@@ -11324,8 +11392,8 @@ template <class T> struct BackwardBlock {
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
-            unpack(x, d[0][k]);
-            unpack(y, d[1][k]);
+            unpack<bf16>(x, d[0][k]);
+            unpack<bf16>(y, d[1][k]);
             UNROLL_FOR (int e = 0; e < 8; e++) {
                 sum += x[e] * y[e];
             }
@@ -11335,7 +11403,7 @@ template <class T> struct BackwardBlock {
         const float2 two = lane & 2 ? make_float2(other, own) : make_float2(own, other);
         const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
         if (part == 0) dots_to_send.acquire();
-        // The same place in all blocks' shared memory
+        // The place is the same in all blocks' shared memory.
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
@@ -11376,7 +11444,7 @@ template <class T> struct BackwardBlock {
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
             const uint32_t own = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
-                const bool begun = !T::ALONE && i >= WARPGROUPS;       // by the block before
+                const bool begun = !T::ALONE && i >= WARPGROUPS;       // the block before has begun this sum
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // here
                 const int part = i - max(steps / 2 - 1, 0);            // of the next head's -D
                 const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
@@ -11388,7 +11456,7 @@ template <class T> struct BackwardBlock {
                 if (begun) {
                     const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
                     UNROLL_FOR (int j = 0; j < DIM / 8; j++) {
-                        unpack((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
+                        unpack<float>((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
                     }
                 }
                 const uint32_t buffer = ds.arrived(); // rows of 64 queries, a row for each key
@@ -11465,7 +11533,7 @@ template <class T> struct BackwardBlock {
                 multiply_abt<DIM>(dp, head_rows<DIM>(own_v), dout);
                 UNROLL_FOR (int j = 0; j < 8; j++) {
                     float rows[4]; // SoftmaxRow of two queries
-                    unpack(rows, load_shared(chunk + 2 * T::TILE_BYTES + lane % 4 * 16 + 64 * j));
+                    unpack<float>(rows, load_shared(chunk + 2 * T::TILE_BYTES + lane % 4 * 16 + 64 * j));
                     UNROLL_FOR (int e = 4 * j; e < 4 * j + 4; e++) {
                         s[e] = probability(s[e], rows + e % 2 * 2);
                     }
@@ -11531,7 +11599,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 }
 
 static AttentionTma attention_tma(const AttentionCall& a, int keys) {
-    // Boxes of n rows of one head, of a matrix (B, T, parts C)
+    // Makes the map of boxes of n rows of one head, of a matrix (B, T, parts C).
     auto rows = [&](const act* x, int parts, int n) {
         const int channels = parts * a.C;
         return tensor_map(x, {channels, a.T, a.B}, {a.d, n});
@@ -11543,7 +11611,7 @@ template <class Tile> static void launch_attention_forward_wgmma(const Attention
     auto kernel = attention_forward_wgmma_kernel<Tile>;
     launch(kernel, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
 }
-// How many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
+// Says how many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
 template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
@@ -11719,7 +11787,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
         }
         if (l.add1) // one branch, not one for each pixel: the compiler would not join stores of different branches
             UNROLL_FOR (int k = 0; k < BATCH; k++)
-                if (index_of(first + k) >= 0) v[k] = v[k] + to_floats(addends[first + k]);
+                if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
         if (BACKWARD && l.add2)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + load4(l.add2 + (size_t)index_of(first + k) * l.pitch);
@@ -11840,7 +11908,7 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 template <class T> using FragmentA = uint32_t[4 * PARTS<T>]; // 16 rows x 16 k
 template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 
-// Where a chunk lies in a swizzled row of shared memory, in bytes. key: the swizzle_key of the row.
+// Says where a chunk lies in a swizzled row of shared memory, in bytes. key: the swizzle_key of the row.
 template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
 
 // The place in the same row that is `channels` further on. It is found by XOR, for any key: a place is chunk ^ key, and
@@ -11850,7 +11918,7 @@ template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
 
-// A fragment by ldmatrix. place: where this lane's row begins, of the four matrices of 8 x 8 that ldmatrix loads.
+// Loads a fragment by ldmatrix. place: where this lane's row begins, of the four matrices of 8 x 8 that ldmatrix loads.
 // TRANSPOSED: a row in shared memory runs along the fragment's rows, not along k, and each matrix is transposed.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -11860,7 +11928,7 @@ template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, u
         else ldmatrix(registers, registers + 2, from);
     }
 }
-// Two fragments B at once: four matrices are two fragments.
+// Loads two fragments B at once: the four matrices of an ldmatrix are two fragments.
 template <class T, bool TRANSPOSED>
 INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -11961,8 +12029,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Where a pixel of the halo lies in the input, and how its row is swizzled, in one number: its index * 8 + the swizzle
-// key of its column. Negative: the pixel is outside the image. (w0: the halo's column 0, in the image.)
+// Says where a pixel of the halo lies in the input, and how its row is swizzled, in one number: its index * 8 + the
+// swizzle key of its column. Negative: the pixel is outside the image. (w0: the halo's column 0, in the image.)
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column;
     const int up = p.s.upsample; // 1: the input has half of the output's rows and columns
@@ -11986,7 +12054,7 @@ template <class Tile> struct HaloCopies {
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
 
-    // Before the first copy: where the pixels of the halo of the tile at (n0, h0, w0) lie in the input.
+    // Finds out where the pixels of the halo of the tile at (n0, h0, w0) lie in the input. The first copy comes later.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
             const int n = n0 + i / Tile::W / Tile::H;
@@ -11994,7 +12062,7 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Where copy i of this thread goes, i < 2 HALF.
+    // Says where copy i of this thread goes, i < 2 HALF.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
         asm volatile("" : "+r"(first)); // or the compiler keeps a register for every i
@@ -12012,8 +12080,8 @@ template <class Tile> struct HaloCopies {
         const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
-    // Where this lane's row for ldmatrix lies in a halo: two fragments of 8 neighbouring pixels. first: the pixel in
-    // column 0 of their image row. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    // Says where this lane's row for ldmatrix lies in a halo: two fragments of 8 neighbouring pixels. first: the pixel
+    // in column 0 of their image row. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
     static INLINE uint32_t lane_place(int first, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -12090,7 +12158,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const uint32_t index = valid ? first_weight + further : 0;
         copy_channels(place(kw, i), 0, weight + index, valid, owns(i));
     }
-    // Where this lane's row for ldmatrix lies in a tap's weights. The matrices of a fragment are
+    // Says where this lane's row for ldmatrix lies in a tap's weights. The matrices of a fragment are
     // (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_k) {
         const int lane = threadIdx.x & 31;
@@ -12305,8 +12373,9 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Which pixel the one that is `i` further on than (h, w) reads, as an index within its image; -1: it is in the padding,
-// or there is none. The division by W is a product with W_inverse: exact, since the numbers are small.
+// Which pixel does the output pixel read that lies i pixels behind (h, w)? Returns its index within its image, or -1 if
+// it is in the padding or if there is no such output pixel. Instead of dividing by W this multiplies by W_inverse. The
+// result is exact, since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -12314,7 +12383,7 @@ INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i
     w += i - rows_down * (BACKWARD ? s.W : s.out_W());
     const int y = (BACKWARD ? h : h * s.stride) + offset.dy;
     const int x = (BACKWARD ? w : w * s.stride) + offset.dx;
-    // BACKWARD with stride 2: only even (y, x) are an output pixel's, that of half the coordinates.
+    // BACKWARD with stride 2: only even (y, x) belong to an output pixel, the one at half the coordinates.
     const int odd = s.stride - 1;
     const int halve = BACKWARD ? odd : 0;
     const int rows = BACKWARD ? s.out_H() : s.H;
@@ -12324,7 +12393,7 @@ INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i
     return is_pixel ? (y >> halve) * columns + (x >> halve) : -1;
 }
 
-// For take_apart_copies: N places, `PITCH` bytes apart.
+// Returns, for take_apart_copies, N places that are `PITCH` bytes apart.
 template <int N, int PITCH> INLINE auto places(uint32_t first) {
     return [=](auto f) {
         UNROLL_FOR (int i = 0; i < N; i++) f(first + i * PITCH);
@@ -12374,8 +12443,8 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
             copy_channels(place, offset, weight + (valid ? index : 0), valid);
         }
     }
-    // Where this lane's row for ldmatrix lies, for the fragment of the warp's first 16 channels and of the first 16 k.
-    // Its matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    // Says where this lane's row for ldmatrix lies, for the fragment of the warp's first 16 channels and of the first
+    // 16 k. Its matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_channel) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -12388,7 +12457,7 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
         const int c = first_channel + upper_c * 8 + row_of_matrix;
         return c * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     }
-    // The fragment of the m-th 16 of the warp's channels and the k-th 16 input channels of the slice.
+    // Loads the fragment of the m-th 16 of the warp's channels and the k-th 16 input channels of the slice.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int m, int k) {
         if (BACKWARD) load_fragment<T, true>(a, channels_on<T>(lane, 16 * m), k * 16 * ROW_BYTES);
         else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), m * 16 * ROW_BYTES);
@@ -12471,7 +12540,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // Where this lane's rows for ldmatrix lie in a stage. Pixels, two fragments at once: (pixels 0-7, k 0-7),
+    // Says where this lane's rows for ldmatrix lie in a stage. Pixels, two fragments at once: (pixels 0-7, k 0-7),
     // (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
@@ -12561,7 +12630,7 @@ struct ConvFew {
     float *dweight, *dbias; // where the gradients belong
 };
 
-// Where weight k = tap * F + f of channel c lies in the layer's own weights. The last layer's rows serve its input
+// Says where weight k = tap * F + f of channel c lies in the layer's own weights. The last layer's rows serve its input
 // gradient, so its taps are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.last) return (size_t)c * 9 * p.F + k;
@@ -12608,10 +12677,10 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
             v[j] = inside >> tap[j] & 1 ? p.x[(uint32_t)pixel * p.F + distance[j]] : 0;
         }
         T* const row = (T*)p.rows + (size_t)pixel * p.R + first;
-        *(uint4*)row = pack(v);
+        *(uint4*)row = pack<T>(v);
         if constexpr (ElementOf<T>::FEW_PARTS == 2) {
             UNROLL_FOR (int j = 0; j < V; j++) v[j] -= (float)(T)v[j];
-            *(uint4*)(row + half) = pack(v);
+            *(uint4*)(row + half) = pack<T>(v);
         }
     }
     if (!p.weight) return;
@@ -12623,8 +12692,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     }
 }
 
-// The weight gradient from its product: those of the upper and of the lower parts add up. A thread computes weight k of
-// channel c, neighbouring threads what lies side by side in the product.
+// Makes the weight gradient from its product: those of the upper and of the lower parts add up. A thread computes
+// weight k of channel c, neighbouring threads what lies side by side in the product.
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
@@ -12647,8 +12716,8 @@ static bool conv_is_first(const ConvShape& s) { return s.in != act_element || s.
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
-// All of a ConvFew but its inputs and gradients. Rows, then the rows of the weights or the product and the bias (never
-// both) lie in `memory`.
+// Fills in all of a ConvFew but its inputs and gradients. Rows, then the rows of the weights or the product and the
+// bias (never both) lie in `memory`.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
@@ -12692,7 +12761,8 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(lane, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
-    lane->joined |= weight != nullptr; // what comes next loads its weights before it waits for what wrote them
+    // The next kernel loads its weights before it waits for this one, which writes them. So it must not overlap it.
+    lane->joined |= weight != nullptr;
     return p;
 }
 
@@ -12763,8 +12833,8 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
 // Range `split` goes from this pixel tile to that of split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Where the four weights of a thread's fragment lie in dweight: v.x, v.y are (co, ci), (co, ci + 1); v.z, v.w are those
-// of co + 8. A row is null if it is beyond the last channel.
+// Says where the four weights of a thread's fragment lie in dweight: v.x, v.y are (co, ci), (co, ci + 1); v.z, v.w are
+// those of co + 8. A row is null if it is beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -12772,8 +12842,8 @@ struct WeightPlace {
         if (row8) *row8 = make_float2(v.z, v.w);
     }
 };
-// The WeightPlace of fragment i of a tile of 64 x 64 weights. i < 1024 counts (warp, fragment of the warp's 2 x 4,
-// lane).
+// Returns the WeightPlace of fragment i of a tile of 64 x 64 weights. i < 1024 counts (warp, fragment of the warp's 2 x
+// 4, lane).
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int lane = i % 32;
     const int fragment = i / 32 % 8;
@@ -12914,8 +12984,9 @@ template <class T, int M> struct BiasSum {
     }
 };
 
-// Both operands lie in shared memory as (pixels, channels), and the pixels are k: ldmatrix.trans turns them. place:
-// where this lane's row of the first fragment lies. 16 pixels of 16 M channels of dout, and of 8 N channels of x:
+// These load 16 pixels of 16 M channels of dout, and of 8 N channels of x. Both operands lie in shared memory as
+// (pixels, channels). The pixels are k of this product, so ldmatrix.trans transposes them. place: where this lane's row
+// of the first fragment lies.
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
@@ -12991,7 +13062,7 @@ template <class T> struct WeightHaloCopies {
             copy_channels(dout_place, offset, pixel_of(dout, source, p.shape.Cout), valid, owns_dout(k));
         }
         copies_committed();
-        // on to the next pixel tile: to the right, in the next row of tiles, or in the next image
+        // Go on to the next pixel tile: to the right, in the next row of tiles, or in the next image
         next.w += 8;
         if (next.w < W) return;
         next.w = 0;
@@ -13000,7 +13071,7 @@ template <class T> struct WeightHaloCopies {
         next.h = 0;
         next.n++;
     }
-    // For take_apart_copies: the chunks that this thread copies of x and of dout.
+    // Returns, for take_apart_copies, the chunks that this thread copies of x and of dout.
     INLINE auto x_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < X_COPIES; k++)
@@ -13044,7 +13115,8 @@ static __global__ void __launch_bounds__(384, 1)
     Copies copies{p, base, co0, ci_tile * 64, first, end};
     for (int i = 0; i < STAGES - 1; i++) copies.copy_tile(first + i);
 
-    // Where this lane's rows for ldmatrix lie. x: (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
+    // Says where this lane's rows for ldmatrix lie. x: (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci
+    // 8-15).
     const int row_of_matrix = lane & 7;
     const int low = lane >> 3 & 1;
     const int high = lane >> 4;
@@ -13154,13 +13226,13 @@ template <class T, int N> struct WeightGatherCopies {
             copy_channels(place, stage + k * ROW, pixel_of(x, x_pixel, C), x_valid);
             copy_channels(place, stage + (64 + k) * ROW, pixel_of(dout, dout_pixel, p.shape.Cout), dout_valid);
         }
-        // on to the next pixel tile: of this image, or the first one of the next image
+        // Go on to the next pixel tile of this image, or to the first one of the next image.
         p0 += 64;
         if (p0 < HWo) return;
         p0 = 0;
         n++;
     }
-    // For take_apart_copies: the chunks that this thread copies of x (first_row 0 of a stage) or of dout (64).
+    // Returns, for take_apart_copies, the chunks that this thread copies of x (first_row 0 of a stage) or of dout (64).
     INLINE auto own_places(uint32_t stage, int first_row) const {
         return places<COPIES, PIXELS_AT_ONCE * ROW>(place + stage + first_row * ROW);
     }
@@ -13199,7 +13271,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // Where this lane's rows for ldmatrix lie. x: (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci
+    // Says where this lane's rows for ldmatrix lie. x: (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci
     // 8-15).
     const int row_of_matrix = lane & 7;
     const int low = lane >> 3 & 1;
@@ -13283,8 +13355,9 @@ struct TmaParts {
     int slices;  // of both
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // A slice's first channel: within its part; and among the channels of both parts, as weights count them.
-    INLINE int channel(int slice) const { return (is_second(slice) ? slice - slices1 : slice) * 64; }
+    // These return a slice's first channel: within its part, and among the channels of both parts, as weights count
+    // them.
+    INLINE int channel(int slice) const { return (is_second(slice) ? slice - slices1 : slice) * SLICE_CHANNELS; }
     INLINE int row(int slice) const { return (is_second(slice) ? C1 : 0) + channel(slice); }
 };
 // What conv_tiles and conv_small are told. A CUtensorMap is aligned to 64 bytes; it has to lie in the launch's
@@ -13303,7 +13376,7 @@ struct ConvTma {
     ConvOut out;
 };
 
-// The TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
+// Makes the TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
 static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int channels, int columns,
                           int rows, int images) {
     auto map = [&](const void* x, int C) {
@@ -13313,8 +13386,8 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     t.map1 = map(x1, C1);
     t.map2 = map(x2, C2);
     t.C1 = C1;
-    t.slices1 = C2 ? ceil_div(C1, 64) : INT_MAX;
-    t.slices = ceil_div(C1, 64) + ceil_div(C2, 64);
+    t.slices1 = C2 ? ceil_div(C1, SLICE_CHANNELS) : INT_MAX;
+    t.slices = ceil_div(C1, SLICE_CHANNELS) + ceil_div(C2, SLICE_CHANNELS);
     return t;
 }
 
@@ -13324,7 +13397,7 @@ struct TmaBoxes {
     int result_channels;       // of a box of results
     int weight_rows;           // forward: output channels of a box of weights
 };
-// All of a ConvTma but ring, weight_slots and whole.
+// Fills in all of a ConvTma but ring, weight_slots and whole.
 static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
@@ -13332,13 +13405,14 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const int Cin = p.C1 + p.C2;
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, 64, box.columns + borders, box.rows + borders, box.images);
-    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, 64, box.columns, box.rows, box.images);
+    constexpr int CHANNELS = SLICE_CHANNELS;
+    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, CHANNELS, box.columns + borders, box.rows + borders, box.images);
+    t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
     t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
     t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
-    if (backward) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {64, 1, 64});
-    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {64, 1, box.weight_rows});
-    t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {64, 1, 64});
+    if (backward) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {CHANNELS, 1, CHANNELS});
+    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {CHANNELS, 1, box.weight_rows});
+    t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {CHANNELS, 1, CHANNELS});
     t.B = p.B;
     t.H = p.H;
     t.W = p.W;
@@ -13393,12 +13467,12 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
-    static constexpr int PIXEL_BYTES = PIXELS * 128; // without a border
-    static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * 128;
-    static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024; // in shared memory
+    static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // without a border
+    static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
+    static constexpr int HALO = whole_swizzles(HALO_BYTES); // in shared memory
     static constexpr int STAGE = UNIT * HALO;
     // Weights.
-    static constexpr int WEIGHT_BYTES = BLOCKS * 64 * 128;     // one tap of one slice
+    static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages
     // Statistics: image rows of a part, unless a tile is one part as a whole (ConvTma::whole).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
@@ -13407,9 +13481,9 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1; // behind it the stage of the slice before is released
 
     // Blocks that share the tiles of some output channels.
-    static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, 64 * BLOCKS)); }
+    static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
-    // Of pixels, for which there is room beside so many weights.
+    // Says how many stages of pixels there is room for beside so many weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
         return std::min(room / STAGE, MAX_STAGES);
@@ -13431,7 +13505,7 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int
 template <class T> struct TileWork {
     const ConvTma& p;
     const int out0 = blockIdx.y * T::BLOCKS;                             // first slice of the output
-    const int c0 = out0 * 64;                                            // its first channel
+    const int c0 = out0 * SLICE_CHANNELS;                                // its first channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
     const int results = pieces - T::BLOCKS;      // pieces in front of the results
@@ -13445,21 +13519,21 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
         return any;
     }
-    // Every second tile from g on; of pairs the last may lie outside. Blocks that run at the same time are at
-    // neighbouring tiles, whose halos overlap: the L2 has what they share.
+    // Walks over every second tile from g on. Of pairs of tiles, the last one may lie outside. Blocks that run at the
+    // same time are at neighbouring tiles, whose halos overlap: the L2 has what they share.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
         return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, end);
     }
-    // A tap's weights for a slice of x, or the skip connection's.
+    // Loads a tap's weights for a slice of x, or those of the skip connection.
     INLINE void load_weights(Stage to, int slice, int tap) const {
         const bool skip = T::CAN_SKIP && slice >= p.x.slices;
         const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
-            const int c = c0 + b * 64;
-            const uint32_t place = to.address + b * 64 * 128;
+            const int c = c0 + b * SLICE_CHANNELS;
+            const uint32_t place = to.address + b * BLOCK_BYTES;
             if (T::BACKWARD) tma_load(place, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
             else tma_load(place, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
         }
@@ -13494,7 +13568,7 @@ template <class T> struct PixelLoader {
         if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES);
         else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::PIXEL_BYTES);
         else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::PIXEL_BYTES);
-        else mbarrier_arrive(to.full); // passed on empty
+        else mbarrier_arrive(to.full); // nothing is loaded: the stage is passed on empty
         if (++piece < work.pieces) return;
         piece = 0;
         owner ^= 1;
@@ -13574,19 +13648,19 @@ template <class T> struct Epilogue {
         c = work.c0 + warp * 16 + (lane >> 2);
         const int pixel = (lane & 7) + (lane >> 4) * 8; // of two image rows
         const int chunk = 2 * warp + (lane >> 3 & 1);   // of 8 channels
-        lane_place = box_place<64>(pixel, chunk);
+        lane_place = box_place<SLICE_CHANNELS>(pixel, chunk);
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
-                const int channel = c + b * 64 + 8 * k;
+                const int channel = c + b * SLICE_CHANNELS + 8 * k;
                 bias[b][k] = p.out.bias && channel < p.C ? p.out.bias[channel] : 0;
                 if (T::CAN_SKIP && p.skip.slices && channel < p.C) bias[b][k] += p.out.skip.bias[channel];
             }
     }
-    // Of block b of 64 channels: the first block's are loaded while products run, another one's when its turn comes,
-    // since registers are scarce.
+    // Loads the embedding of block b of 64 channels. The first block's is loaded while products run, another one's when
+    // its turn comes, since registers are scarce.
     INLINE void load_embedding(int n, int b) {
         UNROLL_FOR (int k = 0; k < 2; k++) {
-            const int channel = c + b * 64 + 8 * k;
+            const int channel = c + b * SLICE_CHANNELS + 8 * k;
             const bool wanted = p.out.emb && n < p.B && channel < p.C;
             emb[k] = wanted ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
         }
@@ -13599,7 +13673,7 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
             uint32_t v[4 * BATCH];
             UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) {
-                ldmatrix_trans(v + i, v + i + 2, place + j0 * 1024 + i * 512);
+                ldmatrix_trans(v + i, v + i + 2, place + j0 * SWIZZLE_BYTES + i * SWIZZLE_BYTES / 2);
             }
             UNROLL_FOR (int i = 0; i < 4 * BATCH; i++) {
                 add_bf16(d + 4 * j0 + 2 * i, v[i]);
@@ -13618,7 +13692,7 @@ template <class T> struct Epilogue {
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 v[k] = pack_bf16(d[4 * j + 2 * k], d[4 * j + 2 * k + 1]);
             }
-            stmatrix_trans(place + j * 1024, v);
+            stmatrix_trans(place + j * SWIZZLE_BYTES, v);
             UNROLL_FOR (int k = 0; STATS && k < 4; k++) {
                 const float2 x = unpack_bf16(h + j + k / 2 < p.H ? v[k] & inside : 0);
                 float* const sum = sums[j / T::STATS_ROWS] + k % 2 * 2;
@@ -13647,7 +13721,8 @@ template <class T> struct Epilogue {
             if (channel + 8 < p.out.C1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
         }
     }
-    // All of this for a tile, block after block of 64 channels. Each result is handed over to the warp that stores.
+    // Does all of this for a tile, block after block of 64 channels. Each result is handed over to the warp that
+    // stores.
     INLINE void finish(auto& acc, const TileWalk& tile, auto& pixels, const Results& results, int warpgroup) {
         const int h = tile.h * T::ROWS;
         const int w = tile.w * 8;
@@ -13662,10 +13737,32 @@ template <class T> struct Epilogue {
             if (p.out.stats) round<true>(acc.d[b], place, h, w, sums);
             else round<false>(acc.d[b], place, h, w, sums);
             warp_stored(results.stage(stage, warpgroup).full);
-            if (p.out.stats && tile.n < p.B) store_stats(sums, c + b * 64, tile.n, h, w);
+            if (p.out.stats && tile.n < p.B) store_stats(sums, c + b * SLICE_CHANNELS, tile.n, h, w);
         }
     }
 };
+
+// The life of one stage of pixels, which holds slice s of a tile. Time goes from left to right, a line is an actor:
+//
+//   warp 8         acquire, tma_load                                                       acquire: waits .... tma_load
+//                         |                                                                                   ^
+//   TMA                   +---> the halo arrives ---+                                                         |
+//                                                   v                                                         |
+//   full barrier   ..... phase n .................. | phase n + 1 ............................................|........
+//                                                   v                                                         |
+//   warpgroup      arrived: waits ................. wgmma: 9 taps of s, 1 or 2 of s + 1; wgmma_wait<1>; release
+//                                                                                                             v
+//   empty barrier  ..... phase m ............................................................................ | m + 1
+//
+// The warpgroup releases the stage while the next slice's products run: wgmma_wait<1> leaves only the latest tap on its
+// way, so all taps of s have ended. In the stages of a tile's last BLOCKS pieces results go out, so nobody releases
+// these. The warpgroup hands them over, and the warp that stores frees them:
+//
+//   warpgroup      acc.wait | epilogue: writes results into the stage | warp_stored
+//                                                                           v
+//   warp 9 or 10   results.arrived: waits ................................. tma_store, tma_stores_read, free
+//                                                                                                         v
+//   warp 8         acquire: waits ....................................................................... tma_load
 
 // A warpgroup's phases, for each of its tiles:
 //   1. The sums begin as the bias. With resident weights it waits for its turn at the tensor cores.
@@ -13737,7 +13834,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
 }
 
 template <class T> static void conv_tiles(const ConvCall& p) {
-    const TmaBoxes box{.rows = T::ROWS, .columns = 8, .images = 1, .result_channels = 64, .weight_rows = 64};
+    const TmaBoxes box{
+        .rows = T::ROWS, .columns = 8, .images = 1, .result_channels = SLICE_CHANNELS, .weight_rows = SLICE_CHANNELS};
     ConvTma t = tma_arguments(p, T::BACKWARD, box);
     t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
     t.ring = T::stages(t.weight_slots);
@@ -13745,7 +13843,7 @@ template <class T> static void conv_tiles(const ConvCall& p) {
     const int parts_down = ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS);
     if (p.out.parts) *p.out.parts = p.B * parts_down * t.tiles_w / p.s.B;
     const int runs = std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT));
-    const dim3 grid(runs, ceil_div(p.Cout, 64 * T::BLOCKS));
+    const dim3 grid(runs, ceil_div(p.Cout, SLICE_CHANNELS * T::BLOCKS));
     launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
 }
 
@@ -13787,12 +13885,12 @@ template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int 
     // Halos.
     static constexpr int PITCH = TILE_W + 2; // pixels of a row
     static constexpr int HALOS = IMAGES == 2 ? 3 : 2;
-    static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * 128;
-    static constexpr int HALO = (HALO_BYTES + 1023) / 1024 * 1024;
+    static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
+    static constexpr int HALO = whole_swizzles(HALO_BYTES);
     // Results: OUT_N channels that a block finishes (OUT_BLOCKS of 8), in boxes of 64 pixels x BOX channels.
     static constexpr int OUT_N = N / SPLIT;
     static constexpr int OUT_BLOCKS = OUT_N / 8;
-    static constexpr int BOX = OUT_N % 64 == 0 ? 64 : 32;
+    static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
@@ -13801,10 +13899,10 @@ template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int 
     // What remains is for weights. A step is GROUP taps of a slice. BACKWARD, a tap is CHUNKS boxes of 64 channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
-    static constexpr int CHUNKS = (N + 63) / 64;
-    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * 64 * 128) >= 9 ? 3 : 1;
+    static constexpr int CHUNKS = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
+    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * BLOCK_BYTES) >= 9 ? 3 : 1;
     static constexpr int GROUPS = 9 / GROUP; // steps of a slice
-    static constexpr int TAP_BYTES = BACKWARD ? CHUNKS * 64 * 128 : N * 128;
+    static constexpr int TAP_BYTES = BACKWARD ? CHUNKS * BLOCK_BYTES : N * SLICE_BYTES;
     static constexpr int WEIGHT_BYTES = GROUP * TAP_BYTES;
     static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP);
     static constexpr int SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
@@ -13825,7 +13923,7 @@ template <class T> struct SmallWork {
     const int c0 = blockIdx.y * T::N;
     const int out_c0 = c0 + half * T::OUT_N; // of the channels that it finishes
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
-    // Where a warpgroup's square of 8 x 8 pixels lies.
+    // Says where a warpgroup's square of 8 x 8 pixels lies.
     INLINE Origin in_image(int wg) const {
         return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
@@ -13835,9 +13933,10 @@ template <class T> struct SmallWork {
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
         UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
             const uint32_t place = to.address + i * T::TAP_BYTES;
-            if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * 64, tap0 + i, c0);
+            if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * SLICE_CHANNELS, tap0 + i, c0);
             UNROLL_FOR (int k = 0; T::BACKWARD && k < T::CHUNKS; k++) {
-                tma_load(place + k * 64 * 128, &p.weight, to.full, c0 + k * 64, 8 - tap0 - i, slice * 64);
+                tma_load(place + k * BLOCK_BYTES, &p.weight, to.full, c0 + k * SLICE_CHANNELS, 8 - tap0 - i,
+                         slice * SLICE_CHANNELS);
             }
         }
     }
@@ -13852,7 +13951,8 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, T::HALO_BYTES);
-        tma_load(to.address, &p.x.map1, to.full, next++ * 64, work.origin.w - 1, work.origin.h - 1, work.origin.n);
+        tma_load(to.address, &p.x.map1, to.full, next++ * SLICE_CHANNELS, work.origin.w - 1, work.origin.h - 1,
+                 work.origin.n);
     };
     load_halo();
     if (work.has_addend) {
@@ -13885,14 +13985,14 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's
     const int image = wg / T::ACROSS;
     const int square = wg % T::ACROSS;
-    const int own_pixels = (image * 10 * T::PITCH + square * 8) * 128; // where this warpgroup's begin in a halo
-    int group = work.first % T::GROUPS;                                // the step of its slice: the next one,
-    int group_done = group;                                            // and the next one to be released
+    const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES; // this warpgroup's begin here in a halo
+    int group = work.first % T::GROUPS; // the next step, counted within its slice
+    int group_done = group;             // the same of the next step to be released
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || group == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
-        const Operand b = Operand::rows(weights.arrived(), 8, 64);
+        const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
         wgmma_fence();
         UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
             UNROLL_FOR (int k = 0; k < K; k++) {
@@ -13963,14 +14063,14 @@ template <class T> struct SmallEpilogue {
         cluster_sync();
         UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
-            unpack(v, load_shared(mine + i / 4 * T::CONSUMERS * 16));
+            unpack<float>(v, load_shared(mine + i / 4 * T::CONSUMERS * 16));
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
     // Adds the addend, which lies where the results will go, bias and embedding, and rounds.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
-        // Where this lane's row for ldmatrix and stmatrix lies, of the four matrices (pixels 0-7, block j), (pixels
-        // 8-15, block j), (pixels 0-7, block j + 1), (pixels 8-15, block j + 1); blocks of 8 channels.
+        // Says where this lane's row for ldmatrix and stmatrix lies, of the four matrices (pixels 0-7, block j),
+        // (pixels 8-15, block j), (pixels 0-7, block j + 1), (pixels 8-15, block j + 1); blocks of 8 channels.
         auto place = [&](int j) {
             const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
@@ -13996,14 +14096,14 @@ template <class T> struct SmallEpilogue {
             stmatrix(place(j), v);
         }
     }
-    // The sums of each warp's 16 pixels, to shared memory: (warp of the warpgroup, channel, 2). A lane reads two
+    // Writes the sums of each warp's 16 pixels to shared memory: (warp of the warpgroup, channel, 2). A lane reads two
     // neighbouring channels of every PIXELS_AT_ONCE-th pixel.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
         constexpr int WORDS = T::BOX / 2; // pairs of channels of a row of a box
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
         constexpr int LOADS = 8 / PIXELS_AT_ONCE;
         const int c = lane % WORDS * 2;
-        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // of the warp's two image rows, inside the image
+        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // of the warp's two image rows, so many lie inside
         const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
@@ -14027,7 +14127,7 @@ template <class T> struct SmallEpilogue {
                 UNROLL_FOR (int k = 0; k < 4; k++) {
                     t[k] = lane_sum<16>(t[k]);
                 }
-            if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack(t));
+            if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack<float>(t));
         }
     }
     // The four warps' sums are added up. Each square of 8 x 8 pixels is a part of the statistics.
@@ -14171,10 +14271,10 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows: of one filter row, or of all three
     static constexpr int X_PARTS = TAPS ? 1 : 3;
     static constexpr int DOUT_PARTS = TAPS ? 1 : GROUPS;
-    static constexpr int X_LOADED = PITCH * HALO_H * 128;
-    static constexpr int X_BYTES = (X_LOADED + 1023) / 1024 * 1024;
+    static constexpr int X_LOADED = PITCH * HALO_H * SLICE_BYTES;
+    static constexpr int X_BYTES = whole_swizzles(X_LOADED);
     static constexpr int DOUT_AT = X_PARTS * X_BYTES;
-    static constexpr int DOUT_BYTES = PIXELS * 128;
+    static constexpr int DOUT_BYTES = PIXELS * SLICE_BYTES;
     static constexpr int STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
     static constexpr int BARRIERS = 32;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + shared_beside(BARRIERS);
@@ -14236,7 +14336,8 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
         }
         const uint32_t dout = to.address + T::DOUT_AT;
         for (int i = 0; i < work.dout_parts; i++) {
-            tma_load(dout + i * T::DOUT_BYTES, &maps.dout, to.full, (work.co_tile + i) * 64, w, h, tile.n);
+            const int co = (work.co_tile + i) * SLICE_CHANNELS;
+            tma_load(dout + i * T::DOUT_BYTES, &maps.dout, to.full, co, w, h, tile.n);
         }
     }
 }
@@ -14256,14 +14357,14 @@ template <class T> struct ChannelSums {
     const int tile = WARPS == 1 ? own : 0; // of 64 channels
     const int chunk = (WARPS == 1 ? 0 : own * CHUNKS) + lane % CHUNKS;
     const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
-    const int c = (work.co_tile + tile) * 64 + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
+    const int c = (work.co_tile + tile) * SLICE_CHANNELS + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
     float sum[8] = {};
     float total[VALUES] = {};
 
     INLINE void add(uint32_t dout) {
         UNROLL_FOR (int i = 0; i < T::PIXELS; i += 4 * WARPS) {
             float x[8];
-            unpack(x, load_shared(dout + tile * T::DOUT_BYTES + box_place<64>(i + pixel, chunk)));
+            unpack<bf16>(x, load_shared(dout + tile * T::DOUT_BYTES + box_place<SLICE_CHANNELS>(i + pixel, chunk)));
             UNROLL_FOR (int k = 0; k < 8; k++) sum[k] += x[k];
         }
     }
@@ -14302,11 +14403,11 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
 // Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M): three taps, or up to three tiles of 64 Cin.
 // Warpgroup wg has filter row row0 + wg of a 3x3, or tile wg of the block's Cout.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
-    const int x_at = T::TAPS ? wg * T::PITCH * 128 : 0;
+    const int x_at = T::TAPS ? wg * T::PITCH * SLICE_BYTES : 0;
     const int dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
     for (int t = work.first; t < work.end; t++) {
         const uint32_t tile = stages.arrived();
-        const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / 128);
+        const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / SLICE_BYTES);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
         UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
@@ -14339,7 +14440,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
 // output channels co and co + 8, third f / 8 (a tap, or 64 Cin), and the input channels f % 8 * 8 + lane % 4 * 2 and
 // the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
-    constexpr int BOX_BYTES = (T::TAPS ? 3 * 64 : 64) * 128;
+    constexpr int BOX_BYTES = (T::TAPS ? 3 : 1) * BLOCK_BYTES;
     const ConvWeight& p = work.p;
     const TmaParts& x = work.maps.x;
     const int lane = threadIdx.x % 32;
@@ -14349,7 +14450,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
             const int third = f / 8;
             const int box = f % 8 / 4 + (T::TAPS ? 0 : third * 2);
             const int r = T::TAPS ? (co + 8 * i) * 3 + third : co + 8 * i;
-            const uint32_t in_box = box_place<64>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
+            const uint32_t in_box = box_place<SLICE_CHANNELS>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
             const uint32_t to = boxes + box * BOX_BYTES + in_box;
             PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(d[4 * f + 2 * i]), "f"(d[4 * f + 2 * i + 1]));
         }
@@ -14358,10 +14459,10 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2;
-        const int half = box % 2 * 32; // a box is one half of a slice's channels
+        const int half = box % 2 * SLICE_CHANNELS / 2; // a box is one half of a slice's channels
         const int ci = x.row(slice) + half;
         if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
-        tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * 64);
+        tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * SLICE_CHANNELS);
     }
     tma_stores_read();
 }
@@ -14401,7 +14502,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
     warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
-    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * 64 * 128);
+    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BLOCK_BYTES);
 #endif
 }
 
@@ -14429,7 +14530,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const size_t n = grads.slice.n;
     const size_t at = grads.slice.flat(blockIdx.x * PIECE); // the piece's place in the flat arrays
     const size_t first = at / 4 + threadIdx.x;              // this thread's first quad
-    // How many quads there are from this thread's first one on. No array may be read behind its n floats.
+    // Says how many quads there are from this thread's first one on. No array may be read behind its n floats.
     const int quads_left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
     const int first_source = -(int)add; // source -1: what is in sum; then the ranks, in their order
     float4 g[QUADS];
@@ -14462,9 +14563,9 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
     launch(sum_gradients_kernel, blocks, 1024, 0, sum, squares, grads, add, write);
 }
 
-// The gradient's norm, the batch's losses (both of all ranks) and the verdict: is this step good, or is it left out?
-// One block adds up, in a fixed order: first each thread, then each warp, then thread 0 the 8 warps' sums. Thread 0
-// decides (judge_batch).
+// Computes the gradient's norm, the batch's losses (both of all ranks) and the verdict: is this step good, or is it
+// left out? One block adds up, in a fixed order: first each thread, then each warp, then thread 0 the 8 warps' sums.
+// Thread 0 decides (judge_batch).
 static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state,      // its norm and its verdict are written
                       const double* squares, // (pieces): |gradient|^2 of each
@@ -14517,21 +14618,26 @@ static void record_step(StepState* records, const StepState* state, int count) {
     each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
 
-// copy = params, rounded to bf16: a thread rounds 8 of them, one piece. In fp32 there is no copy.
-static void cast_params(act* copy, const float* params, size_t n) {
-    if (!weights_have_copy()) return;
-    each((n + 7) / 8, [=, to = (bf16*)copy] __device__(size_t eight) {
+// copy = params, rounded to bf16: a thread rounds 8 of them, one piece.
+static void cast_to_bf16(bf16* to, const float* params, size_t n) {
+    each((n + 7) / 8, [=] __device__(size_t eight) {
         const size_t i = eight * 8;
         if (i + 8 <= n) {
             float v[8];
             load_floats(v, params + i);
-            *(uint4*)(to + i) = pack(v);
+            *(uint4*)(to + i) = pack<bf16>(v);
         } else {
             for (size_t k = i; k < n; k++) {
                 to[k] = __float2bfloat16(params[k]);
             }
         }
     });
+}
+static void cast_params(act* copy, const float* params, size_t n) {
+    switch (act_element) {
+    case Element::FP32: return; // there is no copy
+    case Element::BF16: return cast_to_bf16((bf16*)copy, params, n);
+    }
 }
 
 // What is the same for all parameters in an update. t: how many updates there were, with this one
@@ -14599,7 +14705,7 @@ static __global__ void __launch_bounds__(256)
         vs[i] = v;
         // The new weights go to this rank, and to those whose memory it can write to. These ranks read the first
         // `plain` weights (all but the convolutions') in fp32, and the others from the copy alone.
-        const uint2 rounded = pack_bf16(p);
+        const uint2 rounded = from_floats<bf16>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
             if (u.copy.at[0] != u.params.at[0]) ((uint2*)u.copy.at[r])[k] = rounded;
@@ -14609,10 +14715,14 @@ static __global__ void __launch_bounds__(256)
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) {
     const size_t quads = own.owned() / 4;
     const int blocks = (int)std::min<size_t>(blocks_for(quads), 8 * gpu.sms);
-    launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
+    switch (act_element) {
+    case Element::FP32: // there is no copy of the weights to be rounded,
+    case Element::BF16: // and this kernel rounds it to bf16
+        return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
+    }
 }
 
-// A further average of the parameters: ema_step says how. A thread for an element
+// Updates a further average of the parameters: ema_step says how. Each thread has one element.
 static __global__ void __launch_bounds__(256)
     ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float step;
@@ -14682,14 +14792,14 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     return start + block * (waves > 1 ? waves + 0.18 : 1);
 }
 
-// The plan with the lowest cost. No chunks: no plan fits, or two passes are faster.
+// Returns the plan with the lowest cost. It has no chunks if no plan fits, or if two passes are faster.
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec();
     const int C = s.C1 + s.C2;
     const int group_channels = C / s.groups;
     const int tensors = add ? 4 : 3;
 
-    // What two passes take. moved: their kilobytes, for each multiprocessor.
+    // Says how many microseconds two passes take. moved: the kilobytes that they move, for each multiprocessor.
     const double pieces = (double)s.B * s.HW * C / V; // of 16 bytes, of one tensor
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -14717,7 +14827,7 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     return plan.best;
 }
 
-// The kernel of the second pass. Each combination of dropout and addends has a version of its own.
+// Returns the kernel of the second pass. Each combination of dropout and addends has a version of its own.
 template <class T> static auto norm_second_pass(bool drop, bool addends) {
     if (addends) return drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
     return drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
@@ -14794,7 +14904,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     decide(a, ways);
 }
 
-// Heads of a.d channels: the kernel with the smallest number of channels that has room for them.
+// Picks, for heads of a.d channels, the kernel with the smallest number of channels that has room for them.
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
     constexpr int LARGEST = 32 * VEC<T>; // channels of a head: rows of 512 bytes
@@ -14901,7 +15011,7 @@ struct SmallCosts {
     int tap_full;  // and if there are more
 };
 
-// 3x3 on images of up to 32 x 32: the kernel (conv_small or conv_tiles) and the tile that end soonest.
+// Picks for 3x3 on images of up to 32 x 32 the kernel (conv_small or conv_tiles) and the tile that end soonest.
 template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
     const int taps = ceil_div(p.C1, 64) * 9; // of all slices
     Cheapest<void (*)(const ConvCall&)> way;
@@ -14946,8 +15056,8 @@ template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
     way.best(p);
 }
 
-// 1x1: what a tile T of conv_tiles takes for p, in cycles as measured on an H200; infinite, if its results do not fit
-// into shared memory.
+// Returns how many cycles a tile T of conv_tiles takes for p, which is 1x1, as measured on an H200. It is infinite if
+// its results do not fit into shared memory.
 template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
     constexpr int64_t L2_BYTES = 36; // that a multiprocessor gets from the L2 or writes there in a cycle, at most
     const bool add = p.out.part1.add1 || p.out.part2.add1;
@@ -14961,10 +15071,11 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int units = ceil_div(tiles, T::UNIT);
     const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
 
-    // Cycles of a unit's products: for each slice and block of channels 4 of k = 16, with 6 cycles to start each.
+    // Says how many cycles a unit's products take. Each slice and block of channels has 4 products of k = 16, and to
+    // start one takes 6 cycles.
     const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
 
-    // Cycles of a unit's bytes: slices and streamed weights in, results out, addends in.
+    // These are the cycles of a unit's bytes: slices and streamed weights in, results out, addends in.
     const int64_t tile_bytes = T::UNIT * T::PIXEL_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
     const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
@@ -14973,7 +15084,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
 
-    // Cycles after a unit's products: adding, rounding, storing. If stages are short, the next unit waits for that.
+    // These are the cycles after a unit's products: adding, rounding, storing. If stages are short, the next unit waits
+    // for that.
     const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
     int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
@@ -14984,7 +15096,7 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     return first_weights + end + rounds * unit;
 }
 
-// 1x1: the tile of conv_tiles that ends soonest.
+// Picks for 1x1 the tile of conv_tiles that ends soonest.
 template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     ConvCall p = c;
     // To a 1x1 convolution all images are one, of width 8: it fills its tiles. Not with an embedding, which differs
@@ -15015,7 +15127,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     way.best(p);
 }
 
-// 3x3 on larger images: the tile of conv_tiles. Skip connections come here whatever the size of their images.
+// Picks for 3x3 on larger images the tile of conv_tiles. Skip connections come here whatever the size of their images.
 template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.C1, 64);
     const bool skip = c.out.skip.weight; // computes the skip connection as well: only resident weights can
@@ -15036,8 +15148,8 @@ template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
     decide(c, ways);
 }
 
-// A measure of conv_halo's time with this tile: rounds of blocks, as many at once as fit, times a block's channels. The
-// last round takes as long as the others even if it is nearly empty.
+// Returns a measure of conv_halo's time with this tile: rounds of blocks, as many at once as fit, times a block's
+// channels. The last round takes as long as the others even if it is nearly empty.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
@@ -15049,8 +15161,8 @@ template <class Tile> static int halo_rounds(const ConvCall& c) {
 template <class Tile, class Other> static bool halo_is_faster(const ConvCall& c) {
     return halo_rounds<Tile>(c) * 10 <= halo_rounds<Other>(c) * 9;
 }
-// conv_halo: what its tiles depend on. The network's last convolution, which has few channels; images of 8 x 8; are
-// there enough tiles of 16 x 16 pixels x 64 channels?
+// conv_halo's tiles depend on three questions. Is this the network's last convolution, which has few channels? Are the
+// images 8 x 8? Are there enough tiles of 16 x 16 pixels x 64 channels?
 static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 && conv_is_last(c.s); }
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
@@ -15059,7 +15171,7 @@ static bool halo_fills_gpu(const ConvCall& c) {
     return tiles > enough * gpu.sms;
 }
 
-// 3x3, stride 1, bf16 on any GPU: the tile of conv_halo.
+// Picks the tile of conv_halo, for 3x3, stride 1, bf16 on any GPU.
 template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     //             images, channels, K groups, blocks per multiprocessor
     using Last = HaloTile<bf16, 1, 16, 1, 4>;
@@ -15089,7 +15201,7 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     };
     decide(c, ways);
 }
-// The same in fp32, by the same reasons.
+// Picks the tile in fp32, by the same reasons.
 template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     using Last = HaloTile<float, 1, 16, 1, 2>;
     using Small = HaloTile<float, 2, 32, 2, 2>;
@@ -15104,7 +15216,8 @@ template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     decide(c, ways);
 }
 
-// All others on any GPU: the tile of conv_gather, of 128 or 64 pixels x 64 channels, or of 128 x 128.
+// Picks the tile of conv_gather, for all other convolutions on any GPU: of 128 or 64 pixels x 64 channels, or of 128 x
+// 128.
 template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
     const int HW = c.H * c.W;
     const int tiles_of_128 = c.B * ceil_div(HW, 128); // pixels
@@ -15123,8 +15236,8 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// Which kernel. The pick_ functions above choose its tile: in general the largest one with which every multiprocessor
-// still has a block.
+// Decides which kernel computes a convolution. The pick_ functions above choose its tile: in general the largest one
+// with which every multiprocessor still has a block.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
@@ -15138,15 +15251,16 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     // Small images are too few tiles for persistent blocks. But only conv_tiles computes a skip connection as well.
     const bool small = c.H <= 32 && c.W <= 32 && !o.skip.weight;
 
-    const bool bf = act_element == Element::BF16;
+    const bool bf16_is_it = act_element == Element::BF16;
+    const bool fp32_is_it = act_element == Element::FP32;
     const Way<ConvCall> ways[] = {
         {wgmma && s.kernel == 1, pick_conv_tiles_1x1<BACKWARD>},
         {wgmma && small, pick_conv_small<BACKWARD>},
         {wgmma, pick_conv_tiles_3x3<BACKWARD>},
-        {halo && bf, pick_conv_halo_bf16<BACKWARD>},
-        {halo, pick_conv_halo_fp32<BACKWARD>},
-        {bf, pick_conv_gather<bf16, BACKWARD>},
-        {true, pick_conv_gather<float, BACKWARD>},
+        {halo && bf16_is_it, pick_conv_halo_bf16<BACKWARD>},
+        {halo && fp32_is_it, pick_conv_halo_fp32<BACKWARD>},
+        {bf16_is_it, pick_conv_gather<bf16, BACKWARD>},
+        {fp32_is_it, pick_conv_gather<float, BACKWARD>},
     };
     decide(c, ways);
 }
@@ -15263,8 +15377,8 @@ struct WeightCosts {
 };
 constexpr int PARTIAL_CYCLES = 10;
 
-// conv_weight_tma's costs of a pixel tile were measured while other blocks read other filter rows, or other channels,
-// of the same pixels. One warpgroup or three (wide):
+// Returns how many cycles conv_weight_tma takes for a pixel tile, with one warpgroup or with three (wide). This was
+// measured while other blocks read other filter rows, or other channels, of the same pixels.
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
@@ -15304,8 +15418,8 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
-// The blocks of one range of pixels: each group of tiles of channels, times the taps or filter rows that have blocks of
-// their own.
+// Returns the number of blocks of one range of pixels: each group of tiles of channels, times the taps or filter rows
+// that have blocks of their own.
 static int64_t range_blocks(const ConvWeight& p) {
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
@@ -15347,7 +15461,7 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
 }
 
-// The plan of a layer alone: all of a ConvWeight but its tensors.
+// Plans a layer that is alone: fills in all of a ConvWeight but its tensors.
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H();
     const int Wo = s.out_W();
@@ -15418,17 +15532,18 @@ static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const Weigh
     }
     if (blocks) launch_on(lane, 1, kernel, blocks, threads, bytes, batch);
 }
-// The blocks of a work, of all its ranges.
+// Returns the number of blocks of a work, of all its ranges.
 static int64_t all_blocks(const ConvWeight& p) { return range_blocks(p) * p.splits; }
 
 // Launches conv_weight_tma_kernel for works of one kind. Each of them gets tensor maps.
 template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane* lane) {
     auto with_maps = [](const ConvWeight& p) {
         const ConvShape& s = p.shape;
-        const TmaParts x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, 64, Tile::PITCH, Tile::HALO_H, 1);
-        const CUtensorMap dout = tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {64, Tile::TILE_W, Tile::TILE_H});
-        const CUtensorMap dweight =
-            tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout}, {32, Tile::KERNEL, 64}, Element::FP32);
+        const TmaParts x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, SLICE_CHANNELS, Tile::PITCH, Tile::HALO_H, 1);
+        const CUtensorMap dout =
+            tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {SLICE_CHANNELS, Tile::TILE_W, Tile::TILE_H});
+        const CUtensorMap dweight = tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout},
+                                               {SLICE_CHANNELS / 2, Tile::KERNEL, SLICE_CHANNELS}, Element::FP32);
         return ConvWeightTma{x, dout, dweight, p};
     };
     launch_weights(conv_weight_tma_kernel<Tile>, works, lane, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
@@ -15449,7 +15564,7 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
 }
 
 // The kinds of weight gradients; works of one kind share a launch.
-enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE, WEIGHT_KINDS };
+enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE };
 static WeightKind weight_kind(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     if (conv_is_wgmma(s)) {
@@ -15460,11 +15575,36 @@ static WeightKind weight_kind(const ConvWeight& p) {
     return p.block_co == 2 ? GATHER_WIDE : GATHER;
 }
 
-// At most WEIGHT_BATCH layers: a launch for each kind, and one for all sums. If the workspace does not hold all their
-// partials, they are computed in two halves.
+// Launches the kernel of a kind. conv_weight_tma comes with one warpgroup or with three. WeightTile: kernel,
+// warpgroups, pixels across a tile, stages
+static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Lane* lane) {
+    const bool three = works[0].warpgroups == 3;
+    switch (kind) {
+    case TMA_1X1:
+        if (three) return conv_weight_tma<WeightTile<1, 3, 8, 4>>(works, lane);
+        return conv_weight_tma<WeightTile<1, 1, 8, 6>>(works, lane);
+    case TMA_3X3:
+        if (three) return conv_weight_tma<WeightTile<3, 3, 16, 5>>(works, lane);
+        return conv_weight_tma<WeightTile<3, 1, 16, 6>>(works, lane);
+    case TMA_3X3_NARROW:
+        if (three) return conv_weight_tma<WeightTile<3, 3, 8, 9>>(works, lane);
+        return conv_weight_tma<WeightTile<3, 1, 8, 10>>(works, lane);
+    // any GPU
+    case HALO_3X3: return with_act([&]<class T>(T) { conv_weight_halo<T>(works, lane); });
+    case GATHER: return with_act([&]<class T>(T) { conv_weight_gather<T, 1>(works, lane); });
+    case GATHER_WIDE:
+        return with_act([&]<class T>(T) {
+            constexpr int TILES = PARTS<T> == 1 ? 2 : 1; // floats are never wide
+            conv_weight_gather<T, TILES>(works, lane);
+        });
+    }
+}
+
+// Computes at most WEIGHT_BATCH layers, with a launch for each kind, and one for all sums. If the workspace does not
+// hold all their partials, they are computed in two halves.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
-    WeightPlans kinds[WEIGHT_KINDS]; // the works of each kind
-    WeightPlans sums;                // the works that have partials to be added up
+    std::map<WeightKind, WeightPlans> kinds; // the works of each kind
+    WeightPlans sums;                        // the works that have partials to be added up
     for (const WeightWork& w : works) {
         if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
@@ -15474,9 +15614,9 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     }
     // Each kind is planned as a whole, and its works get their places in the workspace.
     size_t workspace_used = 0;
-    for (WeightPlans& kind : kinds) {
-        if (kind.size() > 1) plan_weights(kind);
-        for (ConvWeight& p : kind) {
+    for (auto& [kind, plans] : kinds) {
+        if (plans.size() > 1) plan_weights(plans);
+        for (ConvWeight& p : plans) {
             const size_t bytes = put_partials(&p, lane->workspace + workspace_used);
             if (p.splits == 1 && conv_is_wgmma(p.shape)) continue; // writes its gradients itself
             sums.push_back(p);
@@ -15488,19 +15628,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         conv_weight_batch({works.begin(), half}, lane);
         return conv_weight_batch({half, works.end()}, lane);
     }
-    void (*const launches[WEIGHT_KINDS][2])(const WeightPlans&, Lane*) = {
-        // conv_weight_tma with one warpgroup, with three. WeightTile: kernel, warpgroups, pixels across a tile, stages
-        {conv_weight_tma<WeightTile<1, 1, 8, 6>>, conv_weight_tma<WeightTile<1, 3, 8, 4>>},
-        {conv_weight_tma<WeightTile<3, 1, 16, 6>>, conv_weight_tma<WeightTile<3, 3, 16, 5>>},
-        {conv_weight_tma<WeightTile<3, 1, 8, 10>>, conv_weight_tma<WeightTile<3, 3, 8, 9>>},
-        // any GPU
-        {with_act([]<class T>(T) { return conv_weight_halo<T>; })},
-        {with_act([]<class T>(T) { return conv_weight_gather<T, 1>; })},
-        {with_act(
-            []<class T>(T) { return conv_weight_gather < T, PARTS<T> == 1 ? 2 : 1 > ; })}, // floats are never wide
-    };
-    for (int k = 0; k < WEIGHT_KINDS; k++)
-        if (!kinds[k].empty()) launches[k][kinds[k][0].warpgroups == 3](kinds[k], lane);
+    for (const auto& [kind, plans] : kinds) launch_weight_kind(kind, plans, lane);
     launch_weights(conv_weight_sum, sums, lane, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
         const int weights = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
         return bias_sum_blocks(p.shape.Cout) + weights;
@@ -15531,7 +15659,7 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     conv_weight_batch({w}, lane);
 }
 
-// The share of a large enough launch that a weight gradient makes up; 1: it does not go with others.
+// Returns the share of a large enough launch that a weight gradient makes up. 1 means that it does not go with others.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -15548,7 +15676,7 @@ static double conv_weight_load(const ConvShape& s) {
     return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
 }
 
-// The operation: first all layers that can share launches, then the others one by one.
+// This is the operation. It computes first all layers that can share launches, then the others one by one.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     conv_weight_batch(works, lane);
     for (const WeightWork& w : works)
@@ -15573,7 +15701,7 @@ static __global__ void nothing_kernel() { await_previous_kernel(); }
 static cudaDeviceProp properties; // of the GPU of this process
 static cudaStream_t side_stream;  // the side lane's
 
-// How many GPUs the program can use; 0 without a driver, too.
+// Says how many GPUs the program can use; 0 without a driver, too.
 static int count_gpus() {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
@@ -15643,7 +15771,7 @@ static void start_device(const std::string& precision, int number) {
 
 static std::string device_name() { return properties.name; }
 
-// Memory that is filled with zeros, in the main stream.
+// Gives memory that the main stream fills with zeros.
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     const cudaError_t error = cudaMalloc(&p, bytes);
@@ -15758,7 +15886,7 @@ static void grow(char** memory, size_t* bytes, size_t wanted) {
     *bytes = wanted;
     *memory = device_alloc<char>(wanted);
 }
-// Memory for all operations to come: each lane's workspace, which they share, and the norms' sums.
+// Gives memory for all operations to come: each lane's workspace, which they share, and the norms' sums.
 static void reserve(const Workspace& most, bool training) {
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes
     if (training) {
@@ -15777,7 +15905,7 @@ static void reserve(const Workspace& most, bool training) {
 //   USE_MPI    CPUs: MPI
 //   neither    one process, which has nothing to exchange
 
-// What this build lacks to run on several ranks, as a sentence for the user; null: nothing.
+// Returns what this build lacks to run on several ranks, as a sentence for the user, or null if it lacks nothing.
 static const char* ranks_need() {
 #if defined(USE_NCCL) || defined(USE_MPI)
     return nullptr;
@@ -15819,11 +15947,11 @@ struct Opened {
 static std::vector<Opened> opened;
 static Lane sender;          // of copies to others
 static bool sending = false; // it has to be waited for
-// How many meetings (meet_kernel) each rank has come to, as it has told this one; and, at index NEAR, this rank's own
-// number.
+// Says how many meetings (meet_kernel) each rank has come to, as it has told this one; and, at index NEAR, this rank's
+// own number.
 static unsigned* meetings;
 
-// Where at rank r the same thing lies as at p here; null: it is not in opened memory. A p before a piece makes the
+// Says where at rank r the same thing lies as at p here; null: it is not in opened memory. A p before a piece makes the
 // offset negative, and so, as a size_t, larger than any piece.
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened) {
@@ -15917,7 +16045,8 @@ template <class F> static void send_directly(void* to, size_t bytes, const Lane&
     sending = true;
 }
 
-// The two operations of the interface: by direct copies if recv or all is opened memory, else by NCCL, as bytes.
+// These are the two operations of the interface: by direct copies if recv or all is opened memory, else by NCCL, as
+// bytes.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
     auto piece = [&](int r) { return (const char*)send + r * bytes; };
     if (at_rank(recv, 0)) return send_directly(recv, bytes, *lane, piece);

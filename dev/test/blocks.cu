@@ -51,7 +51,7 @@ template <int OWNERS> static __global__ void __launch_bounds__(384, 1) blocks_ke
             const int stage = results.hand_over(), lane = threadIdx.x & 31;
             for (int i = lane * 4; number(tile) < p.tiles && i < VALUES; i += 128) {
                 float v[4];
-                unpack(v, load_shared(pieces.stage(stage).address + half(g) + i * 4));
+                unpack<float>(v, load_shared(pieces.stage(stage).address + half(g) + i * 4));
                 for (int k = 0; k < 4; k++) p.out[(size_t)number(tile) * VALUES + i + k] = v[k];
             }
             __syncwarp();

@@ -21,6 +21,11 @@ PLACES = {
     "ParamInit": {"initial_values"},
     "Resample": {"add_resample"},
 }
+# The same for what only the GPU build has.
+GPU_PLACES = PLACES | {
+    "Element": {"facts_of", "with_act", "cast_params", "adamw_update", "tma_type"},
+    "WeightKind": {"launch_weight_kind"},
+}
 
 
 def copy_sources(folder: Path) -> str:
@@ -37,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train_unet.cu with a word more in each of its enumerations."""
     folder = tmp_path_factory.mktemp("words")
     text = copy_sources(folder)
-    for enumeration in PLACES:
+    for enumeration in GPU_PLACES:
         text, count = re.subn(rf"(?m)^(enum (?:class )?{enumeration}\b[^{{;]*\{{[^}}]*?),?\s*\}}", rf"\1, NEW_{enumeration} }}", text)
         assert count == 1, enumeration
     text, count = re.subn(r"\n( *LAYER_KINDS\b)", r"\n    NEW_LAYER,\n\1", text)
@@ -73,6 +78,54 @@ def test_the_compiler_names_all_places(source: Path) -> None:
     assert done.returncode != 0
     assert places(done.stderr) == PLACES
     assert "OPS[kind] must be the row of that kind" in done.stderr  # a kind of layer without its row
+
+
+def find_nvcc() -> str:
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not Path(nvcc).exists():
+        pytest.skip("there is no nvcc")
+    return f"{nvcc} -x cu -std=c++20 --expt-relaxed-constexpr --extended-lambda -arch=sm_90a"
+
+
+def host_half_of_nvcc(folder: Path, source: str, options: str) -> str:
+    """What the compilers say that nvcc calls for the host's half of a program: cudafe++ and g++. (Its other half takes minutes.)"""
+    nvcc = find_nvcc()
+    plan = subprocess.run(f"{nvcc} {options} --keep -c {source} --dryrun".split(), cwd=folder, capture_output=True, text=True, check=True).stderr
+    steps = [line.removeprefix("#$ ") for line in plan.splitlines()]
+    (front,) = (i for i, step in enumerate(steps) if step.startswith("cudafe++"))
+    last = [step for step in steps if re.match(r"(gcc|g\+\+) .* -c -x c\+\+", step)][-1]
+    (stub,) = re.findall(r'--stub_file_name "(.*?)"', steps[front])  # what the other half would say of each kernel
+    environment = os.environ | {"LC_ALL": "C", "PATH": f"{Path(nvcc.split()[0]).parent}:{os.environ['PATH']}"}
+    script = "\n".join([*steps[front - 1 : front + 1], f"touch {stub}", last])
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, env=environment)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_nvcc_names_all_places(source: Path) -> None:
+    warnings = ",".join(flags(ROOT / "dev/cpu.mk", "WARNINGS"))
+    source.write_text(source.read_text().replace("    NEW_LAYER,\n", ""))  # its static_assert would end cudafe++
+    assert places(host_half_of_nvcc(source.parent, source.name, f"-Xcompiler {warnings}")) == GPU_PLACES
+
+
+@pytest.mark.long
+def test_a_type_without_conversions(tmp_path: Path) -> None:
+    """A type of two bytes, as bf16 is: kernels must not take its numbers for bf16."""
+    text = copy_sources(tmp_path)
+    kernel = """
+    static __global__ void use(float* out, const __half* x) {
+        float v[8];
+        unpack<__half>(v, load16(x));
+        store4((__half*)out, load4(x));
+        *(uint4*)out = pack<__half>(v);
+    }
+    """
+    (tmp_path / "changed.cu").write_text(text + kernel)
+    done = subprocess.run(f"{find_nvcc()} -ptx changed.cu".split(), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    for function in "unpack", "pack", "FourOf":
+        assert re.search(rf"\berror\b.*\n(.*\n)*?.*\b{function}<", said), said
 
 
 def test_a_norm_of_a_layer_without_sums(tmp_path: Path) -> None:
