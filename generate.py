@@ -57,7 +57,11 @@ class Options:
         "auto", "fp32, or on a GPU bf16 (auto); with Core ML fp32 (auto), or fp16 for the Neural Engine", choices="auto|fp32|bf16|fp16"
     )
     image: str = flag("", "a picture to change: by --strength from 0 to 1, or with --mask; shows it before and after")
-    mask: str = flag("", "a picture that is white where --image is to be painted anew")
+    mask: str = flag("", "a picture that is white where --image, or --cond, is to be painted anew")
+    cond: str = flag(
+        "",
+        "a picture that the images are conditioned on, or from which train_unet's --cond makes it; shows it, the images, and the truth if it is known",
+    )
     show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation")
     data_file: str = flag("", "where --show takes an image of the data from (default: the model's data); without a model, what to --decode")
     decode: str = flag("", "folder of the AutoencoderKL (diffusers) that draws pictures from the model's latents, or from those in data_file")
@@ -71,6 +75,7 @@ class Options:
 OWN = {f.name: f for f in dataclasses.fields(Options)}
 SHARED = [*SAMPLING_FLAGS, "seed", "use_ema", "ema_rate", "device", "preset", "predict_xstart", "rescale_learned_sigmas", *SAVED_FLAGS]
 SHARED.remove("timestep_respacing")  # which is --steps here
+SHARED.remove("cond")  # which is a picture here; the model says how it is used
 
 
 def parse_command_line(argv: list[str]) -> dict[str, Any]:
@@ -137,7 +142,7 @@ from common.files import DataError
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
 from common.pictures import image_to_array
-from common.samples import grid_pixels, save_png, save_samples, to_pixels, value_captions
+from common.samples import grid_pixels, save_png, save_samples, to_pixels, value_captions, visible
 
 ROOT = Path(__file__).resolve().parent
 
@@ -659,21 +664,58 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     return buffer.getvalue()
 
 
+def picture_file(flag: str, path: str, channels: int, size: Callable[[Image.Image], tuple[int, int]], folder: str) -> str:
+    """A data file in this folder that holds one picture. flag: the one that names it; size: height and width that it gets."""
+    if channels not in (1, 3):
+        raise UserError(f"--{flag} {path}: a picture has 1 or 3 channels and this model's {'pictures' if flag == 'cond' else 'images'} {channels}")
+    try:
+        with files.open_file(path) as file, Image.open(file) as picture:
+            array = image_to_array(picture, size(picture), channels, Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS)
+    except UnidentifiedImageError:
+        raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
+    except (DataError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+        raise UserError(f"--{flag} {path}: can't be read ({getattr(e, 'strerror', None) or e})") from None
+    write_data(f"{folder}/{flag}.bin", array[None])
+    return f"{folder}/{flag}.bin"
+
+
+def take_condition(options: Options, config: Config, folder: str) -> Config:
+    """config with --cond, and --mask, as data files in this folder. A picture that is smaller than the images of a super-resolution model is what is
+    to be enlarged; any other one is brought to the images' size, and the condition is made of it as in training."""
+    if not config.cond_channels:
+        raise UserError(f"--cond {options.cond}: this model is not conditioned on pictures")
+    (H, W), factor = config.image_size, config.picture_factor
+
+    def size(picture: Image.Image) -> tuple[int, int]:
+        is_small = factor > 0 and (picture.width < W or picture.height < H)
+        return (H // factor, W // factor) if is_small else (H, W)
+
+    taken = {"cond_file": picture_file("cond", options.cond, config.in_channels if config.cond else config.cond_channels, size, folder)}
+    if options.mask:
+        taken["mask"] = picture_file("mask", options.mask, 1, lambda _: (H, W), folder)
+    config = dataclasses.replace(config, sample=options.num_samples, **taken)
+    validate(config)
+    return config
+
+
+def beside_condition(config: Config, images: torch.Tensor) -> np.ndarray:
+    """What the images are conditioned on, four images in a row, and the truth, if the condition was made of it."""
+    condition = visible(train_unet.sample_pictures(config, 1), config.in_channels)[0]
+    data = open_data(config.cond_file)
+    shows_truth = config.cond != "" and data.images.shape[1:] == (config.in_channels, *config.image_size)
+    truth = list(torch.from_numpy(data.read_floats(np.array([0])))) if shows_truth else []
+    parts = images.split(4)
+    rows = {f"{4 * i} to {4 * i + len(part) - 1}" if len(images) > 1 else "0": [condition, *truth, *part] for i, part in enumerate(parts)}
+    return labelled_grid(
+        rows, ["condition", *["truth"] * shows_truth, "result", *[""] * (len(parts[0]) - 1)], f"{config.sampler}, {config.cond or 'a picture'}"
+    )
+
+
 def take_picture(options: Options, config: Config, folder: str) -> Config:
     """config with --image, and --mask, as data files in this folder."""
-    if config.in_channels not in (1, 3):
-        raise UserError(f"--image {options.image}: a picture has 1 or 3 channels and this model's images {config.in_channels}")
 
     def take(flag: str, path: str, channels: int) -> str:
-        try:
-            with files.open_file(path) as file, Image.open(file) as picture:
-                array = image_to_array(picture, config.image_size, channels, Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS)
-        except UnidentifiedImageError:
-            raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
-        except (DataError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
-            raise UserError(f"--{flag} {path}: can't be read ({getattr(e, 'strerror', None) or e})") from None
-        write_data(f"{folder}/{flag}.bin", array[None])
-        return f"{folder}/{flag}.bin"
+        return picture_file(flag, path, channels, lambda _: config.image_size, folder)
 
     taken = {"inpaint" if options.mask else "start_from": take("image", options.image, config.in_channels)}
     taken |= {"mask": take("mask", options.mask, 1)} if options.mask else {}
@@ -769,14 +811,14 @@ def run(argv: list[str]) -> None:
         path = getattr(options, name)
         if path and not path.endswith(ending):
             raise UserError(f"--{name} {path}: must end in {ending}")
-    asked = [f"--{name}" for name in ("compare", "export_onnx", "export_coreml", "show", "decode", "image") if getattr(options, name)]
-    asked += ["--backend"] * ("backend" in given and bool(set(asked) - {"--decode", "--image"}))
+    asked = [f"--{name}" for name in ("compare", "export_onnx", "export_coreml", "show", "decode", "image", "cond") if getattr(options, name)]
+    asked += ["--backend"] * ("backend" in given and bool(set(asked) - {"--decode", "--image", "--cond"}))
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)}: one thing at a time")
     if options.data_file and not options.show:
         raise UserError(f"--data_file {options.data_file}: is for --show, or in place of --model_filename for --decode; leave it out")
-    if options.mask and not options.image:
-        raise UserError(f"--mask {options.mask}: says where --image is painted anew, and there is none")
+    if options.mask and not (options.image or options.cond):
+        raise UserError(f"--mask {options.mask}: says where --image (or --cond) is painted anew, and there is none")
     if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
         raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
     check_outputs(options)
@@ -807,12 +849,15 @@ def run(argv: list[str]) -> None:
         return make_pictures(file, config, options)
     with tempfile.TemporaryDirectory() as folder:
         config = take_picture(options, config, folder) if options.image else config
+        config = take_condition(options, config, folder) if options.cond else config
         images = BACKENDS[options.backend](file, config, options.num_samples)
-        if options.image and options.output.endswith(".png"):
+        shows_beside = (options.image or options.cond) and options.output.endswith(".png")
+        if shows_beside:
             if not torch.isfinite(images).all():
                 raise UserError(f"{options.output}: is not written, because the samples are not finite numbers; these weights are broken")
-            save_png(before_and_after(config, images), options.output)
-            return print(f"{options.output}: {options.image} before and after, with {config.sampler} from {options.model_filename}")
+            save_png(before_and_after(config, images) if options.image else beside_condition(config, images), options.output)
+            told = f"{options.image} before and after" if options.image else f"{len(images)} images of {options.cond}"
+            return print(f"{options.output}: {told}, with {config.sampler} from {options.model_filename}")
     captions = value_captions(value_rows(config) if config.cond_dim else [], len(images))
     write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options, captions)
 

@@ -15,86 +15,86 @@
 //   2781     8. Diffusion: noise schedules, objectives, samplers
 //   3007         the level of a training sample, drawn, and its share of the loss
 //   3428         samplers
-//   3968     9. Data: .bin files that may be larger than memory, the order of their images
-//   4482    10. Model files: weights and checkpoints, initial weights
-//   4821    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4836         the learning rate, the verdict on a step, averages of the weights
-//   4918         what a trainer holds
-//   5045         a step
-//   5333    12. A run: log, guard, checkpoints, resume, samples
-//   5358         the log in memory, as the page shows it
-//   5467         what a run holds
-//   5534         the log and the status line
-//   5720         checkpoints, snapshots and grids
-//   5944         the start of a run: new, from a file's weights, or resumed
-//   6122         the loop over the steps
-//   6235         a run from its first to its last line
-//   6402         samples, without a run
-//   6552    13. main: the command line, then a run or samples
-//   6818         what ranks must have in common
-//   6886         main
-//   7008  Part II. The device
-//   7011    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7086    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7154    16. The GPU: what all kernels share
-//   7218         Launches, which may overlap
-//   7260         Decisions: what kernels are chosen with
-//   7306         Single instructions: shared memory, mbarriers, clusters
-//   7390         Activations: pieces of 16 bytes
-//   7663         each_kernel: a thread for an element
-//   7677         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7830         Swizzle: how rows lie in shared memory
-//   7848         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8048         building blocks of Hopper's kernels (sm_90a)
-//   8311    17. Small operations: resampling, embeddings, diffusion
-//   8314         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8511         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8853         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9348    18. Group norm
-//   9351         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9863         groupnorm_backward_whole: an image's slab in shared memory
-//  10221    19. Attention
-//  10324         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10841         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  10976         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11634    20. Convolution
-//  11669         ConvOut: results, 4 channels of a pixel at a time
-//  11897         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11957         conv_halo: 3x3, stride 1, any GPU
-//  12348         conv_gather: any kernel size and stride, any GPU
-//  12600         conv_few: the first and the last layer
-//  12770         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13327         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13428         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13851         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14230         conv_weight_tma: weight gradients (sm_90a)
-//  14510    21. The optimiser
-//  14513         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14741    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14744         groupnorm_backward
-//  14878         attention: forward and, where a has dout, backward
-//  14939         convolution: forward and input gradient
-//  15355         convolution: weight gradients
-//  15687    23. The GPU: memory, copies, repeated work
-//  15901    24. Between ranks: from device to device
+//   3969     9. Data: .bin files that may be larger than memory, the order of their images
+//   4483    10. Model files: weights and checkpoints, initial weights
+//   4822    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4837         the learning rate, the verdict on a step, averages of the weights
+//   4919         what a trainer holds
+//   5046         a step
+//   5334    12. A run: log, guard, checkpoints, resume, samples
+//   5359         the log in memory, as the page shows it
+//   5468         what a run holds
+//   5535         the log and the status line
+//   5721         checkpoints, snapshots and grids
+//   5967         the start of a run: new, from a file's weights, or resumed
+//   6145         the loop over the steps
+//   6258         a run from its first to its last line
+//   6427         samples, without a run
+//   6577    13. main: the command line, then a run or samples
+//   6843         what ranks must have in common
+//   6911         main
+//   7033  Part II. The device
+//   7036    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7111    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7179    16. The GPU: what all kernels share
+//   7243         Launches, which may overlap
+//   7285         Decisions: what kernels are chosen with
+//   7331         Single instructions: shared memory, mbarriers, clusters
+//   7415         Activations: pieces of 16 bytes
+//   7688         each_kernel: a thread for an element
+//   7702         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7855         Swizzle: how rows lie in shared memory
+//   7873         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8073         building blocks of Hopper's kernels (sm_90a)
+//   8336    17. Small operations: resampling, embeddings, diffusion
+//   8339         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8536         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8878         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9373    18. Group norm
+//   9376         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9888         groupnorm_backward_whole: an image's slab in shared memory
+//  10246    19. Attention
+//  10349         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10866         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11001         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11659    20. Convolution
+//  11694         ConvOut: results, 4 channels of a pixel at a time
+//  11922         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11982         conv_halo: 3x3, stride 1, any GPU
+//  12373         conv_gather: any kernel size and stride, any GPU
+//  12625         conv_few: the first and the last layer
+//  12795         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13352         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13453         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13876         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14255         conv_weight_tma: weight gradients (sm_90a)
+//  14535    21. The optimiser
+//  14538         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14766    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14769         groupnorm_backward
+//  14903         attention: forward and, where a has dout, backward
+//  14964         convolution: forward and input gradient
+//  15380         convolution: weight gradients
+//  15712    23. The GPU: memory, copies, repeated work
+//  15926    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7004, run_program 6944, train 6358, run_step 6171, train_step 5268, load_batch 4440;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15811):
-//     step_gradients 5172: draw_levels 8866, forward_and_loss 5089, q_sample_forward 9050, unet_forward 2690,
-//     forward_layer 2679 (by the layer's row of OPS 2031), loss_forward_backward 9159, unet_backward 2753,
-//     sum_gradients 14559;
-//     judge_step 14606, update_slice 5235, adamw_update 14715, next_step 14612, record_step 14617;
-//     later collect_steps 6126
-//   pictures, from noise: sample_batch 3885, plan_route 3660, device_step 3703, euler_step 3458 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 15241 draws all of its roads:
-//     OPS 2031, forward_conv 1931, conv_forward 15268, conv_product 15241;
-//     on Hopper pick_conv_tiles_3x3 15131, conv_tiles 13836, conv_tiles_kernel 13773, Accumulators 8260, Wgmma 7899;
-//     on any other GPU pick_conv_halo_bf16 15175, conv_halo 12335, conv_halo_kernel 12259, multiply_step 12227,
-//     multiply_tap 12204, mma 7724
-//   why several GPUs compute the bits of one: step_gradients 5172
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7050, with_nonlinearity 7060 (a case); BEHIND_NORMS, in front of
+//     main 7029, run_program 6969, train 6383, run_step 6194, train_step 5269, load_batch 4441;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15836):
+//     step_gradients 5173: draw_levels 8891, forward_and_loss 5090, q_sample_forward 9075, unet_forward 2690,
+//     forward_layer 2679 (by the layer's row of OPS 2031), loss_forward_backward 9184, unet_backward 2753,
+//     sum_gradients 14584;
+//     judge_step 14631, update_slice 5236, adamw_update 14740, next_step 14637, record_step 14642;
+//     later collect_steps 6149
+//   pictures, from noise: sample_batch 3886, plan_route 3660, device_step 3703, euler_step 3458 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 15266 draws all of its roads:
+//     OPS 2031, forward_conv 1931, conv_forward 15293, conv_product 15266;
+//     on Hopper pick_conv_tiles_3x3 15156, conv_tiles 13861, conv_tiles_kernel 13798, Accumulators 8285, Wgmma 7924;
+//     on any other GPU pick_conv_halo_bf16 15200, conv_halo 12360, conv_halo_kernel 12284, multiply_step 12252,
+//     multiply_tap 12229, mma 7749
+//   why several GPUs compute the bits of one: step_gradients 5173
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7075, with_nonlinearity 7085 (a case); BEHIND_NORMS, in front of
 //     add_norm 2173, chooses it
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2923
 //   an objective: its word in common/flags.h, Frame 352, frame_of 2971, make_objective 2978;
@@ -103,9 +103,9 @@
 //   a kind of layer: LayerKind 1669, forward_linear 1892 and backward_linear 1896 beside it, OPS 2031,
 //     ops_are_in_order 2087, add_resblock 2220 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7027; until they know it, nothing compiles: unpack 7408,
-//     pack 7436, FourOf 7473, mma 7724, with_act 7275, cast_params 14636, adamw_update 14715, tma_type 8007;
-//     which kernels take it: conv_product 15241, act_has_wgmma 7284; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7052; until they know it, nothing compiles: unpack 7433,
+//     pack 7461, FourOf 7498, mma 7749, with_act 7300, cast_params 14661, adamw_update 14740, tma_type 8032;
+//     which kernels take it: conv_product 15266, act_has_wgmma 7309; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
 //     ends in is unknown_word 1033, called by who does not know it
 //
@@ -3778,6 +3778,7 @@ struct Sampler {
     std::vector<float> value_rows; // rows of cond_dim numbers, which the images take in turns
     float* cond;                   // (device) (B, H, W, cond_channels); null: there are none
     std::vector<float> pictures;   // on the host: (count, H, W, cond_channels), which the images take in turns
+    std::vector<float> truth; // on the host: the data's images that belong to them (count, H, W, C), for a run's grids
     // With --start_from and --inpaint, on the host: the images (count, H, W, C) and masks, which take turns.
     std::vector<float> images, masks;
     float *known, *mask; // (device) with --inpaint: those of a batch (B, H, W, C)
@@ -5902,6 +5903,26 @@ static std::vector<std::string> value_captions(const Config& c, const Sampler& s
     return captions;
 }
 
+// What a grid shows of each of these images (n, H, W, C) if they are conditioned on pictures: the picture, the image, and
+// the data's image that belongs to the picture, side by side (n, H, 3 W, C). Of a picture with fewer channels the first
+// one is shown.
+static std::vector<float> beside_pictures(const Config& c, const Sampler& s, const std::vector<float>& images) {
+    const int K = c.cond_channels;
+    const int C = c.in_channels;
+    const size_t row = (size_t)c.W * C;
+    std::vector<float> shown;
+    for (size_t at = 0; at < images.size(); at += row) {          // a row of an image
+        const size_t first_pixel = at / C % (s.truth.size() / C); // pictures take turns
+        for (int w = 0; w < c.W; w++)
+            for (int channel = 0; channel < C; channel++)
+                shown.push_back(s.pictures[(first_pixel + w) * K + (K >= C ? channel : 0)]);
+        shown.insert(shown.end(), images.begin() + at, images.begin() + at + row);
+        const auto truth = s.truth.begin() + at % s.truth.size();
+        shown.insert(shown.end(), truth, truth + row);
+    }
+    return shown;
+}
+
 // Draws a grid of samples from the averaged weights. Every grid starts from the same noise, so that one sees how the
 // pictures get better.
 static void save_grid(Run* run) {
@@ -5914,8 +5935,10 @@ static void save_grid(Run* run) {
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
     if (world.rank) return;
     const auto captions = value_captions(c, run->sampler, c.num_samples);
+    const int parts = c.cond_channels ? 3 : 1;
+    const std::vector<float> shown = c.cond_channels ? beside_pictures(c, run->sampler, images) : images;
     write_or_wait(run, text("samples_%07ld.png", run->state.step),
-                  grid_png(images, c.num_samples, c.H, c.W, c.in_channels, captions));
+                  grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts));
 }
 
 // Writes a line about a model: its size, and what it costs.
@@ -6274,9 +6297,11 @@ static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
 
 // The images of a run's grids are conditioned on the first pictures of the validation data or, without it, of the data.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
+    if (!c.cond_channels) return;
     const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
+    s->truth = first_images(d, c.val_data_file.empty() ? "data_file" : "val_data_file", c.in_channels, c.num_samples);
     if (c.picture_kind != PictureKind::FILE) s->pictures = made_pictures(c, d, c.num_samples, {});
-    else if (c.cond_channels) s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
+    else s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
 }
 
 // Makes the output folder ready, at rank 0: from now on it is this run's alone.

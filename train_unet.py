@@ -53,7 +53,7 @@ from common.random_numbers import (
     random_words, to_normals,
 )  # fmt: skip
 from common.run_folder import RunFolder, StepResult, plot_loss, prepare_run, progress_line, run_folder
-from common.samples import grid_pixels, png_bytes, save_samples, value_captions
+from common.samples import beside_pictures, grid_pixels, png_bytes, save_samples, value_captions
 
 # ======================================================================================================================
 # draws: which noise levels and which images a step has. They are functions of the seed and of the step (common/random_numbers.py).
@@ -401,6 +401,7 @@ class Denoiser:
             table = torch.tensor(rows or value_rows(config), device=numbers.device)
             self.conditions["values"] = table[numbers % len(table)]
         if config.cond_channels:
+            pictures = sample_pictures(config, len(numbers)) if pictures is None else pictures
             self.conditions["cond"] = pictures.to(numbers.device)[numbers % len(pictures)]
 
     def without_condition(self) -> tuple[torch.Tensor | None, Conditions]:
@@ -557,6 +558,8 @@ def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
 def sample_pictures(config: Config, most: int) -> torch.Tensor:
     """The pictures (up to most, cond_channels, H, W) of --sample, from --cond_file. With --cond they are made of its images, unless it holds such
     pictures already: small ones are enlarged, grey ones taken as they are."""
+    if not config.cond_file:
+        raise UserError(f"--cond_file: must name the pictures of {config.cond_channels} channels that the model is conditioned on")
     if not config.cond:
         return read_images(config, "cond_file", most)
     (H, W), C, factor = config.image_size, config.in_channels, config.picture_factor
@@ -832,11 +835,15 @@ def grid_pictures(config: Config, data: Data) -> torch.Tensor | None:
 def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data) -> None:
     """A grid of pictures by the averaged weights, with the numbers and the pictures of this data."""
     config, step = trainer.config, trainer.state.step
-    rows = grid_rows(config, data)
-    images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=grid_pictures(config, data))
+    rows, pictures = grid_rows(config, data), grid_pictures(config, data)
+    images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures)
     if not torch.isfinite(images).all():
         screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
-    screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=value_captions(rows, len(images))))))
+    captions, parts = value_captions(rows, len(images)), 1
+    if pictures is not None:
+        truth = torch.from_numpy(data.read_floats(np.arange(len(pictures))))
+        images, parts = beside_pictures(images, pictures, truth), 3
+    screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=captions, parts=parts))))
 
 
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> int:

@@ -152,10 +152,9 @@ FLAG(string, data_dir, "",
      "or a folder of pictures, from which prepare_data.py makes FOLDER.bin; sub-folders are classes");
 SAVED(80, bool, random_flip, false, "mirror half of the images");
 FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
-FLAG(
-    string, cond_file, "",
-    "pictures to condition on: a data file with one for each image of data_file, in the same order and of the same "
-    "size; with --sample one for each sample, in turns (with cond: images to make them of, or pictures as cond makes)");
+FLAG(string, cond_file, "",
+     "pictures to condition on: a data file with one for each image of data_file, in the same order; with --sample "
+     "those of the samples, in turns (with cond: or images, of which they are made)");
 FLAG(string, val_cond_file, "", "those of val_data_file's images");
 FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
 FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");

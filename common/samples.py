@@ -57,10 +57,22 @@ def value_captions(rows: list[list[float]], count: int) -> list[str]:
     return ["".join(f"{v:.2g} " for v in rows[i % len(rows)]) for i in range(count)] if rows else []
 
 
-def grid_pixels(images: torch.Tensor, enlarge: bool = True, captions: Sequence[str] = ()) -> np.ndarray:
-    """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged. captions: what stands below each, in numbers."""
+def visible(pictures: torch.Tensor, channels: int) -> torch.Tensor:
+    """(N, channels, H, W) of pictures (N, K, H, W) that images are conditioned on: of one with fewer channels the first is shown."""
+    return pictures[:, :channels] if pictures.shape[1] >= channels else pictures[:, :1].expand(-1, channels, -1, -1)
+
+
+def beside_pictures(images: torch.Tensor, pictures: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """(N, C, H, 3 W): what each image is conditioned on, the image, and the image of the data that belongs to it; pictures and truth take turns."""
+    index = torch.arange(len(images)) % len(pictures)
+    return torch.cat([visible(pictures, images.shape[1])[index], images, truth[index]], dim=3)
+
+
+def grid_pixels(images: torch.Tensor, enlarge: bool = True, captions: Sequence[str] = (), parts: int = 1) -> np.ndarray:
+    """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged. captions: what stands below each, in numbers.
+    parts: how many pictures lie side by side in an image, each W / parts wide."""
     pixels, gap = to_pixels(images), 2
-    zoom = max(1, 64 // max(pixels.shape[1:3])) if enlarge else 1
+    zoom = max(1, 64 // max(pixels.shape[1], pixels.shape[2] // parts)) if enlarge else 1
     pixels = pixels.repeat(zoom, axis=1).repeat(zoom, axis=2)
     if captions:
         below = np.stack([caption_pixels(caption, pixels.shape[2]) for caption in captions])[..., None]
@@ -68,7 +80,7 @@ def grid_pixels(images: torch.Tensor, enlarge: bool = True, captions: Sequence[s
         white = np.full((len(pixels), gap, *pixels.shape[2:]), 255, np.uint8)
         pixels = np.concatenate([pixels, white, below], axis=1)
     N, H, W, C = pixels.shape
-    columns = math.ceil(math.sqrt(N))
+    columns = math.ceil(math.sqrt(N / parts))
     grid = np.full((math.ceil(N / columns) * (H + gap) + gap, columns * (W + gap) + gap, C), 255, np.uint8)
     for i, image in enumerate(pixels):
         y, x = gap + i // columns * (H + gap), gap + i % columns * (W + gap)

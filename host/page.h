@@ -185,6 +185,8 @@ static void begin_page(Run* run) {
     std::string names = run->trainer.data.value_names;
     std::ranges::replace(names, '\n', ' ');
     if (run->config.cond_dim && !names.empty()) run->page.about += "\nbelow the samples: " + names;
+    if (run->config.cond_channels)
+        run->page.about += "\nsamples: what each is conditioned on, the sample, and the image of the data";
     run->page.started = time(nullptr);
     write_page(run, "running");
     const std::lock_guard<PageTurn> turn(page_turn);

@@ -22,6 +22,7 @@ from conftest import (
     read_samples,
     seal_data,
     seal_model,
+    shown_run,
     with_slot,
 )  # fmt: skip
 from PIL import Image
@@ -395,6 +396,76 @@ def test_bad_ways_of_making_pictures(refused: Callable, colours: Path, data: Pat
         refused(flags(SAMPLE, "--init damaged.bin --cond_file", colours), "damaged.bin", word)
         with pytest.raises(UserError, match="damaged.bin"):
             twin.read_model(str(tmp_path / "damaged.bin"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what one sees
+
+
+def test_grids_show_condition_result_and_truth(run: Callable, colours: Path, pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Side by side, small ones enlarged as ever; both programs alike; and the page says what they are."""
+    write_data(str(tmp_path / "held.bin"), make_images(3, channels=3, seed=9))
+    write_data(str(tmp_path / "held pictures.bin"), make_images(3, channels=2, seed=8))
+    runs = {
+        "lowres": flags("--cond lowres:2 --data_file", colours, "--val_data_file", tmp_path / "held.bin"),
+        "file": flags("--data_file", colours, "--cond_file", pairs[1]),
+        "held": flags("--data_file", colours, "--cond_file", pairs[1], "--val_data_file", tmp_path / "held.bin")
+        + ["--val_cond_file", str(tmp_path / "held pictures.bin")],
+    }
+    truth = {"lowres": make_images(3, channels=3, seed=9), "file": make_images(channels=3, seed=2), "held": make_images(3, channels=3, seed=9)}
+    pictures = {"file": make_images(channels=2, seed=1), "held": make_images(3, channels=2, seed=8)}
+    for name, how in runs.items():
+        given = flags(TINY, how, "--max_steps 1 --sample_interval 1 --lr 0 --num_samples 4")
+        run([*given, "--output_dir", name])
+        assert twin.run(flags(given, "--output_dir", tmp_path / f"twin {name}", "--device cpu")) == 0
+        grids = [np.asarray(Image.open(tmp_path / folder / "samples_0000001.png")).astype(int) for folder in (name, f"twin {name}")]
+        assert grids[0].shape == grids[1].shape == (2 * 66 + 2, 2 * (3 * 64 + 2) + 2, 3)
+        assert abs(grids[0] - grids[1]).max() <= 1
+        for k in range(4):
+            top, left = 2 + k // 2 * 66, 2 + k % 2 * (3 * 64 + 2)
+            cell = grids[0][top : top + 64 : 8, left : left + 3 * 64 : 8]
+            i = k % len(truth[name])
+            assert abs(cell[:, 16:] - truth[name][i].transpose(1, 2, 0)).max() <= 1, (name, k)
+            if name in pictures:  # of two channels: the first is shown
+                assert abs(cell[:, :8] - pictures[name][i][0][..., None]).max() <= 1
+        assert "what each is conditioned on" in shown_run(tmp_path / name)["about"]
+
+
+def test_generate_takes_a_picture(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--cond: condition, truth and results in a row; a small picture is enlarged, a larger one is made small first; by PyTorch and by ./train_unet."""
+    monkeypatch.chdir(tmp_path)
+    generate = importlib.import_module("generate")
+    shape = TINY_TWIN | dict(in_channels=3, num_channels=32, num_res_blocks=1)
+    for name, told in dict(lowres=dict(cond="lowres:2"), gray=dict(cond="gray"), mask=dict(cond="mask"), file=dict(cond_channels=1)).items():
+        config = make_config(shape | told)
+        write_model(f"{name}.bin", ModelFile(config, random_weights(config)))
+    colours = np.random.default_rng(0).integers(0, 256, (12, 12, 3)).astype(np.uint8)
+    Image.fromarray(colours).save("large.png")
+    Image.fromarray(colours[:4, :4]).save("small.png")
+    Image.fromarray((np.arange(64).reshape(8, 8) % 3 * 100).astype(np.uint8)).save("mask.png")
+    widths = {}
+    for name, picture, more in (
+        ("lowres", "large", ""), ("lowres", "small", ""), ("gray", "large", ""), ("file", "large", ""), ("mask", "large", "--mask mask.png"),
+    ):  # fmt: skip
+        given = flags("--num_samples 2 --steps 3 --device cpu --model_filename", f"{name}.bin", "--cond", f"{picture}.png", more or [])
+        generate.run(given)
+        widths[name, picture] = Image.open("samples.png").size[0]
+        generate.run(flags(given, "--output s.bin"))
+        drawn = read_samples(tmp_path / "s.bin")
+        assert drawn.shape == (2, 3, 8, 8) and not np.array_equal(drawn[0], drawn[1])
+        generate.run(flags(given, "--output n.bin --backend native"))
+        assert abs(drawn - read_samples(tmp_path / "n.bin")).max() < 2e-3
+    assert widths["lowres", "large"] == widths["gray", "large"] == widths["lowres", "small"] + 68 == widths["file", "large"] + 68
+    model = [*flags("--num_samples 1 --device cpu"), "--model_filename"]
+    for arguments, words in (
+        ([*model, "file.bin"], "--cond_file: must name the pictures of 1 channels"),
+        ([*model, "file.bin", "--cond", "mask.bin"], "--cond mask.bin: can't be opened|--cond mask.bin"),
+        ([*model, "file.bin", "--cond", "large.png", "--image", "large.png"], "one thing at a time"),
+        ([*model, "file.bin", "--show", "samplers"], "--cond_file: must name"),
+        ([*model, "file.bin", "--cond", "large.png", "--mask", "mask.png"], "--mask"),
+    ):
+        with pytest.raises(UserError, match=words):
+            generate.run(arguments)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
