@@ -87,7 +87,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="folder of pictures that those of --data_dir are conditioned on (--cond_file of train_unet): the one with the same path, but for .png and such",
     )
     parser.add_argument("--cond_output_name", metavar="F.bin", help="data file to write them to, in the same order and cut in the same way")
-    parser.add_argument("--cond_channels", type=int, choices=(1, 3), help="as --channels, of those pictures; default 3")
+    parser.add_argument("--cond_channels", type=int, choices=(1, 3, 4), help="as --channels, of those pictures; 4 = RGB and how opaque; default 3")
     return parser.parse_args(arguments)
 
 
@@ -167,7 +167,7 @@ class Cut:
 
 
 def read_picture(path: str, channels: int, open_picture: Callable[[str], BinaryIO] = open_regular) -> Image.Image:
-    """A picture upright and on white, in grey or RGB."""
+    """A picture as flat_image makes it."""
     with open_picture(path) as file, Image.open(file) as picture:
         return flat_image(picture, channels)
 

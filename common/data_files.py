@@ -106,6 +106,15 @@ def values_block(values: Sequence[np.ndarray] | np.ndarray, names: Sequence[str]
     return numbers.astype("<f4").tobytes() + text, numbers.shape[1], len(text)
 
 
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """A DataError that names the file in place of the system's error."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 class DataWriter:
     """A data file that is being written: images one by one, then what lies behind them. See new_data_file."""
 
@@ -114,7 +123,8 @@ class DataWriter:
         self.shape: tuple[int, ...] | None = None  # of every image
         self.dtype: np.dtype | None = None
         self.written, self.crc, self.image_crcs = 0, 0, array("I")
-        file.write(bytes(HEADER_BYTES))
+        with naming(path):
+            file.write(bytes(HEADER_BYTES))
 
     def add(self, image: np.ndarray) -> None:
         """An image (C, H, W), uint8 or float32 in [-1, 1]."""
@@ -128,7 +138,8 @@ class DataWriter:
         if self.dtype == np.float32 and not np.isfinite(image).all():
             raise DataError(f"image {self.written} has values that are not finite")
         data = image.astype(self.dtype.newbyteorder("<")).tobytes()
-        self.file.write(data)
+        with naming(self.path):
+            self.file.write(data)
         self.crc = zlib.crc32(data, self.crc)
         self.image_crcs.append(zlib.crc32(data))
         self.written += 1
@@ -159,14 +170,16 @@ class DataWriter:
         version = 1 if self.file.tell() + len(behind) <= READ_AT_START else 2
         if version == 2:
             behind, crc = behind + np.array(self.image_crcs, "<u4").tobytes(), 0
-        self.file.write(behind)
         header = np.zeros(256, "<u4")
         header[:8] = [DATA_MAGIC, version, self.written, *self.shape, num_classes, self.dtype.itemsize]
         header[10:12] = numbers_an_image, name_bytes
         header[9] = zlib.crc32(behind, crc)
         header[8] = zlib.crc32(header.tobytes())
-        self.file.seek(0)
-        self.file.write(header.tobytes())
+        with naming(self.path):
+            self.file.write(behind)
+            self.file.seek(0)
+            self.file.write(header.tobytes())
+            self.file.flush()  # all of it, so that of two files none appears where the other does not fit on the disk
         return self.written
 
 
@@ -178,11 +191,8 @@ def new_data_file(path: str) -> Iterator[DataWriter]:
         raise DataError(f"cannot write {path}: it exists and is not a regular file")
     if os.path.exists(target) and not os.access(target, os.W_OK):
         raise DataError(f"cannot write {path}: it exists and is write-protected")
-    try:
-        with atomic_file(target) as file:
-            yield DataWriter(path, file)
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+    with naming(path), atomic_file(target) as file:
+        yield DataWriter(path, file)
 
 
 def write_data(

@@ -19,6 +19,7 @@ from common.flags import Config
 from common.program import printable
 
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+MOST_PIXELS = 1 << 27  # of a picture that is enlarged for a random crop: half a GiB
 
 
 def say(text: str, file: TextIO) -> None:
@@ -32,13 +33,15 @@ def progress(items: Iterable, total: int | None = None) -> Iterable:
 
 
 def flat_image(image: Image.Image, channels: int) -> Image.Image:
-    """A picture upright, on white, in grey (1 channel) or RGB (3) of 8 bits."""
+    """A picture upright, of 8 bits: on white in grey (1 channel) or RGB (3), or RGBA (4)."""
     image = ImageOps.exif_transpose(image)  # photographs that are stored lying on their side
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # 16-bit and float grey, which convert() would clip at 255 and cut off at 0 and 1
         values, white = np.asarray(image), 1 if image.mode == "F" else 65535
         if not (values.min() >= 0 and values.max() <= white):
             raise DataError(f"its grey values are from {values.min():g} to {values.max():g}, not from 0 to {white}")
         image = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+    if channels == 4:
+        return image.convert("RGBA")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -46,7 +49,7 @@ def flat_image(image: Image.Image, channels: int) -> Image.Image:
 
 
 def flat_array(image: Image.Image) -> np.ndarray:
-    """A picture in grey or RGB as uint8 (C, H, W)."""
+    """A picture in grey, RGB or RGBA as uint8 (C, H, W)."""
     array = np.asarray(image)
     return np.ascontiguousarray(array[None] if array.ndim == 2 else array.transpose(2, 0, 1))
 
@@ -74,7 +77,10 @@ def random_crop(image: Image.Image, image_size: tuple[int, int], draw: random.Ra
     while image.width >= 2 * covered_width and image.height >= 2 * covered_height:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = max(covered_width / image.width, covered_height / image.height)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), resample=Image.Resampling.BICUBIC)
+    size = round(image.width * scale), round(image.height * scale)
+    if size[0] * size[1] > MOST_PIXELS:
+        raise DataError("it is too long and narrow to be cut from anywhere")
+    image = image.resize(size, resample=Image.Resampling.BICUBIC)
     top = draw.randrange(image.height - height + 1)
     left = draw.randrange(image.width - width + 1)
     return image.crop((left, top, left + width, top + height))

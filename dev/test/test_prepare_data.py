@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from conftest import BUILD, TINY, binary_path, data_bytes, environment, make_images, model_name
 
 import prepare_data
-from common import data_files
+from common import data_files, files
 from common.data_files import open_data_file, read_data, write_data
 from common.files import DataError
 from common.formats import read_model
@@ -1032,3 +1032,45 @@ def test_flags_of_crops_and_pairs_that_do_not_go_together(tmp_path, capsys, monk
 @pytest.mark.parametrize("crops", ["0", "-1", "1001", "2.5", "many"])
 def test_absurd_numbers_of_crops(capsys, crops):
     assert "is no number of crops from 1 to 1000" in fails(capsys, "--data_dir", "a", "--output_name", "b", "--crops", crops)
+
+
+@pytest.mark.parametrize("channels, expected", [(None, [153, 153, 233]), (1, [162]), (3, [153, 153, 233]), (4, [0, 0, 200, 102])])
+def test_a_condition_may_be_transparent(tmp_path, channels, expected):
+    """102 of 255 are 0.4: on white 255 - 0.4 255 and 255 - 0.4 55 are left; grey is 0.299, 0.587 and 0.114 of these."""
+    save(tmp_path / "a/1.png", RED)
+    save(tmp_path / "b/1.png", (0, 0, 200, 102), mode="RGBA")
+    for crops in (["--crops", 2], []):
+        assert convert(*pairs(tmp_path), "--image_size", 8, *crops, *(["--cond_channels", channels] if channels else [])) == 0
+        assert read_data(str(tmp_path / "b.bin"))[0][-1, :, 3, 3].tolist() == expected
+
+
+def test_a_picture_is_too_narrow_for_crops(tmp_path, capsys):
+    """It would become 64 pixels high and 25 million wide, which is more than the memory of a small machine."""
+    save(tmp_path / "in/a.png", RED, (400000, 1))
+    assert convert("--data_dir", tmp_path / "in", "--output_name", tmp_path / "o.bin", "--crops", 4) == 1
+    assert "in/a.png: it is too long and narrow to be cut from anywhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("full", ["a.bin", "b.bin"])
+def test_a_full_disk_is_told_of_the_file_that_did_not_fit(tmp_path, capsys, monkeypatch, full):
+    """Even where only the last bytes, which wait in a buffer, do not fit: the other file is still the old one."""
+    for folder in "ab":
+        noise(tmp_path / folder / "1.png")
+        (tmp_path / f"{folder}.bin").write_bytes(b"precious")
+    before = contents(tmp_path)
+
+    class FullDisk(io.BufferedWriter):
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    def open_temporary(name: str, folder: int):
+        temporary, file = real(name, folder)
+        return temporary, FullDisk(file.detach()) if name == full else file
+
+    real = files.open_temporary
+    with monkeypatch.context() as patch:
+        patch.setattr("prepare_data.check_output", lambda *arguments: None)
+        patch.setattr(files, "open_temporary", open_temporary)
+        said = fails(capsys, *pairs(tmp_path))
+    assert said == f"prepare_data: cannot write {tmp_path}/{full}: No space left on device\n"
+    assert contents(tmp_path) == before
