@@ -14,98 +14,98 @@
 //   2666     7. Forward and backward: two walks over the list
 //   2781     8. Diffusion: noise schedules, objectives, samplers
 //   3007         the level of a training sample, drawn, and its share of the loss
-//   3428         samplers
-//   3969     9. Data: .bin files that may be larger than memory, the order of their images
-//   4483    10. Model files: weights and checkpoints, initial weights
-//   4822    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4837         the learning rate, the verdict on a step, averages of the weights
-//   4919         what a trainer holds
-//   5046         a step
-//   5334    12. A run: log, guard, checkpoints, resume, samples
-//   5359         the log in memory, as the page shows it
-//   5468         what a run holds
-//   5535         the log and the status line
-//   5721         checkpoints, snapshots and grids
-//   5967         the start of a run: new, from a file's weights, or resumed
-//   6145         the loop over the steps
-//   6258         a run from its first to its last line
-//   6427         samples, without a run
-//   6577    13. main: the command line, then a run or samples
-//   6843         what ranks must have in common
-//   6911         main
-//   7033  Part II. The device
-//   7036    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7111    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7179    16. The GPU: what all kernels share
-//   7243         Launches, which may overlap
-//   7285         Decisions: what kernels are chosen with
-//   7331         Single instructions: shared memory, mbarriers, clusters
-//   7415         Activations: pieces of 16 bytes
-//   7688         each_kernel: a thread for an element
-//   7702         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7855         Swizzle: how rows lie in shared memory
-//   7873         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8073         building blocks of Hopper's kernels (sm_90a)
-//   8336    17. Small operations: resampling, embeddings, diffusion
-//   8339         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8536         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8878         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9373    18. Group norm
-//   9376         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9888         groupnorm_backward_whole: an image's slab in shared memory
-//  10246    19. Attention
-//  10349         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10866         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11001         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11659    20. Convolution
-//  11694         ConvOut: results, 4 channels of a pixel at a time
-//  11922         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11982         conv_halo: 3x3, stride 1, any GPU
-//  12373         conv_gather: any kernel size and stride, any GPU
-//  12625         conv_few: the first and the last layer
-//  12795         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13352         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13453         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13876         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14255         conv_weight_tma: weight gradients (sm_90a)
-//  14535    21. The optimiser
-//  14538         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14766    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14769         groupnorm_backward
-//  14903         attention: forward and, where a has dout, backward
-//  14964         convolution: forward and input gradient
-//  15380         convolution: weight gradients
-//  15712    23. The GPU: memory, copies, repeated work
-//  15926    24. Between ranks: from device to device
+//   3444         samplers
+//   3985     9. Data: .bin files that may be larger than memory, the order of their images
+//   4499    10. Model files: weights and checkpoints, initial weights
+//   4838    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4853         the learning rate, the verdict on a step, averages of the weights
+//   4935         what a trainer holds
+//   5062         a step
+//   5350    12. A run: log, guard, checkpoints, resume, samples
+//   5375         the log in memory, as the page shows it
+//   5484         what a run holds
+//   5551         the log and the status line
+//   5737         checkpoints, snapshots and grids
+//   5983         the start of a run: new, from a file's weights, or resumed
+//   6161         the loop over the steps
+//   6274         a run from its first to its last line
+//   6443         samples, without a run
+//   6593    13. main: the command line, then a run or samples
+//   6859         what ranks must have in common
+//   6927         main
+//   7049  Part II. The device
+//   7052    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7127    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7195    16. The GPU: what all kernels share
+//   7259         Launches, which may overlap
+//   7301         Decisions: what kernels are chosen with
+//   7347         Single instructions: shared memory, mbarriers, clusters
+//   7431         Activations: pieces of 16 bytes
+//   7704         each_kernel: a thread for an element
+//   7718         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7871         Swizzle: how rows lie in shared memory
+//   7889         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8089         building blocks of Hopper's kernels (sm_90a)
+//   8352    17. Small operations: resampling, embeddings, diffusion
+//   8355         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8552         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8894         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9390    18. Group norm
+//   9393         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9905         groupnorm_backward_whole: an image's slab in shared memory
+//  10263    19. Attention
+//  10366         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10883         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11018         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11676    20. Convolution
+//  11711         ConvOut: results, 4 channels of a pixel at a time
+//  11939         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  11999         conv_halo: 3x3, stride 1, any GPU
+//  12390         conv_gather: any kernel size and stride, any GPU
+//  12642         conv_few: the first and the last layer
+//  12812         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13369         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13470         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13893         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14272         conv_weight_tma: weight gradients (sm_90a)
+//  14552    21. The optimiser
+//  14555         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14783    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14786         groupnorm_backward
+//  14920         attention: forward and, where a has dout, backward
+//  14981         convolution: forward and input gradient
+//  15397         convolution: weight gradients
+//  15729    23. The GPU: memory, copies, repeated work
+//  15943    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7029, run_program 6969, train 6383, run_step 6194, train_step 5269, load_batch 4441;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15836):
-//     step_gradients 5173: draw_levels 8891, forward_and_loss 5090, q_sample_forward 9075, unet_forward 2690,
-//     forward_layer 2679 (by the layer's row of OPS 2031), loss_forward_backward 9184, unet_backward 2753,
-//     sum_gradients 14584;
-//     judge_step 14631, update_slice 5236, adamw_update 14740, next_step 14637, record_step 14642;
-//     later collect_steps 6149
-//   pictures, from noise: sample_batch 3886, plan_route 3660, device_step 3703, euler_step 3458 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 15266 draws all of its roads:
-//     OPS 2031, forward_conv 1931, conv_forward 15293, conv_product 15266;
-//     on Hopper pick_conv_tiles_3x3 15156, conv_tiles 13861, conv_tiles_kernel 13798, Accumulators 8285, Wgmma 7924;
-//     on any other GPU pick_conv_halo_bf16 15200, conv_halo 12360, conv_halo_kernel 12284, multiply_step 12252,
-//     multiply_tap 12229, mma 7749
-//   why several GPUs compute the bits of one: step_gradients 5173
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7075, with_nonlinearity 7085 (a case); BEHIND_NORMS, in front of
+//     main 7045, run_program 6985, train 6399, run_step 6210, train_step 5285, load_batch 4457;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15853):
+//     step_gradients 5189: draw_levels 8907, forward_and_loss 5106, q_sample_forward 9092, unet_forward 2690,
+//     forward_layer 2679 (by the layer's row of OPS 2031), loss_forward_backward 9201, unet_backward 2753,
+//     sum_gradients 14601;
+//     judge_step 14648, update_slice 5252, adamw_update 14757, next_step 14654, record_step 14659;
+//     later collect_steps 6165
+//   pictures, from noise: sample_batch 3902, plan_route 3676, device_step 3719, euler_step 3474 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 15283 draws all of its roads:
+//     OPS 2031, forward_conv 1931, conv_forward 15310, conv_product 15283;
+//     on Hopper pick_conv_tiles_3x3 15173, conv_tiles 13878, conv_tiles_kernel 13815, Accumulators 8301, Wgmma 7940;
+//     on any other GPU pick_conv_halo_bf16 15217, conv_halo 12377, conv_halo_kernel 12301, multiply_step 12269,
+//     multiply_tap 12246, mma 7765
+//   why several GPUs compute the bits of one: step_gradients 5189
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7091, with_nonlinearity 7101 (a case); BEHIND_NORMS, in front of
 //     add_norm 2173, chooses it
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2923
 //   an objective: its word in common/flags.h, Frame 352, frame_of 2971, make_objective 2978;
 //     what it asks and what the answer means: edm_question 2808 beside it, ask 2826;
-//     the sigmas of its samples: has_steps_of_t 3577
+//     the sigmas of its samples: has_steps_of_t 3593
 //   a kind of layer: LayerKind 1669, forward_linear 1892 and backward_linear 1896 beside it, OPS 2031,
 //     ops_are_in_order 2087, add_resblock 2220 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7052; until they know it, nothing compiles: unpack 7433,
-//     pack 7461, FourOf 7498, mma 7749, with_act 7300, cast_params 14661, adamw_update 14740, tma_type 8032;
-//     which kernels take it: conv_product 15266, act_has_wgmma 7309; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7068; until they know it, nothing compiles: unpack 7449,
+//     pack 7477, FourOf 7514, mma 7765, with_act 7316, cast_params 14678, adamw_update 14757, tma_type 8048;
+//     which kernels take it: conv_product 15283, act_has_wgmma 7325; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
 //     ends in is unknown_word 1033, called by who does not know it
 //
@@ -3181,52 +3181,68 @@ HD static inline float sym6(int k) {
     return k >= 0 && k < FILTER ? taps[k] : 0.0f;
 }
 
+// Pixel n of a row that is continued by its mirror image at both ends, and itself mirrored or not.
+HD static inline int mirrored(int n, int size, bool flip) {
+    if (n < 0 || n >= size) {
+        const int period = 2 * size - 2;
+        n %= period;
+        if (n < 0) n += period;
+        if (n >= size) n = period - n;
+    }
+    return flip ? size - 1 - n : n;
+}
+
 // The pixels of a row, or of a column, and their weights that make the doubled row's value at u.
 struct Around {
-    int first; // and the AROUND - 1 that follow it
+    int pixel[AROUND];
     float weight[AROUND];
 };
-HD static inline Around pixels_around(double u) {
+HD static inline Around pixels_around(double u, int size, bool flip) {
     const double below = floor(u);
     const int i = (int)below;
     const float part = (float)(u - below);
+    const int first = (i - 5) >> 1; // rounded down, also if it is negative
+    const bool odd = (i - 5) & 1;
     Around a;
-    a.first = (i - 5) >> 1; // rounded down, also if it is negative
     for (int j = 0; j < AROUND; j++) {
-        const int k = i - 2 * (a.first + j) + 5; // the tap that this pixel has in value i of the doubled row
-        a.weight[j] = (1 - part) * sym6(k) + part * sym6(k + 1);
+        // Values i and i + 1 of the doubled row have these taps of this pixel.
+        const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
+        const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
+        a.weight[j] = (1 - part) * here + part * next;
+        a.pixel[j] = mirrored(first + j, size, flip);
     }
     return a;
 }
 
-// Pixel n of a row that is continued by its mirror image at both ends, and itself mirrored or not.
-HD static inline int mirrored(int n, int size, bool flip) {
-    const int period = 2 * size - 2;
-    n %= period;
-    if (n < 0) n += period;
-    if (n >= size) n = period - n;
-    return flip ? size - 1 - n : n;
-}
-
-// Returns the canvas at row `fine_y` and column `fine_x`. channel: one channel of an image, (H, W); bytes: of a value.
-HD static inline float canvas_value(const Augmentation& a, const void* channel, int bytes, int fine_y, int fine_x,
-                                    int H, int W) {
+// Where the canvas at row `fine_y` and column `fine_x` comes from in an image: the same for all channels.
+struct CanvasPlace {
+    Around rows, columns;
+};
+HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int fine_x, int H, int W) {
     // From the canvas to pixels from the centre; where these come from; and from there to the doubled image.
     const double x = (fine_x - W - 5) / 2.0;
     const double y = (fine_y - H - 5) / 2.0;
-    const Around columns = pixels_around(2 * (a.x_x * x + a.x_y * y + a.x_1) + W - 1);
-    const Around rows = pixels_around(2 * (a.y_x * x + a.y_y * y + a.y_1) + H - 1);
+    const double from_x = a.x_x * x + a.x_y * y + a.x_1;
+    const double from_y = a.y_x * x + a.y_y * y + a.y_1;
+    return CanvasPlace{.rows = pixels_around(2 * from_y + H - 1, H, a.flip_y),
+                       .columns = pixels_around(2 * from_x + W - 1, W, a.flip_x)};
+}
+
+// Returns the canvas there. channel: one channel of an image, (H, W); bytes: of a value, 1 or 4.
+HD static inline float canvas_value(const CanvasPlace& place, const void* channel, int bytes, int W) {
     float sum = 0;
     for (int i = 0; i < AROUND; i++) {
-        const size_t row = (size_t)mirrored(rows.first + i, H, a.flip_y) * W;
+        const size_t row = (size_t)place.rows.pixel[i] * W;
         float of_row = 0;
         for (int j = 0; j < AROUND; j++) {
-            const size_t at = row + mirrored(columns.first + j, W, a.flip_x);
-            of_row += columns.weight[j] * image_value(channel, bytes, at);
+            const size_t at = row + place.columns.pixel[j];
+            const float value = bytes == 1 ? ((const uint8_t*)channel)[at] : ((const float*)channel)[at];
+            of_row += place.columns.weight[j] * value;
         }
-        sum += rows.weight[i] * of_row;
+        sum += place.rows.weight[i] * of_row;
     }
-    return sum;
+    // Bytes mean value / 127.5 - 1. The 49 weights add up to a half, and the 144 of `halved` to 2.
+    return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
 // Returns the changed image's pixel (y, x), from its channel of the canvas.
@@ -8905,8 +8921,8 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
-// --augment, in three launches. A thread has a sample, and draws its change; then a value of the canvas, which is the
-// changed image at twice the resolution (canvas_value); then a value of the result.
+// --augment, in three launches. A thread has a sample, and draws its change; then a place of the canvas, which is the
+// changed image at twice the resolution (canvas_value), in all channels; then a value of the result.
 static void augment_images(float* out, Augmentation* drawn, float* canvas, float* told, int stride, const void* images,
                            float p, RandomKey key, int B, int C, int H, int W, int bytes) {
     each(B, [=] __device__(size_t b) {
@@ -8921,13 +8937,14 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
         }
     });
     const size_t fine = (size_t)fine_size(H) * fine_size(W);
-    each((size_t)B * C * fine, [=] __device__(size_t i) {
-        const size_t plane = i / fine; // the number of image and channel, b C + c
-        const int place = (int)(i % fine);
-        const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
-        const int y = place / fine_size(W);
-        const int x = place % fine_size(W);
-        canvas[i] = canvas_value(drawn[plane / C], channel, bytes, y, x, H, W);
+    each((size_t)B * fine, [=] __device__(size_t i) {
+        const size_t b = i / fine;
+        const int at = (int)(i % fine);
+        const CanvasPlace place = canvas_place(drawn[b], at / fine_size(W), at % fine_size(W), H, W);
+        for (size_t plane = b * C; plane < (b + 1) * C; plane++) {
+            const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
+            canvas[plane * fine + at] = canvas_value(place, channel, bytes, W);
+        }
     });
     each((size_t)B * C * H * W, [=] __device__(size_t i) {
         const size_t plane = i / ((size_t)H * W);

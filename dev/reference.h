@@ -1285,16 +1285,20 @@ static inline void augment_images(float* out, Augmentation* drawn, float* canvas
         for (int k = 0; k < 4; k++) words[k] = random_words(key, k, b);
         drawn[b] = draw_augmentation(p, words, H, W);
         std::copy_n(drawn[b].told, AUGMENT_NUMBERS, row_of(told, b, stride));
-        for (int c = 0; c < C; c++) {
-            const size_t plane = (size_t)b * C + c;
-            const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
-            float* const fine = canvas + plane * fine_H * fine_W;
-            for (int y = 0; y < fine_H; y++)
-                for (int x = 0; x < fine_W; x++)
-                    fine[y * fine_W + x] = canvas_value(drawn[b], channel, bytes, y, x, H, W);
-            for (int y = 0; y < H; y++)
-                for (int x = 0; x < W; x++) out[(plane * H + y) * W + x] = halved(fine, y, x, W);
+        const size_t fine = (size_t)fine_H * fine_W;
+        const size_t first = (size_t)b * C;
+        for (int y = 0; y < fine_H; y++) {
+            for (int x = 0; x < fine_W; x++) {
+                const CanvasPlace place = canvas_place(drawn[b], y, x, H, W);
+                for (size_t plane = first; plane < first + C; plane++) {
+                    const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
+                    canvas[plane * fine + y * fine_W + x] = canvas_value(place, channel, bytes, W);
+                }
+            }
         }
+        for (size_t plane = first; plane < first + C; plane++)
+            for (int y = 0; y < H; y++)
+                for (int x = 0; x < W; x++) out[(plane * H + y) * W + x] = halved(canvas + plane * fine, y, x, W);
     }
 }
 

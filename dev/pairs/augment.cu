@@ -18,7 +18,8 @@ static void augment_images_v0(float* out, const Augmentation* drawn, const float
         for (int k = 0; k < FILTER * FILTER; k++) {
             const int fine_y = 2 * y + 1 + k / FILTER, fine_x = 2 * x + 1 + k % FILTER;
             const float* channel = images + plane * H * W;
-            const float value = canvas_value(drawn[plane / C], channel, sizeof(float), fine_y, fine_x, H, W);
+            const CanvasPlace place = canvas_place(drawn[plane / C], fine_y, fine_x, H, W);
+            const float value = canvas_value(place, channel, sizeof(float), W);
             sum += sym6(k / FILTER) * sym6(k % FILTER) * value;
         }
         out[i] = sum;
