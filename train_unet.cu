@@ -8,106 +8,106 @@
 //    194     1. Types at the interface: what operations are called with
 //    511     2. The interface: all that the program asks of a device
 //    813     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    908     4. Configuration: flags, presets, help, what can work and what cannot
-//   1618     5. The network: a list of layers, made of guided-diffusion's flags
-//   2426     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2666     7. Forward and backward: two walks over the list
-//   2781     8. Diffusion: noise schedules, objectives, samplers
-//   3007         the level of a training sample, drawn, and its share of the loss
-//   3444         samplers
-//   3985     9. Data: .bin files that may be larger than memory, the order of their images
-//   4499    10. Model files: weights and checkpoints, initial weights
-//   4838    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4853         the learning rate, the verdict on a step, averages of the weights
-//   4935         what a trainer holds
-//   5062         a step
-//   5350    12. A run: log, guard, checkpoints, resume, samples
-//   5375         the log in memory, as the page shows it
-//   5484         what a run holds
-//   5551         the log and the status line
-//   5737         checkpoints, snapshots and grids
-//   5983         the start of a run: new, from a file's weights, or resumed
-//   6161         the loop over the steps
-//   6274         a run from its first to its last line
-//   6443         samples, without a run
-//   6593    13. main: the command line, then a run or samples
-//   6859         what ranks must have in common
-//   6927         main
-//   7049  Part II. The device
-//   7052    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7127    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7195    16. The GPU: what all kernels share
-//   7259         Launches, which may overlap
-//   7301         Decisions: what kernels are chosen with
-//   7347         Single instructions: shared memory, mbarriers, clusters
-//   7431         Activations: pieces of 16 bytes
-//   7704         each_kernel: a thread for an element
-//   7718         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7871         Swizzle: how rows lie in shared memory
-//   7889         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8089         building blocks of Hopper's kernels (sm_90a)
-//   8352    17. Small operations: resampling, embeddings, diffusion
-//   8355         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8552         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8894         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9390    18. Group norm
-//   9393         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9905         groupnorm_backward_whole: an image's slab in shared memory
-//  10263    19. Attention
-//  10366         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10883         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11018         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11676    20. Convolution
-//  11711         ConvOut: results, 4 channels of a pixel at a time
-//  11939         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  11999         conv_halo: 3x3, stride 1, any GPU
-//  12390         conv_gather: any kernel size and stride, any GPU
-//  12642         conv_few: the first and the last layer
-//  12812         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13369         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13470         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13893         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14272         conv_weight_tma: weight gradients (sm_90a)
-//  14552    21. The optimiser
-//  14555         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14783    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14786         groupnorm_backward
-//  14920         attention: forward and, where a has dout, backward
-//  14981         convolution: forward and input gradient
-//  15397         convolution: weight gradients
-//  15729    23. The GPU: memory, copies, repeated work
-//  15943    24. Between ranks: from device to device
+//    910     4. Configuration: flags, presets, help, what can work and what cannot
+//   1620     5. The network: a list of layers, made of guided-diffusion's flags
+//   2428     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2668     7. Forward and backward: two walks over the list
+//   2783     8. Diffusion: noise schedules, objectives, samplers
+//   3009         the level of a training sample, drawn, and its share of the loss
+//   3446         samplers
+//   3987     9. Data: .bin files that may be larger than memory, the order of their images
+//   4501    10. Model files: weights and checkpoints, initial weights
+//   4840    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4855         the learning rate, the verdict on a step, averages of the weights
+//   4937         what a trainer holds
+//   5064         a step
+//   5352    12. A run: log, guard, checkpoints, resume, samples
+//   5377         the log in memory, as the page shows it
+//   5487         what a run holds
+//   5554         the log and the status line
+//   5740         checkpoints, snapshots and grids
+//   5986         the start of a run: new, from a file's weights, or resumed
+//   6164         the loop over the steps
+//   6277         a run from its first to its last line
+//   6446         samples, without a run
+//   6596    13. main: the command line, then a run or samples
+//   6862         what ranks must have in common
+//   6930         main
+//   7052  Part II. The device
+//   7055    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7130    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7198    16. The GPU: what all kernels share
+//   7262         Launches, which may overlap
+//   7304         Decisions: what kernels are chosen with
+//   7350         Single instructions: shared memory, mbarriers, clusters
+//   7434         Activations: pieces of 16 bytes
+//   7707         each_kernel: a thread for an element
+//   7721         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7874         Swizzle: how rows lie in shared memory
+//   7892         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8092         building blocks of Hopper's kernels (sm_90a)
+//   8355    17. Small operations: resampling, embeddings, diffusion
+//   8358         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8555         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8897         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9393    18. Group norm
+//   9396         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9908         groupnorm_backward_whole: an image's slab in shared memory
+//  10266    19. Attention
+//  10369         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10886         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11021         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11679    20. Convolution
+//  11714         ConvOut: results, 4 channels of a pixel at a time
+//  11942         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12002         conv_halo: 3x3, stride 1, any GPU
+//  12393         conv_gather: any kernel size and stride, any GPU
+//  12645         conv_few: the first and the last layer
+//  12815         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13372         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13473         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13896         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14275         conv_weight_tma: weight gradients (sm_90a)
+//  14555    21. The optimiser
+//  14558         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14786    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14789         groupnorm_backward
+//  14923         attention: forward and, where a has dout, backward
+//  14984         convolution: forward and input gradient
+//  15400         convolution: weight gradients
+//  15732    23. The GPU: memory, copies, repeated work
+//  15946    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7045, run_program 6985, train 6399, run_step 6210, train_step 5285, load_batch 4457;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15853):
-//     step_gradients 5189: draw_levels 8907, forward_and_loss 5106, q_sample_forward 9092, unet_forward 2690,
-//     forward_layer 2679 (by the layer's row of OPS 2031), loss_forward_backward 9201, unet_backward 2753,
-//     sum_gradients 14601;
-//     judge_step 14648, update_slice 5252, adamw_update 14757, next_step 14654, record_step 14659;
-//     later collect_steps 6165
-//   pictures, from noise: sample_batch 3902, plan_route 3676, device_step 3719, euler_step 3474 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 15283 draws all of its roads:
-//     OPS 2031, forward_conv 1931, conv_forward 15310, conv_product 15283;
-//     on Hopper pick_conv_tiles_3x3 15173, conv_tiles 13878, conv_tiles_kernel 13815, Accumulators 8301, Wgmma 7940;
-//     on any other GPU pick_conv_halo_bf16 15217, conv_halo 12377, conv_halo_kernel 12301, multiply_step 12269,
-//     multiply_tap 12246, mma 7765
-//   why several GPUs compute the bits of one: step_gradients 5189
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7091, with_nonlinearity 7101 (a case); BEHIND_NORMS, in front of
-//     add_norm 2173, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2923
-//   an objective: its word in common/flags.h, Frame 352, frame_of 2971, make_objective 2978;
-//     what it asks and what the answer means: edm_question 2808 beside it, ask 2826;
-//     the sigmas of its samples: has_steps_of_t 3593
-//   a kind of layer: LayerKind 1669, forward_linear 1892 and backward_linear 1896 beside it, OPS 2031,
-//     ops_are_in_order 2087, add_resblock 2220 and its like;
+//     main 7048, run_program 6988, train 6402, run_step 6213, train_step 5287, load_batch 4459;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15856):
+//     step_gradients 5191: draw_levels 8910, forward_and_loss 5108, q_sample_forward 9095, unet_forward 2692,
+//     forward_layer 2681 (by the layer's row of OPS 2033), loss_forward_backward 9204, unet_backward 2755,
+//     sum_gradients 14604;
+//     judge_step 14651, update_slice 5254, adamw_update 14760, next_step 14657, record_step 14662;
+//     later collect_steps 6168
+//   pictures, from noise: sample_batch 3904, plan_route 3678, device_step 3721, euler_step 3476 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 15286 draws all of its roads:
+//     OPS 2033, forward_conv 1933, conv_forward 15313, conv_product 15286;
+//     on Hopper pick_conv_tiles_3x3 15176, conv_tiles 13881, conv_tiles_kernel 13818, Accumulators 8304, Wgmma 7943;
+//     on any other GPU pick_conv_halo_bf16 15220, conv_halo 12380, conv_halo_kernel 12304, multiply_step 12272,
+//     multiply_tap 12249, mma 7768
+//   why several GPUs compute the bits of one: step_gradients 5191
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7094, with_nonlinearity 7104 (a case); BEHIND_NORMS, in front of
+//     add_norm 2175, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2925
+//   an objective: its word in common/flags.h, Frame 352, frame_of 2973, make_objective 2980;
+//     what it asks and what the answer means: edm_question 2810 beside it, ask 2828;
+//     the sigmas of its samples: has_steps_of_t 3595
+//   a kind of layer: LayerKind 1671, forward_linear 1894 and backward_linear 1898 beside it, OPS 2033,
+//     ops_are_in_order 2089, add_resblock 2222 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7068; until they know it, nothing compiles: unpack 7449,
-//     pack 7477, FourOf 7514, mma 7765, with_act 7316, cast_params 14678, adamw_update 14757, tma_type 8048;
-//     which kernels take it: conv_product 15283, act_has_wgmma 7325; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7071; until they know it, nothing compiles: unpack 7452,
+//     pack 7480, FourOf 7517, mma 7768, with_act 7319, cast_params 14681, adamw_update 14760, tma_type 8051;
+//     which kernels take it: conv_product 15286, act_has_wgmma 7328; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
-//     ends in is unknown_word 1033, called by who does not know it
+//     ends in is unknown_word 1035, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -816,23 +816,25 @@ static act* make_copy(float* params, size_t n) {
 
 // The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws for each residual
 // block by itself, so its word also has the block's index, in the bits from 8 on.
-constexpr uint32_t RANDOM_INIT = 0;
-constexpr uint32_t RANDOM_TIMESTEP = 1;
-constexpr uint32_t RANDOM_NOISE = 2;
-constexpr uint32_t RANDOM_FLIP = 3;
-constexpr uint32_t RANDOM_ORDER = 4; // of the images
-constexpr uint32_t RANDOM_DROPOUT = 5;
-constexpr uint32_t RANDOM_SAMPLE_START = 6; // the noise that a sampler begins with
-constexpr uint32_t RANDOM_SAMPLE_NOISE = 7; // the noise that it adds in its steps
-constexpr uint32_t RANDOM_VAL_TIMESTEP = 8;
-constexpr uint32_t RANDOM_VAL_NOISE = 9;
-constexpr uint32_t RANDOM_CLASS_DROPOUT = 10;
-constexpr uint32_t RANDOM_KNOWN_NOISE = 11; // --inpaint: on the part of the image that is known
-constexpr uint32_t RANDOM_BACK_NOISE = 12;  // --inpaint: to go back to an earlier step
-constexpr uint32_t RANDOM_AUGMENT = 13;
-constexpr uint32_t RANDOM_COND_DROPOUT = 14;
-constexpr uint32_t RANDOM_COND_NOISE = 15; // on a coarse picture
-constexpr uint32_t RANDOM_MASK = 16;       // what --cond mask leaves out
+enum RandomPurpose : uint32_t { // files and the twin know the numbers: append new ones at the end
+    RANDOM_INIT = 0,
+    RANDOM_TIMESTEP,
+    RANDOM_NOISE,
+    RANDOM_FLIP,
+    RANDOM_ORDER, // of the images
+    RANDOM_DROPOUT,
+    RANDOM_SAMPLE_START, // the noise that a sampler begins with
+    RANDOM_SAMPLE_NOISE, // the noise that it adds in its steps
+    RANDOM_VAL_TIMESTEP,
+    RANDOM_VAL_NOISE,
+    RANDOM_CLASS_DROPOUT,
+    RANDOM_KNOWN_NOISE, // --inpaint: on the part of the image that is known
+    RANDOM_BACK_NOISE,  // --inpaint: to go back to an earlier step
+    RANDOM_AUGMENT,
+    RANDOM_COND_DROPOUT,
+    RANDOM_COND_NOISE, // on a coarse picture
+    RANDOM_MASK,       // what --cond mask leaves out
+};
 
 struct Words {
     uint32_t w[4];
@@ -3352,7 +3354,7 @@ HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t ahead = from_y * along_y + from_x * along_x; // how far along the line, times its length
     if (ahead <= 0) return from_y * from_y + from_x * from_x <= radius2;
     if (ahead < length2) {
-        const int64_t beside = from_y * along_x - from_x * along_y; // how far beside it, times its length
+        const int64_t beside = from_y * along_x - from_x * along_y; // how far beside the line, times its length
         return beside * beside <= radius2 * length2;
     }
     const int64_t behind_y = y - s.y1, behind_x = x - s.x1;
@@ -4513,7 +4515,7 @@ constexpr int HAS_EMA = 1;
 constexpr int HAS_TRAINING = 2;
 
 // The slots of a header that are named here. Those of the flags are in common/flags.h; some of them are here, too,
-// because other slots depend on them. A name of several slots is that of the first.
+// because other slots depend on them. If something takes several slots, its name is that of the first one.
 constexpr int SLOT_CONTENTS = 2;
 constexpr int SLOT_CRC = 3;    // of the whole file with 0 in this slot
 constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
@@ -4749,8 +4751,8 @@ static void check_size(const ModelFile& m, const UNet& net) {
     const int* s = m.header.slot;
     bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
     if (s[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC) {
-        // A header of unet.cu's names no number of parameters, so the file's size has to tell. Moments may follow the
-        // weights (slots 8, 9). Slot 4: the channels of the network's output.
+        // A header of unet.cu does not say how many parameters there are, so the file's size is compared with what they
+        // take. Moments may follow the weights (slots 8, 9). Slot 4 has the channels of the network's output.
         const size_t bytes = 1024 + n * sizeof(float);
         const bool has_moments = s[8] || s[9];
         const bool size_fits = m.size == bytes || (has_moments && m.size > bytes);
@@ -5379,6 +5381,7 @@ constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q
 // Says where some of these columns are in a row.
 enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
 using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
+static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column needs its place in LogColumn");
 
 // The values of a row of log.csv; what can't be read becomes 0, and what is missing NaN.
 static LogValues parse_row(const std::string& row) {
@@ -6398,7 +6401,7 @@ static void write_the_rest(Run* run) {
 // the next program does not go on with a model that is half trained.
 static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
                  const ModelFile& start) {
-    // What may be wrong is found first, before memory is asked for or a file is written.
+    // Find what is wrong first, before the program asks for memory or writes a file.
     if (!world.rank) check_output_dir(c, output, resume, start.state().step);
     const Dataset val = open_validation_data(c, data);
     if (start.size) check_size(start, build_unet(c));
@@ -6967,7 +6970,7 @@ static void check_contradictions(const Config& c) {
 // Fills in what the command line leaves open, but for what the data tells. Opens the data file if the choice of a
 // preset needs it. resume: the model file is a checkpoint whose run goes on.
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
-    // A preset is chosen by the images, and fills in what is not given; then a model file fills in, or overrules it.
+    // The images choose a preset, which fills in what the command line leaves open. A model file overrules the preset.
     if (c->preset.empty()) {
         if (c->given("data_file")) *data = open_dataset(c->data_file);
         c->preset = default_preset(*c, *data);
@@ -7771,7 +7774,7 @@ template <class T> INLINE uint32_t pack_pair(float low, float high) {
     return pack_bf16(low, high);
 }
 struct PartScale {
-    uint32_t exponent; // the largest magnitude's, as it stands in a float's bits
+    uint32_t exponent; // the exponent of the largest magnitude, in a float's form
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings it to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
@@ -14201,7 +14204,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::HALO> halos(shared, T::HALOS, T::WARPGROUPS);
     Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
-    Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results go where they came in
+    Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results take the place of the addends
     const uint32_t pushed = shared.tiles_at;
     const uint32_t all_shifts = pushed + T::PUSHED_BYTES;
     const SmallWork<T> work{p};
@@ -15050,7 +15053,7 @@ template <bool BACKWARD> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD>
 struct SmallCosts {
     int block;     // beside its taps
     int tap_alone; // one tap of one slice, if there is no more than one block for each multiprocessor
-    int tap_full;  // and if there are more
+    int tap_full;  // the same, if there are more blocks
 };
 
 // Picks for 3x3 on images of up to 32 x 32 the kernel (conv_small or conv_tiles) and the tile that end soonest.
