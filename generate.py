@@ -73,7 +73,19 @@ class Options:
 
 
 OWN = {f.name: f for f in dataclasses.fields(Options)}
-SHARED = [*SAMPLING_FLAGS, "seed", "use_ema", "ema_rate", "device", "preset", "predict_xstart", "rescale_learned_sigmas", *SAVED_FLAGS]
+SHARED = [
+    *SAMPLING_FLAGS,
+    "seed",
+    "use_ema",
+    "ema_rate",
+    "device",
+    "preset",
+    "predict_xstart",
+    "rescale_learned_sigmas",
+    "large_size",
+    "small_size",
+    *SAVED_FLAGS,
+]
 SHARED.remove("timestep_respacing")  # which is --steps here
 SHARED.remove("cond")  # which is a picture here; the model says how it is used
 

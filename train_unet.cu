@@ -9,103 +9,103 @@
 //    511     2. The interface: all that the program asks of a device
 //    813     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    910     4. Configuration: flags, presets, help, what can work and what cannot
-//   1620     5. The network: a list of layers, made of guided-diffusion's flags
-//   2428     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2668     7. Forward and backward: two walks over the list
-//   2783     8. Diffusion: noise schedules, objectives, samplers
-//   3009         the level of a training sample, drawn, and its share of the loss
-//   3446         samplers
-//   3987     9. Data: .bin files that may be larger than memory, the order of their images
-//   4501    10. Model files: weights and checkpoints, initial weights
-//   4840    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4855         the learning rate, the verdict on a step, averages of the weights
-//   4937         what a trainer holds
-//   5064         a step
-//   5352    12. A run: log, guard, checkpoints, resume, samples
-//   5377         the log in memory, as the page shows it
-//   5487         what a run holds
-//   5554         the log and the status line
-//   5740         checkpoints, snapshots and grids
-//   5986         the start of a run: new, from a file's weights, or resumed
-//   6164         the loop over the steps
-//   6277         a run from its first to its last line
-//   6446         samples, without a run
-//   6596    13. main: the command line, then a run or samples
-//   6862         what ranks must have in common
-//   6930         main
-//   7052  Part II. The device
-//   7055    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7130    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7198    16. The GPU: what all kernels share
-//   7262         Launches, which may overlap
-//   7304         Decisions: what kernels are chosen with
-//   7350         Single instructions: shared memory, mbarriers, clusters
-//   7434         Activations: pieces of 16 bytes
-//   7707         each_kernel: a thread for an element
-//   7721         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7874         Swizzle: how rows lie in shared memory
-//   7892         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8092         building blocks of Hopper's kernels (sm_90a)
-//   8355    17. Small operations: resampling, embeddings, diffusion
-//   8358         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8555         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8897         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9393    18. Group norm
-//   9396         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9908         groupnorm_backward_whole: an image's slab in shared memory
-//  10266    19. Attention
-//  10369         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10886         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11021         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11679    20. Convolution
-//  11714         ConvOut: results, 4 channels of a pixel at a time
-//  11942         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12002         conv_halo: 3x3, stride 1, any GPU
-//  12393         conv_gather: any kernel size and stride, any GPU
-//  12645         conv_few: the first and the last layer
-//  12815         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13372         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13473         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13896         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14275         conv_weight_tma: weight gradients (sm_90a)
-//  14555    21. The optimiser
-//  14558         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14786    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14789         groupnorm_backward
-//  14923         attention: forward and, where a has dout, backward
-//  14984         convolution: forward and input gradient
-//  15400         convolution: weight gradients
-//  15732    23. The GPU: memory, copies, repeated work
-//  15946    24. Between ranks: from device to device
+//   1628     5. The network: a list of layers, made of guided-diffusion's flags
+//   2436     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2676     7. Forward and backward: two walks over the list
+//   2791     8. Diffusion: noise schedules, objectives, samplers
+//   3017         the level of a training sample, drawn, and its share of the loss
+//   3454         samplers
+//   3995     9. Data: .bin files that may be larger than memory, the order of their images
+//   4509    10. Model files: weights and checkpoints, initial weights
+//   4848    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4863         the learning rate, the verdict on a step, averages of the weights
+//   4945         what a trainer holds
+//   5072         a step
+//   5360    12. A run: log, guard, checkpoints, resume, samples
+//   5385         the log in memory, as the page shows it
+//   5495         what a run holds
+//   5562         the log and the status line
+//   5748         checkpoints, snapshots and grids
+//   5994         the start of a run: new, from a file's weights, or resumed
+//   6172         the loop over the steps
+//   6285         a run from its first to its last line
+//   6454         samples, without a run
+//   6604    13. main: the command line, then a run or samples
+//   6870         what ranks must have in common
+//   6938         main
+//   7060  Part II. The device
+//   7063    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7138    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7206    16. The GPU: what all kernels share
+//   7270         Launches, which may overlap
+//   7312         Decisions: what kernels are chosen with
+//   7358         Single instructions: shared memory, mbarriers, clusters
+//   7442         Activations: pieces of 16 bytes
+//   7715         each_kernel: a thread for an element
+//   7729         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7882         Swizzle: how rows lie in shared memory
+//   7900         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8100         building blocks of Hopper's kernels (sm_90a)
+//   8363    17. Small operations: resampling, embeddings, diffusion
+//   8366         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8563         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8905         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9401    18. Group norm
+//   9404         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9916         groupnorm_backward_whole: an image's slab in shared memory
+//  10274    19. Attention
+//  10377         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10894         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11029         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11687    20. Convolution
+//  11722         ConvOut: results, 4 channels of a pixel at a time
+//  11950         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12010         conv_halo: 3x3, stride 1, any GPU
+//  12401         conv_gather: any kernel size and stride, any GPU
+//  12653         conv_few: the first and the last layer
+//  12823         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13380         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13481         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13904         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14283         conv_weight_tma: weight gradients (sm_90a)
+//  14563    21. The optimiser
+//  14566         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14794    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14797         groupnorm_backward
+//  14931         attention: forward and, where a has dout, backward
+//  14992         convolution: forward and input gradient
+//  15408         convolution: weight gradients
+//  15740    23. The GPU: memory, copies, repeated work
+//  15954    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7048, run_program 6988, train 6402, run_step 6213, train_step 5287, load_batch 4459;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15856):
-//     step_gradients 5191: draw_levels 8910, forward_and_loss 5108, q_sample_forward 9095, unet_forward 2692,
-//     forward_layer 2681 (by the layer's row of OPS 2033), loss_forward_backward 9204, unet_backward 2755,
-//     sum_gradients 14604;
-//     judge_step 14651, update_slice 5254, adamw_update 14760, next_step 14657, record_step 14662;
-//     later collect_steps 6168
-//   pictures, from noise: sample_batch 3904, plan_route 3678, device_step 3721, euler_step 3476 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 15286 draws all of its roads:
-//     OPS 2033, forward_conv 1933, conv_forward 15313, conv_product 15286;
-//     on Hopper pick_conv_tiles_3x3 15176, conv_tiles 13881, conv_tiles_kernel 13818, Accumulators 8304, Wgmma 7943;
-//     on any other GPU pick_conv_halo_bf16 15220, conv_halo 12380, conv_halo_kernel 12304, multiply_step 12272,
-//     multiply_tap 12249, mma 7768
-//   why several GPUs compute the bits of one: step_gradients 5191
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7094, with_nonlinearity 7104 (a case); BEHIND_NORMS, in front of
-//     add_norm 2175, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2925
-//   an objective: its word in common/flags.h, Frame 352, frame_of 2973, make_objective 2980;
-//     what it asks and what the answer means: edm_question 2810 beside it, ask 2828;
-//     the sigmas of its samples: has_steps_of_t 3595
-//   a kind of layer: LayerKind 1671, forward_linear 1894 and backward_linear 1898 beside it, OPS 2033,
-//     ops_are_in_order 2089, add_resblock 2222 and its like;
+//     main 7056, run_program 6996, train 6410, run_step 6221, train_step 5295, load_batch 4467;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15864):
+//     step_gradients 5199: draw_levels 8918, forward_and_loss 5116, q_sample_forward 9103, unet_forward 2700,
+//     forward_layer 2689 (by the layer's row of OPS 2041), loss_forward_backward 9212, unet_backward 2763,
+//     sum_gradients 14612;
+//     judge_step 14659, update_slice 5262, adamw_update 14768, next_step 14665, record_step 14670;
+//     later collect_steps 6176
+//   pictures, from noise: sample_batch 3912, plan_route 3686, device_step 3729, euler_step 3484 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 15294 draws all of its roads:
+//     OPS 2041, forward_conv 1941, conv_forward 15321, conv_product 15294;
+//     on Hopper pick_conv_tiles_3x3 15184, conv_tiles 13889, conv_tiles_kernel 13826, Accumulators 8312, Wgmma 7951;
+//     on any other GPU pick_conv_halo_bf16 15228, conv_halo 12388, conv_halo_kernel 12312, multiply_step 12280,
+//     multiply_tap 12257, mma 7776
+//   why several GPUs compute the bits of one: step_gradients 5199
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7102, with_nonlinearity 7112 (a case); BEHIND_NORMS, in front of
+//     add_norm 2183, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2933
+//   an objective: its word in common/flags.h, Frame 352, frame_of 2981, make_objective 2988;
+//     what it asks and what the answer means: edm_question 2818 beside it, ask 2836;
+//     the sigmas of its samples: has_steps_of_t 3603
+//   a kind of layer: LayerKind 1679, forward_linear 1902 and backward_linear 1906 beside it, OPS 2041,
+//     ops_are_in_order 2097, add_resblock 2230 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7071; until they know it, nothing compiles: unpack 7452,
-//     pack 7480, FourOf 7517, mma 7768, with_act 7319, cast_params 14681, adamw_update 14760, tma_type 8051;
-//     which kernels take it: conv_product 15286, act_has_wgmma 7328; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7079; until they know it, nothing compiles: unpack 7460,
+//     pack 7488, FourOf 7525, mma 7776, with_act 7327, cast_params 14689, adamw_update 14768, tma_type 8059;
+//     which kernels take it: conv_product 15294, act_has_wgmma 7336; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
 //     ends in is unknown_word 1035, called by who does not know it
 //
@@ -1199,7 +1199,7 @@ static std::string instead_of(const std::string& name) {
     // guided-diffusion's flags for what is done in another way here, or not at all.
     if (is({"model_path", "use_ddim"}))
         return "python generate.py takes it; here it is --sample N --init FILE --sampler";
-    if (is({"large_size", "small_size", "base_samples"})) return "there are no upsamplers here, but --image_size";
+    if (is({"base_samples"})) return "here it is --sample N --cond_file, a data file of the small images";
     if (is({"iterations", "anneal_lr"}) || name.starts_with("classifier_"))
         return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     if (is({"bench", "profile"})) return "make -C dev bench makes dev/bench, which takes it and times this program";
@@ -1258,6 +1258,14 @@ static void take_aliases(Config* c) {
     // guided-diffusion lets the learning rate fall over lr_anneal_steps steps, without a warm-up, and stops then. 0
     // means that the rate stays as it is and that the run has no end.
     const int64_t steps = c->lr_anneal_steps;
+    // An upsampler makes images of small_size as large as large_size. Its levels are others than those of a model of 512.
+    const int large = c->large_size;
+    const int small = c->small_size;
+    if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
+    if (small && large % small) die("--small_size %d: must divide --large_size %d", small, large);
+    if (large) take("large_size", "image_size", std::to_string(large));
+    if (large == 512 && !c->given("channel_mult")) take("large_size", "channel_mult", "1,1,2,2,4,4");
+    if (small) take("small_size", "cond", text("lowres:%d", large / small));
     if (c->predict_xstart) take("predict_xstart", "predict", "x0");
     if (c->given("use_fp16")) take("use_fp16", "precision", c->use_fp16 ? "bf16" : "fp32");
     if (c->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", steps ? "linear" : "constant");

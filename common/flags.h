@@ -48,6 +48,8 @@ SAVED(60, int, cond_channels, 0, "condition on a picture of so many channels bes
 FLAG(string, cond, "",
      "make these pictures of the images: lowres:K (a coarse picture, K times smaller: super-resolution), gray "
      "(colouring), or mask (random parts left out: inpainting)");
+FLAG(int, large_size, 0, "guided-diffusion's image_size of an upsampler, which small_size goes with", 0, 4096);
+FLAG(int, small_size, 0, "guided-diffusion's cond lowres:K, where K is large_size / small_size", 0, 4096);
 SAVED(114, float, cond_noise, 0, "with cond lowres: largest standard deviation of noise on the coarse picture", 0, 2);
 FREE(61, float, cond_dropout, 0, "probability of leaving out an image's picture, for --guidance_scale", 0, 0.99);
 SAVED(16, bool, learn_sigma, false, "twice the output channels, for a learned variance");

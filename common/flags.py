@@ -80,9 +80,9 @@ def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str]]:
 
 # What to do instead of flags that other programs have.
 CLASSIFIERS = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale"
-UPSAMPLERS = "there are no upsamplers here; --image_size is the size of what is drawn"
+BASE_SAMPLES = "here it is --cond_file, a data file of the small images"
 SAMPLING_PROGRAM = "python generate.py takes it; here it is --sample N --init FILE with --sampler"
-ELSEWHERE = dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS) | dict.fromkeys(["large_size", "small_size", "base_samples"], UPSAMPLERS)
+ELSEWHERE = dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS) | {"base_samples": BASE_SAMPLES}
 ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], SAMPLING_PROGRAM)
 ELSEWHERE |= dict.fromkeys(["bench", "profile"], "python dev/benchmarks/bench_torch.py times PyTorch, make profile the program")
 
@@ -170,6 +170,15 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
 def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:
     """flags with guided-diffusion's names for values of others, such as --predict_xstart True, as these: --predict x0."""
     meant: list[tuple[str, str, Any]] = []
+    large, small = flags.get("large_size", 0), flags.get("small_size", 0)
+    if (large > 0) != (small > 0):
+        raise UserError(f"--large_size {large}, --small_size {small}: an upsampler needs both")
+    if small and large % small:
+        raise UserError(f"--small_size {small}: must divide --large_size {large}")
+    if small:
+        meant += [("large_size", "image_size", (large, large)), ("small_size", "cond", f"lowres:{large // small}")]
+    if large == 512 and "channel_mult" not in flags:
+        meant.append(("large_size", "channel_mult", (1.0, 1.0, 2.0, 2.0, 4.0, 4.0)))
     if flags.get("predict_xstart"):
         meant.append(("predict_xstart", "predict", "x0"))
     if "use_fp16" in flags:

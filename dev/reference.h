@@ -1368,8 +1368,8 @@ static inline void shrink_images(float* small, const void* images, int factor, P
         const bool flip = picture_is_mirrored(draws, b);
         const float strength = draws.noise * noise_strength(random_words(noise_key, NOISE_STRENGTH, b));
         for (int e = 0; e < n; e++) {
-            float z[4];
-            normals(z, random_words(noise_key, e / 4, b));
+            float z[4] = {};
+            if (strength > 0) normals(z, random_words(noise_key, e / 4, b));
             const size_t plane = (size_t)b * C + e % C;
             const void* const channel = (const uint8_t*)images + plane * H * W * bytes;
             const float mean = square_mean(channel, bytes, e / C / small_w, e / C % small_w, factor, W, flip);

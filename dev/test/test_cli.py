@@ -278,7 +278,10 @@ def test_what_other_programs_have(refused: Callable, data: Path) -> None:
     for words, told in {
         classifier: "no classifiers here",
         "--classifier_attention_resolutions 32,16,8 --classifier_depth 2": "--guidance_scale",
-        "--large_size 256 --small_size 64 --learn_sigma True": "no upsamplers here",
+        "--base_samples 64_samples.npz --large_size 256": "--cond_file",
+        "--large_size 256 --learn_sigma True": "an upsampler needs both",
+        "--small_size 60 --large_size 256": " 60: must divide --large_size 256",
+        "--small_size 64 --large_size 256 --cond gray": "means --cond lowres:4",
         "--model_path model.pt --use_ddim True": "generate.py",
         "--lr_anneal_steps 100 --max_steps 200": "means --max_steps 100",
         "--lr_anneal_steps 100 --lr_schedule cosine": "means --lr_schedule linear",

@@ -857,7 +857,7 @@ def test_published_commands_sample(tmp_path: Path, name: str) -> None:
     refused([*command, *guided], "--classifier_scale", "no classifiers here", "--class_dropout", "--guidance_scale")
     generate.run([*command, *flags(guided, "--classifier_scale 0.0")])
     assert np.array_equal(np.array(twin.open_data(f"{tmp_path}/x.bin").images), found)
-    refused(["--model_path", "64_256_upsampler.pt", "--large_size", 256, "--small_size", 64], "--large_size", "no upsamplers here")
+    refused(["--model_path", "64_256_upsampler.pt", "--base_samples", "64.npz"], "--base_samples", "--cond_file")
     refused([*command, "--sampler", "heun", "--use_ddim", True], "--use_ddim True", "means --sampler ddim")
 
 

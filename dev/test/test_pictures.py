@@ -31,6 +31,7 @@ import train_unet as twin
 from common import conditions
 from common.config import make_config
 from common.data_files import open_data, with_pictures, write_data
+from common.flags import FLAGS, parse_flags
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile, write_model
 from common.program import UserError
@@ -361,6 +362,40 @@ def test_the_network_is_guided_diffusions(monkeypatch: pytest.MonkeyPatch) -> No
     x, small, t = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 2, 2), torch.tensor([3.0, 700])
     cond = conditions.enlarge(small, 4)
     assert torch.allclose(ours(x, t, cond=cond), theirs.eval()(x, t, low_res=small), atol=1e-4)
+
+
+UPSAMPLER = (
+    "--attention_resolutions 8 --class_cond True --diffusion_steps 1000 --large_size 16 --small_size 4 --learn_sigma True --noise_schedule linear"
+    " --num_channels 32 --num_heads 4 --num_res_blocks 2 --resblock_updown True --use_scale_shift_norm True --channel_mult 1,2 --num_classes 10"
+)
+
+
+def test_guided_diffusions_upsamplers_load(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state_dict of SuperResModel's layout, with the flags of its README made smaller: it is sampled from, and trained on, as our own."""
+    monkeypatch.chdir(tmp_path)
+    config = make_config({"preset": "adm"} | parse_flags(flags(UPSAMPLER), FLAGS))
+    assert (config.image_size, config.cond, config.cond_channels) == ((16, 16), "lowres:4", 3)
+    weights = random_weights(config)
+    network = build_model(config, weights)
+    if "GUIDED_DIFFUSION" in os.environ:
+        monkeypatch.syspath_prepend(os.environ["GUIDED_DIFFUSION"])
+        theirs = importlib.import_module("guided_diffusion.unet").SuperResModel(
+            16, 3, 32, 6, num_res_blocks=2, attention_resolutions=(2,), channel_mult=(1, 2), num_heads=4, num_classes=10,
+            resblock_updown=True, use_scale_shift_norm=True,
+        )  # fmt: skip
+        theirs.load_state_dict(network.state_dict())
+    torch.save(network.state_dict(), "upsampler.pt")
+    model_flags = flags(UPSAMPLER)
+    assert twin.run(["--convert", "upsampler.pt", "up.bin", *model_flags]) == 0
+    assert np.array_equal(twin.read_model("up.bin").weights, weights)
+    write_data("small.bin", make_images(2, channels=3, height=4, width=4))
+    given = flags("--preset adm --init up.bin --sample 2 --timestep_respacing 3 --cond_file small.bin --output s.bin")
+    run(given)
+    assert twin.run(flags(given, "--output t.bin --device cpu")) == 0
+    assert read_samples(tmp_path / "s.bin").shape == (2, 3, 16, 16)
+    assert abs(read_samples(tmp_path / "s.bin") - read_samples(tmp_path / "t.bin")).max() < 2e-3
+    write_data("images.bin", make_images(4, channels=3, height=16, width=16), np.arange(4), 10)
+    run(flags("--preset adm --init up.bin --data_file images.bin --batch_size 1 --max_steps 1 --sample_interval 0"))
 
 
 def test_bad_ways_of_making_pictures(refused: Callable, colours: Path, data: Path, pairs: tuple[Path, Path], tmp_path: Path) -> None:
