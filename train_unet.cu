@@ -31,70 +31,70 @@
 //   6285         a run from its first to its last line
 //   6454         samples, without a run
 //   6604    13. main: the command line, then a run or samples
-//   6870         what ranks must have in common
-//   6938         main
-//   7060  Part II. The device
-//   7063    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7138    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7206    16. The GPU: what all kernels share
-//   7270         Launches, which may overlap
-//   7312         Decisions: what kernels are chosen with
-//   7358         Single instructions: shared memory, mbarriers, clusters
-//   7442         Activations: pieces of 16 bytes
-//   7715         each_kernel: a thread for an element
-//   7729         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7882         Swizzle: how rows lie in shared memory
-//   7900         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8100         building blocks of Hopper's kernels (sm_90a)
-//   8363    17. Small operations: resampling, embeddings, diffusion
-//   8366         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8563         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8905         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9401    18. Group norm
-//   9404         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9916         groupnorm_backward_whole: an image's slab in shared memory
-//  10274    19. Attention
-//  10377         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10894         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11029         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11687    20. Convolution
-//  11722         ConvOut: results, 4 channels of a pixel at a time
-//  11950         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12010         conv_halo: 3x3, stride 1, any GPU
-//  12401         conv_gather: any kernel size and stride, any GPU
-//  12653         conv_few: the first and the last layer
-//  12823         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13380         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13481         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13904         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14283         conv_weight_tma: weight gradients (sm_90a)
-//  14563    21. The optimiser
-//  14566         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14794    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14797         groupnorm_backward
-//  14931         attention: forward and, where a has dout, backward
-//  14992         convolution: forward and input gradient
-//  15408         convolution: weight gradients
-//  15740    23. The GPU: memory, copies, repeated work
-//  15954    24. Between ranks: from device to device
+//   6879         what ranks must have in common
+//   6947         main
+//   7069  Part II. The device
+//   7072    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7147    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7215    16. The GPU: what all kernels share
+//   7279         Launches, which may overlap
+//   7321         Decisions: what kernels are chosen with
+//   7367         Single instructions: shared memory, mbarriers, clusters
+//   7451         Activations: pieces of 16 bytes
+//   7724         each_kernel: a thread for an element
+//   7738         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7891         Swizzle: how rows lie in shared memory
+//   7909         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8109         building blocks of Hopper's kernels (sm_90a)
+//   8372    17. Small operations: resampling, embeddings, diffusion
+//   8375         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8572         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8914         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9410    18. Group norm
+//   9413         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9925         groupnorm_backward_whole: an image's slab in shared memory
+//  10283    19. Attention
+//  10386         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10903         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11038         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11696    20. Convolution
+//  11731         ConvOut: results, 4 channels of a pixel at a time
+//  11959         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12019         conv_halo: 3x3, stride 1, any GPU
+//  12410         conv_gather: any kernel size and stride, any GPU
+//  12662         conv_few: the first and the last layer
+//  12832         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13389         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13490         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13913         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14292         conv_weight_tma: weight gradients (sm_90a)
+//  14572    21. The optimiser
+//  14575         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14803    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14806         groupnorm_backward
+//  14940         attention: forward and, where a has dout, backward
+//  15001         convolution: forward and input gradient
+//  15417         convolution: weight gradients
+//  15749    23. The GPU: memory, copies, repeated work
+//  15963    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7056, run_program 6996, train 6410, run_step 6221, train_step 5295, load_batch 4467;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15864):
-//     step_gradients 5199: draw_levels 8918, forward_and_loss 5116, q_sample_forward 9103, unet_forward 2700,
-//     forward_layer 2689 (by the layer's row of OPS 2041), loss_forward_backward 9212, unet_backward 2763,
-//     sum_gradients 14612;
-//     judge_step 14659, update_slice 5262, adamw_update 14768, next_step 14665, record_step 14670;
+//     main 7065, run_program 7005, train 6410, run_step 6221, train_step 5295, load_batch 4467;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15873):
+//     step_gradients 5199: draw_levels 8927, forward_and_loss 5116, q_sample_forward 9112, unet_forward 2700,
+//     forward_layer 2689 (by the layer's row of OPS 2041), loss_forward_backward 9221, unet_backward 2763,
+//     sum_gradients 14621;
+//     judge_step 14668, update_slice 5262, adamw_update 14777, next_step 14674, record_step 14679;
 //     later collect_steps 6176
 //   pictures, from noise: sample_batch 3912, plan_route 3686, device_step 3729, euler_step 3484 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 15294 draws all of its roads:
-//     OPS 2041, forward_conv 1941, conv_forward 15321, conv_product 15294;
-//     on Hopper pick_conv_tiles_3x3 15184, conv_tiles 13889, conv_tiles_kernel 13826, Accumulators 8312, Wgmma 7951;
-//     on any other GPU pick_conv_halo_bf16 15228, conv_halo 12388, conv_halo_kernel 12312, multiply_step 12280,
-//     multiply_tap 12257, mma 7776
+//   a convolution, to the tensor cores; the table in front of conv_product 15303 draws all of its roads:
+//     OPS 2041, forward_conv 1941, conv_forward 15330, conv_product 15303;
+//     on Hopper pick_conv_tiles_3x3 15193, conv_tiles 13898, conv_tiles_kernel 13835, Accumulators 8321, Wgmma 7960;
+//     on any other GPU pick_conv_halo_bf16 15237, conv_halo 12397, conv_halo_kernel 12321, multiply_step 12289,
+//     multiply_tap 12266, mma 7785
 //   why several GPUs compute the bits of one: step_gradients 5199
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7102, with_nonlinearity 7112 (a case); BEHIND_NORMS, in front of
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7111, with_nonlinearity 7121 (a case); BEHIND_NORMS, in front of
 //     add_norm 2183, chooses it
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2933
 //   an objective: its word in common/flags.h, Frame 352, frame_of 2981, make_objective 2988;
@@ -103,9 +103,9 @@
 //   a kind of layer: LayerKind 1679, forward_linear 1902 and backward_linear 1906 beside it, OPS 2041,
 //     ops_are_in_order 2097, add_resblock 2230 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7079; until they know it, nothing compiles: unpack 7460,
-//     pack 7488, FourOf 7525, mma 7776, with_act 7327, cast_params 14689, adamw_update 14768, tma_type 8059;
-//     which kernels take it: conv_product 15294, act_has_wgmma 7336; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7088; until they know it, nothing compiles: unpack 7469,
+//     pack 7497, FourOf 7534, mma 7785, with_act 7336, cast_params 14698, adamw_update 14777, tma_type 8068;
+//     which kernels take it: conv_product 15303, act_has_wgmma 7345; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
 //     ends in is unknown_word 1035, called by who does not know it
 //
@@ -5930,9 +5930,9 @@ static std::vector<std::string> value_captions(const Config& c, const Sampler& s
     return captions;
 }
 
-// What a grid shows of each of these images (n, H, W, C) if they are conditioned on pictures: the picture, the image, and
-// the data's image that belongs to the picture, side by side (n, H, 3 W, C). Of a picture with fewer channels the first
-// one is shown.
+// What a grid shows of each of these images (n, H, W, C) if they are conditioned on pictures: the picture, the image,
+// and the data's image that belongs to the picture, side by side (n, H, 3 W, C). Of a picture with fewer channels the
+// first one is shown.
 static std::vector<float> beside_pictures(const Config& c, const Sampler& s, const std::vector<float>& images) {
     const int K = c.cond_channels;
     const int C = c.in_channels;
@@ -6698,7 +6698,10 @@ static std::string find_data(const ModelFile& model, const std::string& data_fil
 // What a resumed run takes from its checkpoint beside what every model file has.
 static void take_run_of_file(Config* c, const ModelFile& model) {
     std::string rates;
-    for (int k = 0; k < model.emas(); k++) rates += text("%s%.9g", k ? "," : "", model.ema_rate(k));
+    for (int k = 0; k < model.emas(); k++) {
+        if (k) rates += ",";
+        rates += text("%.9g", model.ema_rate(k));
+    }
     if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
     // Random draws depend on the seed and the step, so the run goes on with the draws that it would have had.
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
@@ -6716,9 +6719,15 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     const int levels = h.slot[SLOT_LEVELS];
     const int resolutions = h.slot[SLOT_RESOLUTIONS];
     std::string mult;
-    for (int i = 0; i < levels; i++) mult += text("%s%.9g", i ? "," : "", h.get<float>(SLOT_MULT + i));
+    for (int i = 0; i < levels; i++) {
+        if (i) mult += ",";
+        mult += text("%.9g", h.get<float>(SLOT_MULT + i));
+    }
     std::string heights;
-    for (int i = 0; i < resolutions; i++) heights += text("%s%d", i ? "," : "", h.slot[SLOT_ATTENTION + i]);
+    for (int i = 0; i < resolutions; i++) {
+        if (i) heights += ",";
+        heights += text("%d", h.slot[SLOT_ATTENTION + i]);
+    }
     const int height = h.slot[SLOT_HEIGHT];
     const int width = h.slot[SLOT_WIDTH];
     take_from_file(c, model.path, "image_size", size_text(height, width));
