@@ -44,7 +44,9 @@ SCRIPTS = [
     ROOT / "dev/pairs/harness.h",
     *(path for folder in WORKSHOP for path in sorted(folder.glob("*.cu"))),
 ]
-OTHERS = set("unet.cu diffusion.cu image_sample.py image_train.py NAME.cu NAME.py dev/pairs/NAME.cu".split())  # other people's, and patterns
+OTHERS = set(
+    "unet.cu diffusion.cu image_sample.py super_res_sample.py image_train.py NAME.cu NAME.py dev/pairs/NAME.cu".split()
+)  # other people's, and patterns
 
 
 def code_of(page: str) -> str:
