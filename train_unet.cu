@@ -14681,7 +14681,7 @@ static void record_step(StepState* records, const StepState* state, int count) {
 }
 
 // copy = params, rounded to bf16: a thread rounds 8 of them, one piece.
-static void cast_to_bf16(bf16* to, const float* params, size_t n) {
+static void cast_params(bf16* to, const float* params, size_t n) {
     each((n + 7) / 8, [=] __device__(size_t eight) {
         const size_t i = eight * 8;
         if (i + 8 <= n) {
@@ -14698,7 +14698,7 @@ static void cast_to_bf16(bf16* to, const float* params, size_t n) {
 static void cast_params(act* copy, const float* params, size_t n) {
     switch (act_element) {
     case Element::FP32: return; // there is no copy
-    case Element::BF16: return cast_to_bf16((bf16*)copy, params, n);
+    case Element::BF16: return cast_params((bf16*)copy, params, n);
     }
 }
 
