@@ -4672,10 +4672,12 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks that all slots are 0 that have no meaning in this file.
-static void check_unused_slots(const ModelFile& m) {
-    // Lists fill their first slots only. The numbers of their elements were not checked yet, so they are limited here.
+// Checks how long the header's lists are, and that all slots are 0 that have no meaning in this file.
+static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
+    check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
+    check_field(m.path, "attention resolutions", s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
+    // Lists fill their first slots only.
     const bool training = s[SLOT_CONTENTS] & HAS_TRAINING;
     auto unused = [&](int first, int end) {
         check_unused(m.header, first, end, m.path, ": use an earlier checkpoint");
@@ -4720,9 +4722,7 @@ static ModelFile open_model(const std::string& path) {
     zeroed.slot[SLOT_CRC] = 0;
     const uint32_t crc = m.crc(crc32(0, zeroed.slot, 1024), 1024);
     must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
-    check_field(path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
-    check_field(path, "attention resolutions", s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
-    check_unused_slots(m);
+    check_lists(m);
     return m;
 }
 

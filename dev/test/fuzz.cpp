@@ -144,6 +144,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
         c = Config();
         apply_preset(&c, "fashion32");
         const bool resume = m.has(HAS_TRAINING | HAS_EMA);
+        if (m.header.slot[SLOT_MAGIC] == MODEL_MAGIC) check_lists(m); // as open_model does
         take_model_file(&c, m, resume);
         take_rescale_learned_sigmas(&c, true);
         const std::string error = check_model(&c);
@@ -232,6 +233,7 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
                             "--learn_sigma True --predict v --min_snr_gamma 5",
                             "--use_scale_shift_norm True --resblock_updown True",
                             "--class_cond True --num_classes 3 --class_dropout 0.1",
+                            "--cond_dim 3 --class_dropout 0.1 --augment 0.12 --objective edm",
                             "--channel_mult 1,1 --attention_resolutions 2 --conv_resample False",
                             "--num_head_channels -1 --num_heads 2 --use_new_attention_order False"};
     for (const char* more : models) {
@@ -267,6 +269,9 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
             Header h;
             const int32_t slots[8] = {DATA_MAGIC, version, 5, 1, 8, 8, classes, bytes};
             memcpy(h.slot, slots, sizeof slots);
+            seed('\1' + std::string((char*)h.slot, 1024) + body);
+            h.slot[DATA_SLOT_VALUES] = 2;
+            h.slot[DATA_SLOT_NAMES] = 12;
             seed('\1' + std::string((char*)h.slot, 1024) + body);
         }
         Header h;
