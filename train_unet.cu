@@ -1258,7 +1258,8 @@ static void take_aliases(Config* c) {
     // guided-diffusion lets the learning rate fall over lr_anneal_steps steps, without a warm-up, and stops then. 0
     // means that the rate stays as it is and that the run has no end.
     const int64_t steps = c->lr_anneal_steps;
-    // An upsampler makes images of small_size as large as large_size. Its levels are others than those of a model of 512.
+    // An upsampler makes images of small_size as large as large_size. At 512 its levels are others than those of a model
+    // without small images.
     const int large = c->large_size;
     const int small = c->small_size;
     if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
@@ -3577,7 +3578,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
         const int size = T / parts + one_more;
         const float count = counts[i];
         must(count >= least && count <= size && count == std::floor(count), flag,
-             text("a part of %d steps can keep %d to %d of them", size, least, size));
+             text("can't take %.9g of %d steps; use %d to %d", count, size, least, size));
         // The kept steps are spread evenly, from the first step of this part to its last one.
         const double stride = count <= 1 ? 1 : (size - 1) / (count - 1.0);
         double position = 0;
@@ -4112,25 +4113,28 @@ static Header data_header(const Dataset& d, const char* hint) {
 
 // Takes what a header says of the images, if it is possible.
 static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
+    auto field = [&](int slot, const char* name, int low, int high) {
+        const int value = h.slot[slot];
+        if (value < low || value > high)
+            die("%s: its header is damaged (%s: %d, where %d to %d is possible); %s", d->path.c_str(), name, value, low,
+                high, hint);
+        return value;
+    };
     d->version = h.slot[SLOT_VERSION];
-    d->count = h.slot[DATA_SLOT_COUNT];
-    d->C = h.slot[DATA_SLOT_CHANNELS];
-    d->H = h.slot[DATA_SLOT_HEIGHT];
-    d->W = h.slot[DATA_SLOT_WIDTH];
-    d->classes = h.slot[DATA_SLOT_CLASSES];
-    d->bytes = h.slot[DATA_SLOT_BYTES];
     d->header_crc = h.slot[DATA_SLOT_HEADER_CRC];
-    const bool shape = d->C >= 1 && d->C <= 64 && d->H >= 1 && d->H <= 4096 && d->W >= 1 && d->W <= 4096;
-    const bool values = d->classes >= 0 && knows_image_values(d->bytes);
-    if (d->count < 1 || !shape || !values)
-        die("%s: its header is damaged (%ld images of %d x %d x %d, %d classes, %d bytes a value); %s", d->path.c_str(),
-            d->count, d->C, d->H, d->W, d->classes, d->bytes, hint);
-    d->K = h.slot[DATA_SLOT_VALUES];
-    d->name_bytes = h.slot[DATA_SLOT_NAMES];
-    const int most_bytes = d->K > 0 ? MOST_NAME_BYTES : 0;
-    const bool names = d->name_bytes >= 0 && d->name_bytes <= most_bytes && d->name_bytes % 4 == 0;
-    if (d->K < 0 || d->K > MOST_VALUES || !names)
-        die("%s: its header is damaged (%d numbers an image, %d bytes of names); %s", d->path.c_str(), d->K,
+    d->count = field(DATA_SLOT_COUNT, "images", 1, INT_MAX);
+    d->C = field(DATA_SLOT_CHANNELS, "channels", 1, 64);
+    d->H = field(DATA_SLOT_HEIGHT, "height", 1, 4096);
+    d->W = field(DATA_SLOT_WIDTH, "width", 1, 4096);
+    d->classes = field(DATA_SLOT_CLASSES, "classes", 0, INT_MAX);
+    d->bytes = h.slot[DATA_SLOT_BYTES];
+    if (!knows_image_values(d->bytes))
+        die("%s: its header is damaged (bytes a value: %d, where 1 or 4 is possible); %s", d->path.c_str(), d->bytes,
+            hint);
+    d->K = field(DATA_SLOT_VALUES, "numbers an image", 0, MOST_VALUES);
+    d->name_bytes = field(DATA_SLOT_NAMES, "bytes of names", 0, d->K > 0 ? MOST_NAME_BYTES : 0);
+    if (d->name_bytes % 4)
+        die("%s: its header is damaged (bytes of names: %d, where a multiple of 4 is possible); %s", d->path.c_str(),
             d->name_bytes, hint);
 }
 
@@ -6142,9 +6146,24 @@ static void print_memory(const Config& c, const UNet& net) {
            all, weights, grads, moments, net.B, arena, rest);
 }
 
+// The part of its preset that a run has: what a model file or the data has replaced is left out.
+static std::string preset_in_force(const Config& c) {
+    std::string kept;
+    std::istringstream words(PRESETS.at(c.preset)); // --name value --name value
+    for (std::string flag, value; words >> flag >> value;) {
+        const std::string name = flag.substr(2);
+        const Flag& f = *find_flag(name);
+        Config preset;
+        set_flag(&preset, f, value);
+        const bool is_replaced = !same_value(name, flag_value(preset, f), flag_value(c, f));
+        if (c.given(name) || !is_replaced) kept += " " + flag + " " + value;
+    }
+    return kept;
+}
+
 // Says what is about to be trained, on what, and where it is written.
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
-    printf("preset %s: %s\n", c.preset.c_str(), PRESETS.at(c.preset).c_str());
+    printf("preset %s:%s\n", c.preset.c_str(), preset_in_force(c).c_str());
     std::string given; // the flags of the command line, so that the output tells how to repeat the run
     for (const Flag& f : FLAGS)
         if (c.given(f.name)) given += std::string(" --") + f.name + " " + flag_value(c, f);

@@ -941,7 +941,9 @@ def run(argv: list[str]) -> int:
         print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")
     config, data, start = prepare_run(flags)
     device = pick_device(config.device)
-    for title, shown in (f"preset {config.preset}", preset_flags(config.preset)), ("flags", flags):
+    # What a model file or the data has replaced of the preset is left out.
+    preset = {name: value for name, value in preset_flags(config.preset).items() if name in flags or getattr(config, name) == value}
+    for title, shown in (f"preset {config.preset}", preset), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
         check_model_output("--init_model_filename", config.init_model_filename, [config.data_file])

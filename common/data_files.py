@@ -249,6 +249,12 @@ def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
     return data.images, data.labels, data.num_classes
 
 
+def check_field(path: str, field: str, value: int, low: int, high: int) -> None:
+    """DataError if a field of a header is no number from low to high."""
+    if not low <= value <= high:
+        raise DataError(f"{path}: its header is damaged ({field}: {value}, where {low} to {high} is possible)")
+
+
 def open_data_file(path: str) -> Data:
     """Opens a data file, ours or unet.cu's.
 
@@ -274,13 +280,21 @@ def open_data_file(path: str) -> Data:
         count, channels, height, width, num_classes, value_bytes = (int(value) for value in header[2:8])
     else:
         raise DataError(f"{path} is not a data file: it starts with {magic}, not with {DATA_MAGIC} or {UNET_CU_DATA_MAGIC}")
-    if min(count, channels, height, width) < 1 or num_classes < 0 or value_bytes not in (1, 4) or header[12:].any():
-        raise DataError(
-            f"{path} has a header that cannot be: {count} images of {channels}x{height}x{width}, {num_classes} classes, {value_bytes} bytes a value"
-        )
+    check_field(path, "images", count, 1, 2**31 - 1)
+    check_field(path, "channels", channels, 1, 64)
+    check_field(path, "height", height, 1, 4096)
+    check_field(path, "width", width, 1, 4096)
+    check_field(path, "classes", num_classes, 0, 2**31 - 1)
+    if value_bytes not in (1, 4):
+        raise DataError(f"{path}: its header is damaged (bytes a value: {value_bytes}, where 1 or 4 is possible)")
     numbers, name_bytes = (int(value) for value in header[10:12])
-    if not 0 <= numbers <= MOST_VALUES or not 0 <= name_bytes <= MOST_NAME_BYTES * (numbers > 0) or name_bytes % 4:
-        raise DataError(f"{path} has a header that cannot be: {numbers} numbers an image, {name_bytes} bytes of names")
+    check_field(path, "numbers an image", numbers, 0, MOST_VALUES)
+    check_field(path, "bytes of names", name_bytes, 0, MOST_NAME_BYTES * (numbers > 0))
+    if name_bytes % 4:
+        raise DataError(f"{path}: its header is damaged (bytes of names: {name_bytes}, where a multiple of 4 is possible)")
+    if (unused := np.flatnonzero(header[12:])).size:
+        field = 12 + unused[0]
+        raise DataError(f"{path}: its header is damaged (field {field} holds {header[field]}, which means nothing)")
     image_bytes = count * channels * height * width * value_bytes
     parts = [count * (num_classes > 0), count * numbers, name_bytes // 4, count * (version == 2)]  # behind the images, in words of 4 bytes
     expected = HEADER_BYTES + image_bytes + 4 * sum(parts)

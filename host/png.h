@@ -189,8 +189,8 @@ static void draw_caption(std::vector<uint8_t>* pixels, int width, int C, int top
 }
 
 // A PNG file of n images (H, W, C) in [-1, 1] in a square grid, small ones enlarged. Unless C is 3, it shows their
-// first channel in grey. captions: what stands below each image, in numbers; or empty. parts: how many pictures lie side
-// by side in an image, each W / parts wide.
+// first channel in grey. captions: what stands below each image, in numbers; or empty. parts: how many pictures lie
+// side by side in an image, each W / parts wide.
 static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C,
                             const std::vector<std::string>& captions = {}, int parts = 1) {
     const int columns = (int)std::ceil(std::sqrt((double)n / parts));

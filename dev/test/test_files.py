@@ -50,7 +50,9 @@ from PIL import Image
 import train_unet as twin
 from common import model_files
 from common.config import make_config
+from common.data_files import open_data
 from common.files import DataError
+from common.flags import FLAGS, parse_flags
 from common.program import run_program
 
 torch.set_num_threads(1)
@@ -211,9 +213,16 @@ def test_unet_cu_models_are_read(run: Callable, refused: Callable, tmp_path: Pat
 @pytest.mark.parametrize("source", ["unet.cu's", "ours"])
 @pytest.mark.parametrize("given", ["", "--preset emoji64", "--objective edm --noise_schedule cosine"])
 def test_a_files_own_values_come_before_a_presets(
-    run: Callable, make_data: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, source: str, given: str
+    run: Callable,
+    make_data: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    program: str,
+    source: str,
+    given: str,
 ) -> None:
-    """With data of 64x64, whose preset has another objective, another schedule and patches."""
+    """With data of 64x64, whose preset has another objective, another schedule and patches. What is shown of the preset is what the run has of it."""
     told = {"objective": "edm", "noise_schedule": "cosine"} if "edm" in given else {}
     file, config, weights = unet_cu_model(image_size=(64, 64), attention_resolutions=(16, 8), **told)
     (tmp_path / "m.bin").write_bytes(file)
@@ -222,8 +231,15 @@ def test_a_files_own_values_come_before_a_presets(
     data = make_data("d.bin", make_images(4, 3, 64, 64))
     words = flags("--init m.bin --data_file", data, "--batch_size 1 --max_steps 1 --lr 0 --sample_interval 0", *([given] if given else []))
     monkeypatch.chdir(tmp_path)
-    twin.run([*words, "--device", "cpu"]) if program == "twin" else run(words)
+    if program == "twin":
+        twin.run([*words, "--device", "cpu"])
+        out = capsys.readouterr().out
+    else:
+        out = run(words).out
     made = twin.read_model(f"out/{model_name(1)}")
+    shown = parse_flags(re.search(r"^preset \S+: (.*)$", out, re.M)[1].split(), FLAGS)
+    in_file = shown.keys() & set(model_files.SAVED_FLAGS) - {"t_mean", "t_std"} - told.keys()  # those two say nothing of a model that is no flow
+    assert in_file and {name: getattr(made.config, name) for name in in_file} == {name: shown[name] for name in in_file}
     for name in model_files.SAVED_FLAGS:
         assert getattr(made.config, name) == getattr(config, name), name
     assert np.array_equal(made.weights, weights)
@@ -505,6 +521,31 @@ def test_every_data_slot_wrong_in_turn(refused: Callable, data: Path, tmp_path: 
         refused([*TINY, "--data_file", name], name)
         refused([*TINY, "--data_file", data, "--val_data_file", name], name)
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+    "slots, told",
+    [
+        (((2, 0),), f"images: 0, where 1 to {INT_MAX}"),
+        (((3, 65),), "channels: 65, where 1 to 64"),
+        (((4, -8),), "height: -8, where 1 to 4096"),
+        (((5, 4097),), "width: 4097, where 1 to 4096"),
+        (((6, -1),), f"classes: -1, where 0 to {INT_MAX}"),
+        (((7, 2),), "bytes a value: 2, where 1 or 4"),
+        (((10, 4097),), "numbers an image: 4097, where 0 to 4096"),
+        (((11, 4),), "bytes of names: 4, where 0 to 0"),
+        (((10, 1), (11, 6)), "bytes of names: 6, where a multiple of 4"),
+    ],
+)
+def test_a_sentence_says_which_field_of_a_data_file_is_damaged(refused: Callable, data: Path, tmp_path: Path, slots: tuple, told: str) -> None:
+    file = data.read_bytes()
+    for slot in slots:
+        file = with_slot(file, *slot)
+    (tmp_path / "d.bin").write_bytes(seal_data(file))
+    told = f"d.bin: its header is damaged ({told} is possible)"
+    refused([*TINY, "--data_file", "d.bin"], told)
+    with pytest.raises(DataError, match=re.escape(told)):
+        open_data(str(tmp_path / "d.bin"))
 
 
 def test_labels_outside_the_classes(refused: Callable, data: Path, tmp_path: Path) -> None:
