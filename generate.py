@@ -154,7 +154,7 @@ from common.files import DataError
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
 from common.pictures import image_to_array
-from common.samples import grid_pixels, save_png, save_samples, to_pixels, value_captions, visible
+from common.samples import check_finite, grid_pixels, save_png, save_samples, to_pixels, value_captions, visible
 
 ROOT = Path(__file__).resolve().parent
 
@@ -180,10 +180,6 @@ class Network(nn.Module):
 def torch_model(file: ModelFile, config: Config) -> UNetModel:
     device = pick_device(config.device)
     return build_model(config, file.weights_to_use(config.use_ema), device, pick_precision(config, device))
-
-
-def generate_torch(file: ModelFile, config: Config, count: int) -> torch.Tensor:
-    return train_unet.sample(torch_model(file, config), config, count, progress=sys.stderr.isatty())
 
 
 def mps_network(file: ModelFile, config: Config, device: str = "mps") -> Network:
@@ -232,8 +228,9 @@ def coreml_network(file: ModelFile, config: Config) -> Network:
     return Network(compute)
 
 
-def generate_with(network: Callable) -> Callable:
-    return lambda file, config, count: train_unet.sample(network(file, config), config, count, progress=sys.stderr.isatty())
+def generate_with(model: Callable) -> Callable:
+    """The back end that samples with model(file, config)."""
+    return lambda file, config, count: train_unet.sample(model(file, config), config, count, progress=sys.stderr.isatty())
 
 
 def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[torch.Tensor, float]:
@@ -273,7 +270,7 @@ def generate_native(file: ModelFile, config: Config, count: int) -> torch.Tensor
 
 
 BACKENDS: dict[str, Callable] = {
-    "torch": generate_torch,
+    "torch": generate_with(torch_model),
     "native": generate_native,
     "mps": generate_with(mps_network),
     "coreml": generate_with(coreml_network),
@@ -865,8 +862,7 @@ def run(argv: list[str]) -> None:
         images = BACKENDS[options.backend](file, config, options.num_samples)
         shows_beside = (options.image or options.cond) and options.output.endswith(".png")
         if shows_beside:
-            if not torch.isfinite(images).all():
-                raise UserError(f"{options.output}: is not written, because the samples are not finite numbers; these weights are broken")
+            check_finite(images, options.output)
             save_png(before_and_after(config, images) if options.image else beside_condition(config, images), options.output)
             told = f"{options.image} before and after" if options.image else f"{len(images)} images of {options.cond}"
             return print(f"{options.output}: {told}, with {config.sampler} from {options.model_filename}")

@@ -100,7 +100,6 @@ import io
 import itertools
 import json
 import os
-import random
 import zipfile
 import zlib
 from collections import deque
@@ -114,15 +113,13 @@ from common.data_files import MOST_VALUES, new_data_file, write_data
 from common.files import DataError, check_output, is_data, open_regular
 from common.pictures import (
     IMAGE_EXTENSIONS,
-    centre_crop,
+    Cut,
     decode_images,
-    flat_array,
-    flat_image,
     image_to_array,
     label_by_folder,
     list_images,
     progress,
-    random_crop,
+    read_picture,
     say,
 )
 from common.program import how_to_install, printable, standard_streams, take
@@ -151,27 +148,6 @@ class Source:
     conditions: deque[np.ndarray] = dataclasses.field(default_factory=deque)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """What parts of a picture become images: one at its centre, or, with crops, so many from anywhere in it."""
-
-    image_size: tuple[int, int]  # (height, width)
-    crops: int | None = None
-
-    def parts(self, picture: Image.Image, index: int) -> list[np.ndarray]:
-        """uint8 (C, H, W) each. They are the same for every picture of an index and a size, and whenever the command runs."""
-        if self.crops is None:
-            return [flat_array(centre_crop(picture, self.image_size))]
-        draws = [random.Random(f"crop {crop} of picture {index}") for crop in range(self.crops)]
-        return [flat_array(random_crop(picture, self.image_size, draw)) for draw in draws]
-
-
-def read_picture(path: str, channels: int, open_picture: Callable[[str], BinaryIO] = open_regular) -> Image.Image:
-    """A picture as flat_image makes it."""
-    with open_picture(path) as file, Image.open(file) as picture:
-        return flat_image(picture, channels)
-
-
 def decoded(paths: list[str], all_labels: list[int] | None, class_names: list[str], decode: Callable[[str, int], Iterable[np.ndarray]]) -> Source:
     """Pictures that are decoded as they are asked for. Without names, the classes are as many as the largest label says."""
     kept: list[int] = []
@@ -192,6 +168,17 @@ def open_folder(data_dir: str, cut: Cut, channels: int) -> Source:
     return decoded(*list_images(data_dir), lambda path, index: cut.parts(read_picture(path, channels), index))
 
 
+def by_name(paths: list[str], folder: str) -> dict[str, str]:
+    """Pictures by their path in the folder without .png and such."""
+    named: dict[str, str] = {}
+    for path in paths:
+        name = os.path.splitext(os.path.relpath(path, folder))[0]
+        if name in named:
+            raise DataError(f"{named[name]} and {path} differ in the last part of their names alone, so nothing says which one belongs to a pair")
+        named[name] = path
+    return named
+
+
 def tell_alone(paths: list[str], folder: str, other: str) -> None:
     """Names the pictures that have no partner in the other folder."""
     if paths:
@@ -201,16 +188,6 @@ def tell_alone(paths: list[str], folder: str, other: str) -> None:
 
 def open_pairs(data_dir: str, cond_dir: str, cut: Cut, channels: int, cond_channels: int) -> Source:
     """The pictures in a folder, each with the one that has its path and name, but for .png and such, in the other folder."""
-
-    def by_name(paths: list[str], folder: str) -> dict[str, str]:
-        named: dict[str, str] = {}
-        for path in paths:
-            name = os.path.splitext(os.path.relpath(path, folder))[0]
-            if name in named:
-                raise DataError(f"{named[name]} and {path} differ in the last part of their names alone, so nothing says which one belongs to a pair")
-            named[name] = path
-        return named
-
     paths, labels, class_names = list_images(data_dir)
     images, partners = by_name(paths, data_dir), by_name(list_images(cond_dir)[0], cond_dir)
     tell_alone([path for name, path in images.items() if name not in partners], data_dir, cond_dir)
@@ -543,14 +520,13 @@ def take_values(images: Iterable[np.ndarray], source: Source, values: np.ndarray
             taken.append(values[source.kept[-1]])
             yield image
         return
-    count = 0
-    for count, image in enumerate(images, 1):
-        if count > len(values):
+    for image in images:
+        if len(taken) == len(values):
             raise DataError(f"--values {path}: has {len(values)} rows, and there are more images")
-        taken.append(values[count - 1])
+        taken.append(values[len(taken)])
         yield image
-    if count != len(values):
-        raise DataError(f"--values {path}: has {len(values)} rows, and there are {count} images")
+    if len(taken) != len(values):
+        raise DataError(f"--values {path}: has {len(values)} rows, and there are {len(taken)} images")
 
 
 def tell_values(values: np.ndarray, names: list[str]) -> None:

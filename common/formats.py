@@ -23,10 +23,11 @@ from common.program import UserError
 def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:
     """Reads .bin (ours or unet.cu's), .pt, .safetensors or a folder of diffusers'. flags: the model flags, for a bare state_dict that does not
     say its own shape. ModelFileError with one sentence if the file can't be used."""
-    if not os.path.isdir(path):
-        return read_file(path, flags or {})
     try:
-        file = diffusers_files.read_folder(path.rstrip("/"), flags or {})
+        if os.path.isdir(path):
+            file = diffusers_files.read_folder(path.rstrip("/"), flags or {})
+        else:
+            file = read_file(path, flags or {})
     except OSError as e:
         raise ModelFileError(f"{e.filename or path}: can't be opened ({e.strerror}); name a model file that is there") from None
     file.path = path
@@ -73,7 +74,7 @@ def response_products(t_a: np.ndarray, power_a: np.ndarray, t_b: np.ndarray, pow
 
 def read_snapshot(path: str) -> ModelFile:
     """A snapshot of a run: two averages of its weights, and as its step the number of updates that they are over."""
-    file = read_file(path, {})
+    file = read_model(path)
     if not re.fullmatch(SNAPSHOT_NAME, Path(path).name) or file.ema is None or file.m is not None:
         raise UserError(f"{path}: is no snapshot of a run, ema_STEP.bin, as --ema_snapshots writes them")
     if file.state.step < 1:

@@ -487,15 +487,9 @@ def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
 
 
 def read_file(path: str, flags: dict[str, Any]) -> ModelFile:
-    """Reads .bin (ours or unet.cu's), .pt or .safetensors. flags: the model flags, for a bare state_dict that does not say its own shape.
-    ModelFileError with one sentence if the file can't be used."""
-    try:
-        files.open_file(path).close()  # says what is wrong with the path itself
-        file = reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags)
-    except OSError as e:
-        raise ModelFileError(f"{e.filename or path}: can't be opened ({e.strerror}); name a model file that is there") from None
-    file.path = path
-    return file
+    """What formats.read_model does with a file."""
+    files.open_file(path).close()  # says what is wrong with the path itself
+    return reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags)
 
 
 def write_model(path: str, file: ModelFile) -> None:

@@ -7,7 +7,8 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TextIO
+from dataclasses import dataclass
+from typing import BinaryIO, TextIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -86,6 +87,27 @@ def random_crop(image: Image.Image, image_size: tuple[int, int], draw: random.Ra
     return image.crop((left, top, left + width, top + height))
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What parts of a picture become images: one at its centre, or, with crops, so many from anywhere in it."""
+
+    image_size: tuple[int, int]  # (height, width)
+    crops: int | None = None
+
+    def parts(self, picture: Image.Image, index: int) -> list[np.ndarray]:
+        """uint8 (C, H, W) each. They are the same for every picture of an index and a size, and whenever the command runs."""
+        if self.crops is None:
+            return [flat_array(centre_crop(picture, self.image_size))]
+        draws = [random.Random(f"crop {crop} of picture {index}") for crop in range(self.crops)]
+        return [flat_array(random_crop(picture, self.image_size, draw)) for draw in draws]
+
+
+def read_picture(path: str, channels: int, open_picture: Callable[[str], BinaryIO] = open_regular) -> Image.Image:
+    """A picture as flat_image makes it."""
+    with open_picture(path) as file, Image.open(file) as picture:
+        return flat_image(picture, channels)
+
+
 def list_images(data_dir: str) -> tuple[list[str], list[int] | None, list[str]]:
     """All images below a folder in sorted order, their labels or None, and the names of the classes.
 
@@ -162,12 +184,9 @@ def load_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> tu
     paths, labels, class_names = list_images(data_dir)
     images = np.empty((len(paths), channels, *image_size), np.uint8)
     kept: list[int] = []
-
-    def decode(path: str, index: int) -> list[np.ndarray]:
-        with open_regular(path) as file, Image.open(file) as image:
-            return [image_to_array(image, image_size, channels)]
-
-    for position, image in enumerate(decode_images(paths, kept, decode)):
+    cut = Cut(image_size)
+    decoded = decode_images(paths, kept, lambda path, index: cut.parts(read_picture(path, channels), index))
+    for position, image in enumerate(decoded):
         images[position] = image
     return images[: len(kept)], None if labels is None else np.array(labels, np.int32)[kept], class_names
 

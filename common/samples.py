@@ -88,10 +88,15 @@ def grid_pixels(images: torch.Tensor, enlarge: bool = True, captions: Sequence[s
     return grid
 
 
-def save_samples(images: torch.Tensor, path: str, captions: Sequence[str] = ()) -> None:
-    """Images in [-1, 1] as a grid (.png) with these captions, or as a data file of float32 images (.bin)."""
+def check_finite(images: torch.Tensor, path: str) -> None:
+    """UserError if these are no images: before they are written to path."""
     if not torch.isfinite(images).all():
         raise UserError(f"{path}: is not written, because the samples are not finite numbers; these weights are broken")
+
+
+def save_samples(images: torch.Tensor, path: str, captions: Sequence[str] = ()) -> None:
+    """Images in [-1, 1] as a grid (.png) with these captions, or as a data file of float32 images (.bin)."""
+    check_finite(images, path)
     if path.endswith(".bin"):
         write_data(path, images.numpy())
     else:

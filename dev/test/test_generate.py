@@ -75,7 +75,7 @@ def exact_images(path: Path, *words: object) -> tuple[torch.Tensor, torch.Tensor
     config = make_config(given, None, file)
     model = twin.build_model(config, file.weights_to_use(config.use_ema)).double()
     exact = twin.sample(generate.Network(lambda given: model(**{k: v if k == "y" else v.double() for k, v in given.items()})), config, count)
-    return exact, (generate.generate_torch(file, config, count) - exact).abs().max()
+    return exact, (generate.BACKENDS["torch"](file, config, count) - exact).abs().max()
 
 
 def check_close(found: np.ndarray, exact: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -262,7 +262,7 @@ def test_full_disk_and_interruption_leave_the_old_file(tmp_path, capsys, monkeyp
         patch.setattr(os, "fsync", full)
         assert "No space left" in fails(capsys, "--data_dir", good, "--output_name", kept)
     with monkeypatch.context() as patch:
-        patch.setattr("prepare_data.flat_image", interrupted)
+        patch.setattr("common.pictures.flat_image", interrupted)
         assert convert("--data_dir", good, "--output_name", kept) == 130
         assert capsys.readouterr().err == "prepare_data: interrupted, nothing was written\n"
     assert sorted(os.listdir(tmp_path)) == ["good", "kept.bin"] and kept.read_bytes() == b"precious"
