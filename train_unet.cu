@@ -9,103 +9,103 @@
 //    511     2. The interface: all that the program asks of a device
 //    813     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    910     4. Configuration: flags, presets, help, what can work and what cannot
-//   1628     5. The network: a list of layers, made of guided-diffusion's flags
-//   2436     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2676     7. Forward and backward: two walks over the list
-//   2791     8. Diffusion: noise schedules, objectives, samplers
-//   3017         the level of a training sample, drawn, and its share of the loss
-//   3454         samplers
-//   3995     9. Data: .bin files that may be larger than memory, the order of their images
-//   4509    10. Model files: weights and checkpoints, initial weights
-//   4848    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4863         the learning rate, the verdict on a step, averages of the weights
-//   4945         what a trainer holds
-//   5072         a step
-//   5360    12. A run: log, guard, checkpoints, resume, samples
-//   5385         the log in memory, as the page shows it
-//   5495         what a run holds
-//   5562         the log and the status line
-//   5748         checkpoints, snapshots and grids
-//   5994         the start of a run: new, from a file's weights, or resumed
-//   6172         the loop over the steps
-//   6285         a run from its first to its last line
-//   6454         samples, without a run
-//   6604    13. main: the command line, then a run or samples
-//   6879         what ranks must have in common
-//   6947         main
-//   7069  Part II. The device
-//   7072    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7147    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7215    16. The GPU: what all kernels share
-//   7279         Launches, which may overlap
-//   7321         Decisions: what kernels are chosen with
-//   7367         Single instructions: shared memory, mbarriers, clusters
-//   7451         Activations: pieces of 16 bytes
-//   7724         each_kernel: a thread for an element
-//   7738         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7891         Swizzle: how rows lie in shared memory
-//   7909         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8109         building blocks of Hopper's kernels (sm_90a)
-//   8372    17. Small operations: resampling, embeddings, diffusion
-//   8375         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8572         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8914         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9410    18. Group norm
-//   9413         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9925         groupnorm_backward_whole: an image's slab in shared memory
-//  10283    19. Attention
-//  10386         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10903         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11038         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11696    20. Convolution
-//  11731         ConvOut: results, 4 channels of a pixel at a time
-//  11959         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12019         conv_halo: 3x3, stride 1, any GPU
-//  12410         conv_gather: any kernel size and stride, any GPU
-//  12662         conv_few: the first and the last layer
-//  12832         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13389         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13490         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13913         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14292         conv_weight_tma: weight gradients (sm_90a)
-//  14572    21. The optimiser
-//  14575         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14803    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14806         groupnorm_backward
-//  14940         attention: forward and, where a has dout, backward
-//  15001         convolution: forward and input gradient
-//  15417         convolution: weight gradients
-//  15749    23. The GPU: memory, copies, repeated work
-//  15963    24. Between ranks: from device to device
+//   1629     5. The network: a list of layers, made of guided-diffusion's flags
+//   2437     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2677     7. Forward and backward: two walks over the list
+//   2792     8. Diffusion: noise schedules, objectives, samplers
+//   3018         the level of a training sample, drawn, and its share of the loss
+//   3455         samplers
+//   3996     9. Data: .bin files that may be larger than memory, the order of their images
+//   4513    10. Model files: weights and checkpoints, initial weights
+//   4852    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4867         the learning rate, the verdict on a step, averages of the weights
+//   4949         what a trainer holds
+//   5076         a step
+//   5364    12. A run: log, guard, checkpoints, resume, samples
+//   5389         the log in memory, as the page shows it
+//   5499         what a run holds
+//   5566         the log and the status line
+//   5752         checkpoints, snapshots and grids
+//   5998         the start of a run: new, from a file's weights, or resumed
+//   6191         the loop over the steps
+//   6304         a run from its first to its last line
+//   6473         samples, without a run
+//   6623    13. main: the command line, then a run or samples
+//   6898         what ranks must have in common
+//   6966         main
+//   7088  Part II. The device
+//   7091    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7166    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7234    16. The GPU: what all kernels share
+//   7298         Launches, which may overlap
+//   7340         Decisions: what kernels are chosen with
+//   7386         Single instructions: shared memory, mbarriers, clusters
+//   7470         Activations: pieces of 16 bytes
+//   7743         each_kernel: a thread for an element
+//   7757         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   7910         Swizzle: how rows lie in shared memory
+//   7928         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8128         building blocks of Hopper's kernels (sm_90a)
+//   8391    17. Small operations: resampling, embeddings, diffusion
+//   8394         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8591         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   8933         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9429    18. Group norm
+//   9432         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//   9944         groupnorm_backward_whole: an image's slab in shared memory
+//  10302    19. Attention
+//  10405         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  10922         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11057         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11715    20. Convolution
+//  11750         ConvOut: results, 4 channels of a pixel at a time
+//  11978         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12038         conv_halo: 3x3, stride 1, any GPU
+//  12429         conv_gather: any kernel size and stride, any GPU
+//  12681         conv_few: the first and the last layer
+//  12851         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13408         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13509         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  13932         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14311         conv_weight_tma: weight gradients (sm_90a)
+//  14591    21. The optimiser
+//  14594         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14822    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14825         groupnorm_backward
+//  14959         attention: forward and, where a has dout, backward
+//  15020         convolution: forward and input gradient
+//  15436         convolution: weight gradients
+//  15768    23. The GPU: memory, copies, repeated work
+//  15982    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7065, run_program 7005, train 6410, run_step 6221, train_step 5295, load_batch 4467;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15873):
-//     step_gradients 5199: draw_levels 8927, forward_and_loss 5116, q_sample_forward 9112, unet_forward 2700,
-//     forward_layer 2689 (by the layer's row of OPS 2041), loss_forward_backward 9221, unet_backward 2763,
-//     sum_gradients 14621;
-//     judge_step 14668, update_slice 5262, adamw_update 14777, next_step 14674, record_step 14679;
-//     later collect_steps 6176
-//   pictures, from noise: sample_batch 3912, plan_route 3686, device_step 3729, euler_step 3484 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 15303 draws all of its roads:
-//     OPS 2041, forward_conv 1941, conv_forward 15330, conv_product 15303;
-//     on Hopper pick_conv_tiles_3x3 15193, conv_tiles 13898, conv_tiles_kernel 13835, Accumulators 8321, Wgmma 7960;
-//     on any other GPU pick_conv_halo_bf16 15237, conv_halo 12397, conv_halo_kernel 12321, multiply_step 12289,
-//     multiply_tap 12266, mma 7785
-//   why several GPUs compute the bits of one: step_gradients 5199
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7111, with_nonlinearity 7121 (a case); BEHIND_NORMS, in front of
-//     add_norm 2183, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2933
-//   an objective: its word in common/flags.h, Frame 352, frame_of 2981, make_objective 2988;
-//     what it asks and what the answer means: edm_question 2818 beside it, ask 2836;
-//     the sigmas of its samples: has_steps_of_t 3603
-//   a kind of layer: LayerKind 1679, forward_linear 1902 and backward_linear 1906 beside it, OPS 2041,
-//     ops_are_in_order 2097, add_resblock 2230 and its like;
+//     main 7084, run_program 7024, train 6429, run_step 6240, train_step 5299, load_batch 4471;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 15892):
+//     step_gradients 5203: draw_levels 8946, forward_and_loss 5120, q_sample_forward 9131, unet_forward 2701,
+//     forward_layer 2690 (by the layer's row of OPS 2042), loss_forward_backward 9240, unet_backward 2764,
+//     sum_gradients 14640;
+//     judge_step 14687, update_slice 5266, adamw_update 14796, next_step 14693, record_step 14698;
+//     later collect_steps 6195
+//   pictures, from noise: sample_batch 3913, plan_route 3687, device_step 3730, euler_step 3485 and those beside it
+//   a convolution, to the tensor cores; the table in front of conv_product 15322 draws all of its roads:
+//     OPS 2042, forward_conv 1942, conv_forward 15349, conv_product 15322;
+//     on Hopper pick_conv_tiles_3x3 15212, conv_tiles 13917, conv_tiles_kernel 13854, Accumulators 8340, Wgmma 7979;
+//     on any other GPU pick_conv_halo_bf16 15256, conv_halo 12416, conv_halo_kernel 12340, multiply_step 12308,
+//     multiply_tap 12285, mma 7804
+//   why several GPUs compute the bits of one: step_gradients 5203
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7130, with_nonlinearity 7140 (a case); BEHIND_NORMS, in front of
+//     add_norm 2184, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2934
+//   an objective: its word in common/flags.h, Frame 352, frame_of 2982, make_objective 2989;
+//     what it asks and what the answer means: edm_question 2819 beside it, ask 2837;
+//     the sigmas of its samples: has_steps_of_t 3604
+//   a kind of layer: LayerKind 1680, forward_linear 1903 and backward_linear 1907 beside it, OPS 2042,
+//     ops_are_in_order 2098, add_resblock 2231 and its like;
 //     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7088; until they know it, nothing compiles: unpack 7469,
-//     pack 7497, FourOf 7534, mma 7785, with_act 7336, cast_params 14698, adamw_update 14777, tma_type 8068;
-//     which kernels take it: conv_product 15303, act_has_wgmma 7345; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7107; until they know it, nothing compiles: unpack 7488,
+//     pack 7516, FourOf 7553, mma 7804, with_act 7355, cast_params 14717, adamw_update 14796, tma_type 8087;
+//     which kernels take it: conv_product 15322, act_has_wgmma 7364; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
 //     ends in is unknown_word 1035, called by who does not know it
 //
@@ -1258,8 +1258,8 @@ static void take_aliases(Config* c) {
     // guided-diffusion lets the learning rate fall over lr_anneal_steps steps, without a warm-up, and stops then. 0
     // means that the rate stays as it is and that the run has no end.
     const int64_t steps = c->lr_anneal_steps;
-    // An upsampler makes images of small_size as large as large_size. At 512 its levels are others than those of a model
-    // without small images.
+    // An upsampler makes images of small_size as large as large_size.
+    // Its levels at 512 are others than those of a model without small images.
     const int large = c->large_size;
     const int small = c->small_size;
     if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
