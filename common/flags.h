@@ -17,7 +17,8 @@
 
 HEADING(start, "Start");
 FLAG(string, preset, "", "a set of flags to start from; any other flag overrides it",
-     WORDS("quick32|quick64|fashion32|emoji64|unet64|cifar10|adm|adm64|adm128|adm256|lsun256|latent32"));
+     WORDS("quick32|quick64|fashion32|emoji64|unet64|cifar10|adm|adm64|adm128|adm256|lsun256|adm64_256|adm128_512|"
+           "latent32"));
 FLAG(int, sample, 0, "draw this many images from --init FILE into --output, and stop", 0, 1e8);
 FLAG(string, precision, "auto", "of activations; auto: bf16 on a GPU, else fp32", WORDS("auto|fp32|bf16"));
 FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
@@ -241,6 +242,19 @@ PRESET(lsun256,
        "--image_size 256 --num_head_channels 64 --dropout 0.1 --batch_size 8 --max_steps 1000000 "
        "--data_file data/lsun256.bin",
        ADM);
+// guided-diffusion's upsamplers: from small images, enlarged, to large ones
+PRESETS_SHARE(UPSAMPLER,
+              "--num_channels 192 --num_res_blocks 2 --channel_mult 1,1,2,2,4,4 --cond lowres:4 "
+              "--class_cond True --num_classes 1000 --use_new_attention_order False --learn_sigma True "
+              "--noise_schedule linear --max_steps 500000",
+              LARGE);
+PRESET(adm64_256,
+       "--image_size 256 --attention_resolutions 32,16,8 --num_heads 4 --batch_size 8 --data_file data/imagenet256.bin",
+       UPSAMPLER);
+PRESET(adm128_512,
+       "--image_size 512 --attention_resolutions 32,16 --num_head_channels 64 --batch_size 4 "
+       "--data_file data/imagenet512.bin",
+       UPSAMPLER);
 // latents of 256x256 pictures, as prepare_data.py --encode makes them: an eighth as wide and high, of any size
 PRESET(latent32,
        "--image_size 32 --in_channels 4 --num_channels 192 --channel_mult 1,2,2,4 --num_res_blocks 2 "

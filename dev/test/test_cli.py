@@ -62,7 +62,8 @@ def test_help_lists_every_flag(run: Callable) -> None:
     text = run(["--help"]).out
     listed = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
     assert sorted(FLAGS) == sorted(set(listed) & set(FLAGS)), set(FLAGS) - set(listed)
-    for preset in ("quick32", "quick64", "fashion32", "emoji64", "unet64", "cifar10", "adm", "adm64", "adm128", "adm256", "lsun256", "latent32"):
+    ours = ["quick32", "quick64", "fashion32", "emoji64", "unet64", "cifar10", "latent32"]
+    for preset in (*ours, "adm", "adm64", "adm128", "adm256", "lsun256", "adm64_256", "adm128_512"):
         assert re.search(rf"^  {preset} .*--num_channels \d+ .*--lr ", text, re.MULTILINE)
     assert run(["-h"]).out == text
 

@@ -811,8 +811,19 @@ PUBLISHED = {
     "256x256_diffusion_uncond": (COMMON.format(False, "--image_size 256", "--num_head_channels 64", True), 552_814_086, (1, 1, 2, 2, 4, 4), 64),
     "512x512_diffusion": (COMMON.format(True, "--image_size 512", "--num_head_channels 64", False), 558_997_638, (0.5, 1, 1, 2, 2, 4, 4), 64),
     "lsun_bedroom": (COMMON.format(False, "--dropout 0.1 --image_size 256", "--num_head_channels 64", True), 552_814_086, (1, 1, 2, 2, 4, 4), 64),
-}
+    "64_256_upsampler": (
+        "--attention_resolutions 32,16,8 --class_cond True --diffusion_steps 1000 --large_size 256 --small_size 64 --learn_sigma True --noise_schedule"
+        " linear --num_channels 192 --num_heads 4 --num_res_blocks 2 --resblock_updown True --use_fp16 True --use_scale_shift_norm True",
+        311_795_910, (1, 1, 2, 2, 4, 4), -1,
+    ),
+    "128_512_upsampler": (
+        "--attention_resolutions 32,16 --class_cond True --diffusion_steps 1000 --large_size 512 --small_size 128 --learn_sigma True --noise_schedule"
+        " linear --num_channels 192 --num_head_channels 64 --num_res_blocks 2 --resblock_updown True --use_fp16 True --use_scale_shift_norm True",
+        308_835_270, (1, 1, 2, 2, 4, 4), 64,
+    ),
+}  # fmt: skip
 OF_PRESETS = {"128x128_diffusion": "adm128", "256x256_diffusion": "adm256", "lsun_bedroom": "lsun256"}
+OF_PRESETS |= {"64_256_upsampler": "adm64_256", "128_512_upsampler": "adm128_512"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -823,6 +834,7 @@ def test_published_flags_are_the_published_models(name: str) -> None:
     assert twin.parameter_count(config) == count
     assert (config.channel_mult, config.num_head_channels, config.num_heads, config.dropout > 0) == (mult, head_channels, 4, name == "lsun_bedroom")
     assert (config.noise_schedule, config.use_new_attention_order, config.num_classes) == ("linear", False, 1000 * config.class_cond)
+    assert (config.cond, config.cond_channels) == (("lowres:4", 3) if "upsampler" in name else ("", 0))
     if name in OF_PRESETS:
         preset = make_config({"preset": OF_PRESETS[name]})
         assert {n for n in model_files.SAVED_FLAGS if getattr(preset, n) != getattr(config, n)} == set()

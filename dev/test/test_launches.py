@@ -176,7 +176,7 @@ def table_of_choices(gpu: Gpu, folder: Path) -> str:
     kernels = sorted(set().union(*counts))
     rows = [[gpu.name, *(preset for preset, _ in columns)], ["", *(precision for _, precision in columns)], ["digest", *digests]]
     rows += [[kernel, *(str(count[kernel] or "-") for count in counts)] for kernel in kernels]
-    return "\n".join(f"{row[0]:40}" + "".join(f"{cell:>10}" for cell in row[1:]) for row in rows)
+    return "\n".join(f"{row[0]:40}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in rows)
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.presets], ids=lambda gpu: gpu.name)
@@ -193,6 +193,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
     import train_unet as twin
     from common import model_files
     from common.config import make_config
+    from common.data_files import write_data
 
     folder, files = tmp_path_factory.mktemp("weights"), {}
     for words in models():
@@ -204,6 +205,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
         path.write_bytes(header.tobytes())
         os.truncate(path, 1024 + file.weights.nbytes)
         files[path] = words
+        if config.picture_factor:
+            H, W = (size // config.picture_factor for size in config.image_size)
+            write_data(f"{folder}/small_{path.name}", np.zeros((1, config.in_channels, H, W), np.uint8))
     return files
 
 
@@ -214,6 +218,8 @@ def test_sampling(gpu: Gpu, weights: dict[Path, list[str]], tmp_path: Path) -> N
     for i, (path, words) in enumerate(weights.items()):
         small = path.stat().st_size < 1e8
         how = flags(SAMPLERS[i % len(SAMPLERS)], "--guidance_scale 2" if "--class_dropout" in words else [], "--sample", [3, 48][i % 2])
+        small_images = path.with_name(f"small_{path.name}")
+        how += ["--cond_file", small_images] * small_images.exists()
         for p in ("bf16", "fp32") if small else ("fp32",) if gpu is RTX_3090 else ():
             runs.append(["--init", path, "--output", f"{path.stem}_{p}.bin", "--precision", p, "--timestep_respacing", 3, *how])
     check_all(runs, gpu, tmp_path)

@@ -398,6 +398,22 @@ def test_guided_diffusions_upsamplers_load(run: Callable, tmp_path: Path, monkey
     run(flags("--preset adm --init up.bin --data_file images.bin --batch_size 1 --max_steps 1 --sample_interval 0"))
 
 
+@pytest.mark.parametrize("preset", ["adm64_256", "adm128_512"])
+def test_published_upsamplers_load_by_their_names(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
+    """A bare state_dict of the preset's layout, a third as wide and of smaller images, is converted, and both programs sample from it."""
+    monkeypatch.chdir(tmp_path)
+    smaller = flags("--preset", preset, "--num_channels 64 --image_size 64")
+    config = make_config(parse_flags(smaller, FLAGS))
+    assert (config.cond, config.channel_mult, config.out_channels) == ("lowres:4", (1, 1, 2, 2, 4, 4), 6)
+    torch.save(build_model(config, random_weights(config)).state_dict(), "upsampler.pt")
+    assert twin.run(["--convert", "upsampler.pt", "up.bin", *smaller]) == 0
+    write_data("small.bin", make_images(1, channels=3, height=16, width=16))
+    given = flags("--init up.bin --sample 1 --sampler ddpm --timestep_respacing 2 --cond_file small.bin --output s.bin")
+    run(given)
+    assert twin.run(flags(given, "--output t.bin --device cpu")) == 0
+    assert abs(read_samples(tmp_path / "s.bin") - read_samples(tmp_path / "t.bin")).max() < 2e-3
+
+
 def test_bad_ways_of_making_pictures(refused: Callable, colours: Path, data: Path, pairs: tuple[Path, Path], tmp_path: Path) -> None:
     given = flags(TINY, "--max_steps 1 --data_file", colours)
     config = make_config(TINY_TWIN | dict(in_channels=3, num_channels=32, num_res_blocks=1, cond="lowres:2"))
