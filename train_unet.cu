@@ -83,26 +83,26 @@
 //     main 7084, run_program 7024, train 6429, run_step 6240, train_step 5299, load_batch 4471;
 //     the rest is recorded as a graph at the first two steps and repeated later (replay 15892):
 //     step_gradients 5203: draw_levels 8946, forward_and_loss 5120, q_sample_forward 9131, unet_forward 2701,
-//     forward_layer 2690 (by the layer's row of OPS 2042), loss_forward_backward 9240, unet_backward 2764,
+//     forward_layer 2717 (a function of the layer's kind), loss_forward_backward 9273, unet_backward 2791,
 //     sum_gradients 14640;
 //     judge_step 14687, update_slice 5266, adamw_update 14796, next_step 14693, record_step 14698;
 //     later collect_steps 6195
 //   pictures, from noise: sample_batch 3913, plan_route 3687, device_step 3730, euler_step 3485 and those beside it
-//   a convolution, to the tensor cores; the table in front of conv_product 15322 draws all of its roads:
-//     OPS 2042, forward_conv 1942, conv_forward 15349, conv_product 15322;
-//     on Hopper pick_conv_tiles_3x3 15212, conv_tiles 13917, conv_tiles_kernel 13854, Accumulators 8340, Wgmma 7979;
-//     on any other GPU pick_conv_halo_bf16 15256, conv_halo 12416, conv_halo_kernel 12340, multiply_step 12308,
-//     multiply_tap 12285, mma 7804
+//   a convolution, to the tensor cores (a table above conv_product 15358 draws all of its roads):
+//     forward_conv 2001; conv_forward 15386, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15320 above that; conv_tiles 13950, with conv_tiles_kernel above it;
+//     Accumulators 8373; Wgmma 8012;
+//     on any other GPU pick_conv_halo_bf16 15124; conv_halo 12449, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 7837
 //   why several GPUs compute the bits of one: step_gradients 5203
 //   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7130, with_nonlinearity 7140 (a case); BEHIND_NORMS, in front of
 //     add_norm 2184, chooses it
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2934
-//   an objective: its word in common/flags.h, Frame 352, frame_of 2982, make_objective 2989;
-//     what it asks and what the answer means: edm_question 2819 beside it, ask 2837;
-//     the sigmas of its samples: has_steps_of_t 3604
-//   a kind of layer: LayerKind 1680, forward_linear 1903 and backward_linear 1907 beside it, OPS 2042,
-//     ops_are_in_order 2098, add_resblock 2231 and its like;
-//     its operation: a prototype in the interface, a kernel, loops in dev/reference.h
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 351, and beside each other edm_question 2855,
+//     ask 2873, frame_of 2883, sigma_draws 2889, has_steps_of_t 2895; the head of their section lists the changes
+//   a kind of layer: forward_linear 1922 and what stands beside it, with a list of all places in front of
+//     LayerKind 1894; add_resblock 2258 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     dev/reference.h
 //   an element type beside bf16: Element 225, ElementOf 7107; until they know it, nothing compiles: unpack 7488,
 //     pack 7516, FourOf 7553, mma 7804, with_act 7355, cast_params 14717, adamw_update 14796, tma_type 8087;
 //     which kernels take it: conv_product 15322, act_has_wgmma 7364; docs/READING.md says what at each
@@ -318,7 +318,23 @@ struct PictureDraws {
 
 // What --cond makes a picture of the image into; FILE: --cond_file has the pictures, or there are none.
 enum class PictureKind : uint8_t { FILE, LOWRES, GRAY, MASK };
-constexpr const char* PICTURE_KINDS[] = {"", "lowres", "gray", "mask"}; // as --cond has them, in the same order
+struct PictureWord {
+    PictureKind kind;
+    const char* word; // as --cond has it
+};
+constexpr PictureWord PICTURE_WORDS[] = {
+    {PictureKind::FILE, ""},
+    {PictureKind::LOWRES, "lowres"},
+    {PictureKind::GRAY, "gray"},
+    {PictureKind::MASK, "mask"},
+};
+constexpr bool picture_words_are_in_order() {
+    for (size_t i = 0; i < std::size(PICTURE_WORDS); i++)
+        if (PICTURE_WORDS[i].kind != PictureKind(i)) return false;
+    return true;
+}
+static_assert(picture_words_are_in_order(),
+              "PICTURE_WORDS[kind] must be the row of that kind: model files keep its number");
 
 // Dropout with probability p; 0: none. The other members are what its random draws depend on.
 struct Dropout {
@@ -374,15 +390,20 @@ struct Augmentation {
     double y_x, y_y, y_1;
 };
 
+// How the sigma of a training sample is drawn (draw_level), unless it is that of a t of the table.
+struct SigmaDraws {
+    float P_mean, P_std; // of ln(sigma), which is normal
+    bool uniform_t;      // instead, t = sigma / (1 + sigma) is uniform between 0 and 1
+};
+
 // What a model is trained on: how noise levels are drawn, and what the loss is made of,
 // mse * squared error + bound * variational bound in nats. Where mse is 0 the bound trains the mean, too. With tuning
 // the loss is another one (tuning_loss).
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn from a distribution
     int steps;
-    float P_mean, P_std; // of ln(sigma), which is normal
-    bool uniform_t;      // instead, t = sigma / (1 + sigma) is uniform between 0 and 1
-    float sigma_data;    // of edm: the standard deviation of the data
+    SigmaDraws draws;
+    float sigma_data; // of edm: the standard deviation of the data
     float mse, bound;
     const double* weights = nullptr; // device: (steps), see remember_losses; null: every t is as likely
     Frame frame = Frame::DDPM;
@@ -722,8 +743,10 @@ static size_t norm_sums_bytes(const NormShape& s); // until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
-struct Workspace { // of the workspace, of the side lane's, and until finish_gradients
-    size_t main = 0, side = 0, sums = 0;
+struct Workspace {
+    size_t main = 0; // on the main lane
+    size_t side = 0; // on the side lane, where weight gradients are computed
+    size_t sums = 0; // until finish_gradients, at the end of the backward pass
 };
 static void reserve(const Workspace& most, bool training);
 
@@ -1329,9 +1352,9 @@ static std::string parse_cond(Config* c) {
     const size_t colon = std::min(c->cond.find(':'), c->cond.size());
     const std::string kind = c->cond.substr(0, colon);
     const std::string behind = c->cond.substr(colon);
-    const auto word = std::ranges::find(PICTURE_KINDS, kind);
-    const bool is_word = word != std::end(PICTURE_KINDS) && !kind.empty();
-    if (is_word) c->picture_kind = PictureKind(word - PICTURE_KINDS);
+    const auto row = std::ranges::find(PICTURE_WORDS, kind, &PictureWord::word);
+    const bool is_word = row != std::end(PICTURE_WORDS) && !kind.empty();
+    if (is_word) c->picture_kind = row->kind;
     // Only lowres has a number behind it, of up to five digits.
     const bool is_lowres = c->picture_kind == PictureKind::LOWRES;
     const bool is_short = behind.size() >= 2 && behind.size() <= 6;
@@ -1644,10 +1667,11 @@ static void check_run(Config* c, const std::string& where) {
 //                              -> norm, SiLU, dropout -> conv 3x3 + shortcut
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
-// A layer is indices of tensors, parameters and buffers, -1 where there is none; a row of OPS says what its kind does.
+// A layer has a kind (LayerKind), which says what it computes, and indices of tensors, parameters and buffers: -1 where
+// there is none.
 //
 // In the order in which they run: build_unet calls add_embedding, add_input_blocks, add_output_blocks and place_params;
-// section 6 plans the memory; then section 7 walks over the list, and asks layer_args and OPS for each layer.
+// section 6 plans the memory; then section 7 walks over the list, and calls each layer's kind with its layer_args.
 
 // How a parameter begins: see init_params.
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
@@ -1677,25 +1701,9 @@ struct GradPlan {
     int d = -1, add1 = -1, add2 = -1;
 };
 
-enum LayerKind {
-    TIMESTEP,   // sinusoids of t: the embedding begins
-    LINEAR,     // of the embedding
-    SILU,       // of the embedding
-    LABEL,      // adds a row of a table, the class's, to the embedding
-    VALUES,     // adds a projection of the image's numbers (--cond_dim) to the embedding
-    CONV,       // 3x3 or 1x1, with what is added to its result
-    GROUPNORM,  // and the nonlinearity and the dropout behind it
-    ATTENTION,  // between the pixels of an image
-    DOWNSAMPLE, // average pool
-    UPSAMPLE,   // nearest neighbour
-    JOIN,       // puts a picture's channels (--cond_channels) behind those of the image
-    PATCHES,    // --patch_size: squares of pixels become channels,
-    PIXELS,     // and channels become squares of pixels
-    LAYER_KINDS // how many there are
-};
-
+struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...: see "The kinds of layers" below
 struct Layer {
-    LayerKind kind = CONV;
+    const LayerKind* kind = nullptr;
     std::string name;
     int x1 = -1, x2 = -1, out = -1;           // tensors: what it reads, side by side, and what it writes
     int weight = -1;                          // a parameter; the bias, if there is one, is the next
@@ -1891,15 +1899,44 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     return a;
 }
 
-// What each kind of layer computes, forward and backward: a call of its operation, with what LayerArgs has for it.
-// CONV's weight gradients are not here: several layers' are computed together (see unet_backward).
+// The kinds of layers. What is particular to a kind stands together here: its functions, which call its operation with
+// what LayerArgs has for it, and then the kind itself. The list, its plan and the walks (sections 5 to 7) look at its
+// members, so they need no change for a new kind. Only what a convolution or a norm alone needs is asked for by name,
+// as in `kind == &CONV` (plan_waits, plan_fusions, plan_lifetimes, unet_backward). To add a kind, change these places:
+//
+//   1. here: its functions and its LayerKind
+//   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in add_resblock or its like
+//   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
+static double no_flops(const LayerArgs&) { return 0; }
+static Workspace no_workspace(const LayerArgs&) { return {}; }
+struct LayerKind {
+    const char* name;
+    void (*forward)(LayerArgs&);
+    void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
+    enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
+    int backward_reads = 0; // what the backward pass reads of the forward pass
+    bool embedding = false; // it is of the embedding's path, which is computed beside the first layers
+    bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
+    bool sums = false;      // it fills out_stats, so a group norm may read what it makes (see add_norm)
+
+    double (*flops)(const LayerArgs&) = no_flops;            // of a forward pass, 2 for a multiply-add
+    Workspace (*workspace)(const LayerArgs&) = no_workspace; // memory that its functions need beside their arrays
+};
 
 // The embedding's layers. Their tensors are fp32, of B rows.
+
+// Sinusoids of t, with which the embedding begins.
 static void forward_timestep(LayerArgs& a) {
     const int max_period = a.net->config.max_period;
     timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.lane);
 }
+constexpr LayerKind TIMESTEP{
+    .name = "timestep embedding",
+    .forward = forward_timestep,
+    .embedding = true,
+};
 
+// A linear layer.
 static void forward_linear(LayerArgs& a) {
     linear_forward(a.out_fp32(), a.x_fp32(), a.weight, a.bias, // out, x, weight, bias
                    a.B, a.Cin, a.Cout, a.lane);
@@ -1909,7 +1946,21 @@ static void backward_linear(LayerArgs& a) {
                     a.dout_fp32(), a.x_fp32(), a.weight, // dout, x, weight
                     a.B, a.Cin, a.Cout);
 }
+static double linear_flops(const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; }
+static Workspace linear_workspace(const LayerArgs& a) {
+    return {.main = linear_backward_workspace(a.B, a.Cin, a.Cout)};
+}
+constexpr LayerKind LINEAR{
+    .name = "linear",
+    .forward = forward_linear,
+    .backward = backward_linear,
+    .backward_reads = LayerKind::INPUT,
+    .embedding = true,
+    .flops = linear_flops,
+    .workspace = linear_workspace,
+};
 
+// The nonlinearity between linear layers. (The one behind a group norm is computed by the norm.)
 static void forward_silu(LayerArgs& a) {
     const size_t n = (size_t)a.B * a.Cin;
     silu_forward(a.out_fp32(), a.x_fp32(), n, a.lane);
@@ -1918,7 +1969,15 @@ static void backward_silu(LayerArgs& a) {
     const size_t n = (size_t)a.B * a.Cin;
     silu_backward(a.d1_fp32(), a.dout_fp32(), a.x_fp32(), n);
 }
+constexpr LayerKind SILU{
+    .name = "silu",
+    .forward = forward_silu,
+    .backward = backward_silu,
+    .backward_reads = LayerKind::INPUT,
+    .embedding = true,
+};
 
+// Adds a row of a table, the one of the image's class, to the embedding.
 static void forward_label(LayerArgs& a) {
     const float* const table = a.weight;
     label_embedding_forward(a.out_fp32(), a.x_fp32(), table, a.net->labels, a.B, a.Cin, a.lane);
@@ -1928,7 +1987,14 @@ static void backward_label(LayerArgs& a) {
     float* const dtable = a.dweight;
     label_embedding_backward(a.d1_fp32(), dtable, a.dout_fp32(), a.net->labels, a.B, rows, a.Cin);
 }
+constexpr LayerKind LABEL{
+    .name = "label embedding",
+    .forward = forward_label,
+    .backward = backward_label,
+    .embedding = true,
+};
 
+// Adds a projection of the image's numbers (--cond_dim) to the embedding.
 static void forward_values(LayerArgs& a) {
     const int K = a.net->config.num_values();
     values_embedding_forward(a.out_fp32(), a.x_fp32(), a.weight, a.net->values, a.B, K, a.Cin, a.lane);
@@ -1937,14 +2003,42 @@ static void backward_values(LayerArgs& a) {
     const int K = a.net->config.num_values();
     values_embedding_backward(a.d1_fp32(), a.dweight, a.dout_fp32(), a.net->values, a.B, K, a.Cin);
 }
+static double values_flops(const LayerArgs& a) { return 2.0 * a.B * a.net->config.num_values() * a.Cin; }
+constexpr LayerKind VALUES{
+    .name = "values embedding",
+    .forward = forward_values,
+    .backward = backward_values,
+    .embedding = true,
+    .flops = values_flops,
+};
 
 // The layers between the images and the network's output.
+
+// A convolution, 3x3 or 1x1, with what is added to its result. Its backward function is for the input's gradient alone:
+// the weight gradients of several layers are computed together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
     conv_forward(a.out, a.stats(), // what it writes
                  a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip);
 }
 static void backward_conv(LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); }
+static double conv_flops(const LayerArgs& a) {
+    const double weights = (double)a.net->params[a.layer->weight].size;
+    return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
+}
+static Workspace conv_layer_workspace(const LayerArgs& a) {
+    return {.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv())};
+}
+constexpr LayerKind CONV{
+    .name = "conv",
+    .forward = forward_conv,
+    .backward = backward_conv,
+    .backward_reads = LayerKind::INPUT,
+    .sums = true,
+    .flops = conv_flops,
+    .workspace = conv_layer_workspace,
+};
 
+// A group norm, with the nonlinearity and the dropout behind it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
     groupnorm_forward(a.out, mean, a.rstd(),          // what it writes
@@ -1957,7 +2051,18 @@ static void backward_norm(LayerArgs& a) {
                        a.dout, a.x1, a.x2, mean, a.rstd(),     // what the loss and the forward pass left
                        a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm());
 }
+static Workspace norm_workspace(const LayerArgs& a) {
+    return {.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm())};
+}
+constexpr LayerKind GROUPNORM{
+    .name = "group norm",
+    .forward = forward_norm,
+    .backward = backward_norm,
+    .backward_reads = LayerKind::INPUT | LayerKind::EMB,
+    .workspace = norm_workspace,
+};
 
+// Attention between the pixels of an image.
 static void forward_attention(LayerArgs& a) {
     SoftmaxRow* const rows = (SoftmaxRow*)a.saved;
     attention_forward(a.out, rows, a.x1, a.B, a.tokens(), a.Cout, a.layer->heads);
@@ -1968,20 +2073,59 @@ static void backward_attention(LayerArgs& a) {
     attention_backward(dqkv, a.dout, a.x1, a.out, rows, // what it writes, then what it reads
                        a.B, a.tokens(), a.Cout, a.layer->heads);
 }
+static double attention_flops(const LayerArgs& a) {
+    // For each of the T x T pairs of tokens and each channel there are two products: q k^T and P v.
+    const double products = 2;
+    return products * 2 * a.B * a.tokens() * a.tokens() * a.Cout;
+}
+static Workspace attention_workspace(const LayerArgs& a) {
+    return {.main = attention_backward_workspace(a.B, a.tokens(), a.Cout, a.layer->heads)};
+}
+constexpr LayerKind ATTENTION{
+    .name = "attention",
+    .forward = forward_attention,
+    .backward = backward_attention,
+    .backward_reads = LayerKind::INPUT | LayerKind::OUTPUT,
+    .flops = attention_flops,
+    .workspace = attention_workspace,
+};
 
+// Average pool.
 static void forward_downsample(LayerArgs& a) { downsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_downsample(LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
+constexpr LayerKind DOWNSAMPLE{
+    .name = "downsample",
+    .forward = forward_downsample,
+    .backward = backward_downsample,
+    .sums = true,
+};
+
+// Nearest neighbour.
 static void forward_upsample(LayerArgs& a) { upsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_upsample(LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
+constexpr LayerKind UPSAMPLE{
+    .name = "upsample",
+    .forward = forward_upsample,
+    .backward = backward_upsample,
+    .sums = true,
+};
 
+// Puts a picture's channels (--cond_channels) behind those of the image.
 static void forward_join(LayerArgs& a) {
     join_channels(a.out_fp32(), a.x_fp32(), a.net->cond, a.B, a.H * a.W, a.Cin, a.net->config.cond_channels);
 }
+constexpr LayerKind JOIN{
+    .name = "condition",
+    .forward = forward_join,
+    .fp32 = true,
+};
+
+// --patch_size: squares of pixels become channels (PATCHES), and at the end channels become squares of pixels (PIXELS).
+// The backward pass of PIXELS makes patches of the gradient. Its H and W are those of the pixels.
 static void forward_patches(LayerArgs& a) {
     const int p = a.net->config.patch();
     to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, p);
 }
-// Pixels of patches, and their gradient, which goes the other way. H, W are those of the pixels.
 static void forward_pixels(LayerArgs& a) {
     const int p = a.net->config.patch();
     from_patches(a.out_fp32(), a.x_fp32(), a.B, a.Hout, a.Wout, a.Cout, p);
@@ -1990,117 +2134,17 @@ static void backward_pixels(LayerArgs& a) {
     const int p = a.net->config.patch();
     to_patches(a.d1_fp32().dx, a.dout_fp32(), a.B, a.Hout, a.Wout, a.Cout, p);
 }
-
-// Floating point operations of a forward pass, 2 for a multiply-add.
-static double no_flops(const LayerArgs&) { return 0; }
-static double linear_flops(const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; }
-static double values_flops(const LayerArgs& a) { return 2.0 * a.B * a.net->config.num_values() * a.Cin; }
-static double conv_flops(const LayerArgs& a) {
-    const double weights = (double)a.net->params[a.layer->weight].size;
-    return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
-}
-static double attention_flops(const LayerArgs& a) {
-    // For each of the T x T pairs of tokens and each channel there are two products: q k^T and P v.
-    const double products = 2;
-    return products * 2 * a.B * a.tokens() * a.tokens() * a.Cout;
-}
-
-// Bytes of memory that the functions of a layer need beside their arrays. main: on the main lane; side: on the side
-// lane, where weight gradients are computed; sums: until the end of the backward pass.
-static Workspace no_workspace(const LayerArgs&) { return {}; }
-static Workspace linear_workspace(const LayerArgs& a) {
-    return {.main = linear_backward_workspace(a.B, a.Cin, a.Cout)};
-}
-static Workspace conv_layer_workspace(const LayerArgs& a) {
-    return {.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv())};
-}
-static Workspace norm_workspace(const LayerArgs& a) {
-    return {.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm())};
-}
-static Workspace attention_workspace(const LayerArgs& a) {
-    return {.main = attention_backward_workspace(a.B, a.tokens(), a.Cout, a.layer->heads)};
-}
-
-// A kind of layer: what the list, its plan and the walks know of it, but for what is a convolution's or a norm's alone
-// (plan_waits, plan_fusions, plan_lifetimes, unet_backward name CONV and GROUPNORM). A new kind is a word in LayerKind,
-// its functions above, a row of OPS, and a function that adds such a layer to the list, as those below.
-struct Op {
-    LayerKind kind;
-    const char* name;
-    void (*forward)(LayerArgs&);
-    void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
-    enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
-    int backward_reads = 0; // what the backward pass reads of the forward pass
-    bool embedding = false; // it is of the embedding's path, which is computed beside the first layers
-    bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
-    bool sums = false;      // it fills out_stats, so a group norm may read what it makes (see add_norm)
-    double (*flops)(const LayerArgs&) = no_flops;
-    Workspace (*workspace)(const LayerArgs&) = no_workspace;
+constexpr LayerKind PATCHES{
+    .name = "patches",
+    .forward = forward_patches,
+    .fp32 = true,
 };
-
-// A row for each word of LayerKind, in the same order.
-static constexpr Op OPS[] = {
-    {.kind = TIMESTEP, .name = "timestep embedding", .forward = forward_timestep, .embedding = true},
-    {.kind = LINEAR,
-     .name = "linear",
-     .forward = forward_linear,
-     .backward = backward_linear,
-     .backward_reads = Op::INPUT,
-     .embedding = true,
-     .flops = linear_flops,
-     .workspace = linear_workspace},
-    {.kind = SILU,
-     .name = "silu",
-     .forward = forward_silu,
-     .backward = backward_silu,
-     .backward_reads = Op::INPUT,
-     .embedding = true},
-    {.kind = LABEL, .name = "label embedding", .forward = forward_label, .backward = backward_label, .embedding = true},
-    {.kind = VALUES,
-     .name = "values embedding",
-     .forward = forward_values,
-     .backward = backward_values,
-     .embedding = true,
-     .flops = values_flops},
-    {.kind = CONV,
-     .name = "conv",
-     .forward = forward_conv,
-     .backward = backward_conv,
-     .backward_reads = Op::INPUT,
-     .sums = true,
-     .flops = conv_flops,
-     .workspace = conv_layer_workspace},
-    {.kind = GROUPNORM,
-     .name = "group norm",
-     .forward = forward_norm,
-     .backward = backward_norm,
-     .backward_reads = Op::INPUT | Op::EMB,
-     .workspace = norm_workspace},
-    {.kind = ATTENTION,
-     .name = "attention",
-     .forward = forward_attention,
-     .backward = backward_attention,
-     .backward_reads = Op::INPUT | Op::OUTPUT,
-     .flops = attention_flops,
-     .workspace = attention_workspace},
-    {.kind = DOWNSAMPLE,
-     .name = "downsample",
-     .forward = forward_downsample,
-     .backward = backward_downsample,
-     .sums = true},
-    {.kind = UPSAMPLE, .name = "upsample", .forward = forward_upsample, .backward = backward_upsample, .sums = true},
-    {.kind = JOIN, .name = "condition", .forward = forward_join, .fp32 = true},
-    {.kind = PATCHES, .name = "patches", .forward = forward_patches, .fp32 = true},
-    {.kind = PIXELS, .name = "pixels", .forward = forward_pixels, .backward = backward_pixels, .fp32 = true},
+constexpr LayerKind PIXELS{
+    .name = "pixels",
+    .forward = forward_pixels,
+    .backward = backward_pixels,
+    .fp32 = true,
 };
-
-// Checked by the compiler, so that nobody forgets a row.
-static constexpr bool ops_are_in_order() {
-    for (size_t i = 0; i < std::size(OPS); i++)
-        if (OPS[i].kind != (LayerKind)i) return false;
-    return std::size(OPS) == LAYER_KINDS;
-}
-static_assert(ops_are_in_order(), "OPS[kind] must be the row of that kind");
 
 // The functions that follow make the list. Each of them appends something to the network and returns its index.
 
@@ -2149,7 +2193,7 @@ static int add_conv_params(UNet* net, const std::string& name, Shape shape, Para
 // Ends the program if a layer has another kind of weight than it must have.
 static void check_conv_params(const UNet& net) {
     for (size_t i = 0; i < net.params.size(); i++) {
-        auto reads_it = [&](const Layer& l) { return l.kind == CONV && l.weight == (int)i; };
+        auto reads_it = [&](const Layer& l) { return l.kind == &CONV && l.weight == (int)i; };
         const bool is_read_by_conv = std::ranges::any_of(net.layers, reads_it);
         if (net.params[i].of_conv != is_read_by_conv)
             die("internal error: %s must come from add_conv_params if a layer of kind CONV has it, and else must not",
@@ -2159,10 +2203,10 @@ static void check_conv_params(const UNet& net) {
 
 // Appends a layer that writes a new tensor (H, W, C), which is returned.
 static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element element = act_element) {
-    const Op& op = OPS[l.kind];
-    if (l.weight >= 0 && !op.backward) die("internal error: %s has weights but no backward pass", l.name.c_str());
-    l.out = add_tensor(net, H, W, C, op.fp32 ? Element::FP32 : element);
-    net->tensors[l.out].needs_grad = op.backward;
+    const LayerKind& kind = *l.kind;
+    if (l.weight >= 0 && !kind.backward) die("internal error: %s has weights but no backward pass", l.name.c_str());
+    l.out = add_tensor(net, H, W, C, kind.fp32 ? Element::FP32 : element);
+    net->tensors[l.out].needs_grad = kind.backward;
     net->layers.push_back(l);
     return l.out;
 }
@@ -2170,6 +2214,7 @@ static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element el
 // l: a layer with its name, its input, and what differs from a plain 1x1 convolution. If it has a weight, that is of
 // parameters which are there already.
 static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, Element element = act_element) {
+    l.kind = &CONV;
     const ConvShape s = layer_args(Walk{.net = net, .B = 1}, l).conv();
     const Shape shape{Cout, s.C1 + s.C2, l.kernel, l.kernel};
     if (l.weight < 0) l.weight = add_conv_params(net, l.name, shape, init, l.heads);
@@ -2185,7 +2230,7 @@ static int add_norm(UNet* net, Layer l) {
     for (int input : {l.x1, l.x2}) {
         if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has one already
         const auto writer = std::ranges::find(net->layers, input, &Layer::out);
-        if (writer == net->layers.end() || !OPS[writer->kind].sums)
+        if (writer == net->layers.end() || !writer->kind->sums)
             die("internal error: %s reads a tensor whose layer leaves no sums of its channels", l.name.c_str());
         const Tensor x = net->tensors[input];
         const size_t sums = (size_t)x.C * 2 * max_stat_parts(x.H, x.W);
@@ -2193,7 +2238,7 @@ static int add_norm(UNet* net, Layer l) {
     }
     const Tensor x = net->tensors[l.x1];
     const int C = x.C + net->tensor(l.x2).C;
-    l.kind = GROUPNORM;
+    l.kind = &GROUPNORM;
     l.weight = add_params(net, l.name, {C}, INIT_ONE);
     l.saved = add_buffer(net, 2 * 32 * sizeof(float)); // mean and rstd of 32 groups
     return add_layer(net, l, C, x.H, x.W);
@@ -2206,8 +2251,8 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
     const Tensor t = net->tensors[x];
     switch (resample) {
     case SAME: return x;
-    case UP: return add_layer(net, {.kind = UPSAMPLE, .name = name, .x1 = x}, t.C, 2 * t.H, 2 * t.W);
-    case DOWN: return add_layer(net, {.kind = DOWNSAMPLE, .name = name, .x1 = x}, t.C, t.H / 2, t.W / 2);
+    case UP: return add_layer(net, {.kind = &UPSAMPLE, .name = name, .x1 = x}, t.C, 2 * t.H, 2 * t.W);
+    case DOWN: return add_layer(net, {.kind = &DOWNSAMPLE, .name = name, .x1 = x}, t.C, t.H / 2, t.W / 2);
     }
     ALL_CASES_RETURN
 }
@@ -2274,7 +2319,7 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     const size_t first = net->layers.size();
     const int normed = add_norm(net, {.name = name + ".norm", .x1 = x});
     const Layer qkv{.name = name + ".qkv", .x1 = normed, .heads = heads};
-    Layer attention{.kind = ATTENTION, .name = name + ".attention", .heads = heads};
+    Layer attention{.kind = &ATTENTION, .name = name + ".attention", .heads = heads};
     attention.x1 = add_conv(net, qkv, 3 * t.C);
     attention.saved = add_buffer(net, (size_t)heads * t.H * t.W * sizeof(SoftmaxRow));
     const int out = add_layer(net, attention, t.C, t.H, t.W);
@@ -2287,9 +2332,9 @@ static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int F = c.num_channels; // how many sinusoids there are
     const int E = 4 * F;          // how many numbers the embedding has
-    int h = add_layer(net, {.kind = TIMESTEP, .name = "timestep_embedding"}, F);
-    auto add = [&](LayerKind kind, const char* name, int weight = -1) {
-        h = add_layer(net, {.kind = kind, .name = name, .x1 = h, .weight = weight}, E);
+    int h = add_layer(net, {.kind = &TIMESTEP, .name = "timestep_embedding"}, F);
+    auto add = [&](const LayerKind& kind, const char* name, int weight = -1) {
+        h = add_layer(net, {.kind = &kind, .name = name, .x1 = h, .weight = weight}, E);
     };
     add(LINEAR, "time_embed.0", add_params(net, "time_embed.0", {E, F}));
     add(SILU, "time_embed.1");
@@ -2301,7 +2346,7 @@ static void add_embedding(UNet* net) {
     const int K = c.num_values();
     if (K > 0) add(VALUES, "cond_emb", add_param(net, "cond_emb.weight", {E, K}, INIT_UNIFORM));
     add(SILU, "emb_layers.0");
-    net->emb = add_layer(net, {.kind = LINEAR, .name = "emb_layers.1", .x1 = h}, 0); // it has no columns yet
+    net->emb = add_layer(net, {.kind = &LINEAR, .name = "emb_layers.1", .x1 = h}, 0); // it has no columns yet
 }
 
 // Halves the resolution, in one of three ways.
@@ -2405,8 +2450,8 @@ static UNet build_unet(const Config& c) {
     net.input = add_tensor(&net, H, W, c.in_channels, Element::FP32);
     int h = net.input;
     const int seen = c.seen_channels();
-    if (c.cond_channels) h = add_layer(&net, {.kind = JOIN, .name = "condition", .x1 = h}, seen, H, W);
-    if (p > 1) h = add_layer(&net, {.kind = PATCHES, .name = "patches", .x1 = h}, seen * p * p, H / p, W / p);
+    if (c.cond_channels) h = add_layer(&net, {.kind = &JOIN, .name = "condition", .x1 = h}, seen, H, W);
+    if (p > 1) h = add_layer(&net, {.kind = &PATCHES, .name = "patches", .x1 = h}, seen * p * p, H / p, W / p);
     const std::vector<int> skips = add_input_blocks(&net, h);
     h = skips.back();
     const int middle = net.tensor(h).C; // the lowest level's channels
@@ -2416,7 +2461,7 @@ static UNet build_unet(const Config& c) {
     h = add_output_blocks(&net, h, skips);
     h = add_norm(&net, {.name = "out.0", .x1 = h, .nonlinearity = BEHIND_NORMS});
     h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, c.out_channels() * p * p, INIT_ZERO, Element::FP32);
-    if (p > 1) h = add_layer(&net, {.kind = PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
+    if (p > 1) h = add_layer(&net, {.kind = &PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
 
     // All blocks are there, so it is known how wide the layer is that projects the embedding for all of them: emb.C
@@ -2429,7 +2474,7 @@ static UNet build_unet(const Config& c) {
     const auto first_param = std::ranges::find(net.params, 0u, &Param::offset);
     projection.weight = (int)(first_param - net.params.begin()); // group 0 comes first (param_group)
 
-    for (const Layer& l : net.layers) net.flops += OPS[l.kind].flops(layer_args(Walk{.net = &net, .B = 1}, l));
+    for (const Layer& l : net.layers) net.flops += l.kind->flops(layer_args(Walk{.net = &net, .B = 1}, l));
     return net;
 }
 
@@ -2515,7 +2560,7 @@ static void plan_waits(UNet* net) {
         if (l.dout < 0) continue; // it has no backward pass
         for (int k = i + 1; k < done; k++) {
             const Layer& conv = net->layers[k];
-            if (conv.kind != CONV) continue;
+            if (conv.kind != &CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
             const bool has_demb = l.out == net->emb && conv.demb >= 0; // its launch writes a part of l's dout
             if (!too_old && !has_demb) continue;
@@ -2532,7 +2577,7 @@ static void plan_fusions(UNet* net) {
         Layer& l = net->layers[i];
         Layer& skip = net->layers[i - 1];
         // skip comes directly before the convolution that adds its result.
-        const bool adds_it = l.kind == CONV && skip.kind == CONV && l.residual == skip.out;
+        const bool adds_it = l.kind == &CONV && skip.kind == &CONV && l.residual == skip.out;
         if (!adds_it) continue;
         const ConvShape shape = layer_args(walk, l).conv();
         const ConvShape skip_shape = layer_args(walk, skip).conv();
@@ -2562,7 +2607,7 @@ static void plan_lifetimes(UNet* net) {
     // What the forward pass of a layer reads and writes. A fused layer leaves nothing in memory.
     auto use_forward = [&](const Layer& l, int time) {
         use(time, {data(l.x1), data(l.x2), data(l.residual), data(l.emb), l.saved});
-        if (l.kind == GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
+        if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
         if (!l.fused) use(time, {data(l.out), stats(l.out)});
     };
     // Before the first layer and after the last one: the sampler and the loss work on input and output.
@@ -2570,21 +2615,21 @@ static void plan_lifetimes(UNet* net) {
     use(L + 1, {data(net->input), data(net->output)});
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
-        const Op& op = OPS[l.kind];
+        const LayerKind& kind = *l.kind;
         use_forward(l, 1 + i + l.fused); // a fused layer is computed by the next one
         // The embedding's layers are computed beside those before the first one that reads it.
-        if (op.embedding) use_forward(l, 1 + first_emb_reader(net));
+        if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
         // The backward pass, and a convolution's weight gradient, which may be computed up to weights_lag later.
         if (l.dout < 0) continue; // not training, or the sinusoids
         const int back = 2 * L + 1 - i;
-        const int done = l.kind == CONV ? back + weights_lag(net, l) : back;
+        const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
         for (int time : {back, done}) {
-            if (op.backward_reads & Op::INPUT) use(time, {data(l.x1), data(l.x2)});
+            if (kind.backward_reads & LayerKind::INPUT) use(time, {data(l.x1), data(l.x2)});
             use(time, {l.dout});
         }
-        if (op.backward_reads & Op::EMB) use(back, {data(l.emb)});
-        if (op.backward_reads & Op::OUTPUT) use(back, {data(l.out)});
+        if (kind.backward_reads & LayerKind::EMB) use(back, {data(l.emb)});
+        if (kind.backward_reads & LayerKind::OUTPUT) use(back, {data(l.out)});
         use(back, {l.saved, l.demb});
         use(back, {l.d1.d, l.d1.add1, l.d1.add2});
         use(back, {l.d2.d, l.d2.add1, l.d2.add2});
@@ -2665,7 +2710,7 @@ static void plan_memory(UNet* net, int B, bool training) {
     Workspace most{loss_workspace(B)};
     const Walk walk{.net = net, .B = B};
     for (const Layer& l : net->layers) {
-        const Workspace w = OPS[l.kind].workspace(layer_args(walk, l));
+        const Workspace w = l.kind->workspace(layer_args(walk, l));
         most.main = std::max(most.main, w.main);
         most.side = std::max(most.side, w.side);
         most.sums += w.sums;
@@ -2691,7 +2736,7 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     if (l.fused) return; // the layer behind it computes this one, too
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
-    OPS[l.kind].forward(a);
+    l.kind->forward(a);
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
@@ -2705,7 +2750,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     int i = 0;
     run_beside(0, [&](Lane* lane) {
         walk.lane = lane;
-        for (; OPS[net->layers[i].kind].embedding; i++) forward_layer(walk, net->layers[i]);
+        for (; net->layers[i].kind->embedding; i++) forward_layer(walk, net->layers[i]);
     });
     walk.lane = MAIN_LANE;
     for (; i < L; i++) {
@@ -2732,7 +2777,7 @@ struct WeightGradients {
         size_t complete_from = net->plain_size; // in the flat arrays, behind the convolutions that are still to come
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
-            if (l.kind != CONV) continue;
+            if (l.kind != &CONV) continue;
             const Param& weight = net->params[l.weight];
             complete_from = std::max(complete_from, weight.offset + weight.size);
         }
@@ -2773,7 +2818,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         for (const Layer& before : net->layers) // with --use_checkpoint: what this block's layers read
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
-        if (l.kind == CONV) {
+        if (l.kind == &CONV) {
             // The first layer's own gradient would keep those before it waiting, and the embedding waits for them.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.send();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
@@ -2781,7 +2826,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (!a.d1.dx && !a.d2.dx) continue; // of the images: nobody needs a gradient
         }
         mark({.layer = &l, .pass = BACKWARD});
-        OPS[l.kind].backward(a);
+        l.kind->backward(a);
     }
     mark({"finish gradients"});
     finish_gradients();
@@ -2799,6 +2844,17 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   what it should answer           target_x0 x_0 + target_noise noise
 //   what its answer says about x_0  x0_x input + x0_out answer
 // So a new objective is a new way to fill NoiseLevels, and neither kernels nor samplers know which one they work for.
+//
+// To add an objective, as edm and flow are, change these places:
+//
+//   1. common/flags.h: its word in the row of `objective`, and rows for its parameters, if it has any. A parameter that
+//      a model file has to keep is a row SAVED(slot, ...), and open_model no longer lists its slot as unused
+//   2. Frame (section 1): its word
+//   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; how sigma is
+//      drawn in training (sigma_draws); which sigmas its samplers use (has_steps_of_t)
+//
+// For another quantity that the network predicts, with the levels of ddpm, change two: the row of `predict` in
+// common/flags.h, and ddpm_level.
 //
 // In the order in which they run: make_objective, once; then for each sample draw_level, which takes one of
 // ddpm_levels, or calls ask or student_level. Samplers ask level_at for the level of a sigma.
@@ -2841,6 +2897,28 @@ HD static inline Question ask(Frame frame, double sigma, double sigma_data) {
     case Frame::FLOW: return flow_question(sigma);
     }
     return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN}; // a step would find its loss not finite
+}
+
+// Says which frame a model has, by its flags.
+static Frame frame_of(const Config& c) {
+    const char* flag = c.objective == "ect" ? "ect_frame" : "objective";
+    return meaning<Frame>(flag, c.frame(), {{"ddpm", Frame::DDPM}, {"edm", Frame::EDM}, {"flow", Frame::FLOW}});
+}
+
+// Says how sigma is drawn in training.
+static SigmaDraws sigma_draws(const Config& c) {
+    const SigmaDraws table{}, edm{c.P_mean, c.P_std, false}, flow{c.t_mean, c.t_std, c.t_std == 0};
+    return meaning<SigmaDraws>("objective", c.objective, {{"ddpm", table}, {"edm", edm}, {"flow", flow}, {"ect", edm}});
+}
+
+// Says whether a sampler goes along equal steps of t = sigma / (1 + sigma); if not, along Karras's schedule.
+static bool has_steps_of_t(Frame frame) {
+    switch (frame) {
+    case Frame::DDPM: return false;
+    case Frame::EDM: return false;
+    case Frame::FLOW: return true;
+    }
+    ALL_CASES_RETURN
 }
 
 HD static inline NoiseLevel make_level(const Question& q) {
@@ -2979,11 +3057,6 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     return levels;
 }
 
-static Frame frame_of(const Config& c) {
-    const char* flag = c.objective == "ect" ? "ect_frame" : "objective";
-    return meaning<Frame>(flag, c.frame(), {{"ddpm", Frame::DDPM}, {"edm", Frame::EDM}, {"flow", Frame::FLOW}});
-}
-
 // Makes the objective that the model is trained on. The variational bound is a sum over all T timesteps. A step draws
 // one of them, so this one counts T times. guided-diffusion counts the bound in bits, so it is divided by log 2.
 static Objective make_objective(const Config& c) {
@@ -2992,17 +3065,7 @@ static Objective make_objective(const Config& c) {
     o.frame = frame_of(c);
     o.levels = o.frame == Frame::DDPM ? device_copy(ddpm_levels(c)) : nullptr;
     o.steps = c.diffusion_steps;
-    // How sigma is drawn, if not with a t of the table.
-    struct Draws {
-        float P_mean, P_std;
-        bool uniform_t;
-    };
-    const Draws table{}, edm{c.P_mean, c.P_std, false}, flow{c.t_mean, c.t_std, c.t_std == 0};
-    const Draws draws =
-        meaning<Draws>("objective", c.objective, {{"ddpm", table}, {"edm", edm}, {"flow", flow}, {"ect", edm}});
-    o.P_mean = draws.P_mean;
-    o.P_std = draws.P_std;
-    o.uniform_t = draws.uniform_t;
+    o.draws = sigma_draws(c);
     o.sigma_data = c.sigma_data;
     o.mse = c.use_kl ? 0 : 1;
     if (c.use_kl) o.bound = bits;
@@ -3069,7 +3132,7 @@ HD static inline double draw_sigma(const Objective& o, const Words& words, float
     float z[4];
     normals(z, words);
     *normal = z[0];
-    return exp(o.P_mean + (double)o.P_std * z[0]);
+    return exp(o.draws.P_mean + (double)o.draws.P_std * z[0]);
 }
 
 // In which quarter of the standard normal distribution z lies: 0 to 3.
@@ -3083,7 +3146,7 @@ HD static inline int quarter_of_normal(float z) {
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     if (o.weights) return draw_weighted_level(o, words.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // any t is as likely
-    if (o.uniform_t) {
+    if (o.draws.uniform_t) {
         const double t = (words.w[0] + 0.5) * 0x1p-32;
         NoiseLevel level = make_level(ask(o.frame, t / (1 - t), o.sigma_data));
         level.quarter = (int)(4 * t);
@@ -3598,16 +3661,6 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
     const double end = std::pow(low, 1.0 / c.rho);
     const double part = N > 1 ? (double)i / (N - 1) : 0;
     return std::pow(start + part * (end - start), c.rho);
-}
-
-// Says whether a sampler goes along equal steps of t = sigma / (1 + sigma); if not, along Karras's schedule.
-static bool has_steps_of_t(Frame frame) {
-    switch (frame) {
-    case Frame::DDPM: return false;
-    case Frame::EDM: return false;
-    case Frame::FLOW: return true;
-    }
-    ALL_CASES_RETURN
 }
 
 // Returns the sigmas of a sampler: before each of its N steps, and 0 at the end. known: those of a model's T timesteps.
@@ -6753,9 +6806,9 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "channel_mult", mult);
     take_from_file(c, model.path, "attention_resolutions", heights);
     // How pictures are made.
-    check_field(model.path, "cond", h.slot[SLOT_COND], 0, std::size(PICTURE_KINDS) - 1);
+    check_field(model.path, "cond", h.slot[SLOT_COND], 0, std::size(PICTURE_WORDS) - 1);
     const int factor = h.slot[SLOT_COND + 1];
-    const std::string kind = PICTURE_KINDS[h.slot[SLOT_COND]];
+    const std::string kind = PICTURE_WORDS[h.slot[SLOT_COND]].word;
     take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
 }
 
@@ -15018,22 +15071,9 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: forward and input gradient
-// The road of a convolution, from the network's list of layers to an instruction of the tensor cores. Functions that
-// begin with pick_ only choose a tile by measured costs or by a table.
-//
-//   OPS, forward_conv (section 5)     a row of the list of kinds calls the operation
-//   conv_forward                      takes detours (upsampling, stride 2, few channels), and fills a ConvCall
-//   conv_product                      which kernel: a table
-//
-//   Hopper, bf16, 3x3                      Hopper, bf16, small images     any GPU, 3x3            any GPU, all others
-//   pick_conv_tiles_3x3 (1x1: _1x1)        pick_conv_small                pick_conv_halo          pick_conv_gather
-//   conv_tiles          makes tensor maps  conv_small                     conv_halo               conv_gather
-//   conv_tiles_kernel   slices and taps    conv_small_kernel              conv_halo_kernel        conv_gather_kernel
-//   Accumulators::multiply   4 x 16 k      multiply_small                 multiply_step, _tap     multiply
-//   Wgmma<N>::add                          Wgmma<N>::add                  mma_bf16 or mma_fp16    mma_bf16 or mma_fp16
-//   = wgmma.mma_async.m64nNk16             = wgmma.mma_async.m64nNk16     = mma.sync.m16n8k16     = mma.sync.m16n8k16
-//
-// An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true.
+// conv_forward and conv_backward_input, at the end, call conv_product, which chooses a kernel; a table in front of it
+// draws all roads from there to the instructions of the tensor cores. Functions that begin with pick_ choose a tile for
+// one of the kernels, by measured costs or by a table.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
 // Do Hopper's kernels know this convolution? If so, conv_weight_tma always computes its weight gradient.
@@ -15075,6 +15115,94 @@ static ConvShape conv_weight_shape(const ConvShape& s) {
 static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
     const int tiles_of_image = ceil_div(c.H, rows) * ceil_div(c.W, columns);
     return ceil_div(c.B, images) * tiles_of_image;
+}
+
+// Returns a measure of conv_halo's time with this tile: rounds of blocks, as many at once as fit, times a block's
+// channels. The last round takes as long as the others even if it is nearly empty.
+template <class Tile> static int halo_rounds(const ConvCall& c) {
+    const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
+    const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
+    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // on a multiprocessor
+    const int rounds = ceil_div(blocks, fit * gpu.sms);
+    return rounds * Tile::CHANNELS;
+}
+// Is `tile` so much better that it takes 10 % less time than `other`?
+template <class Tile, class Other> static bool halo_is_faster(const ConvCall& c) {
+    return halo_rounds<Tile>(c) * 10 <= halo_rounds<Other>(c) * 9;
+}
+// conv_halo's tiles depend on three questions. Is this the network's last convolution, which has few channels? Are the
+// images 8 x 8? Are there enough tiles of 16 x 16 pixels x 64 channels?
+static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 && conv_is_last(c.s); }
+static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
+static bool halo_fills_gpu(const ConvCall& c) {
+    const int tiles = count_tiles(c, 1, 16, 16) * ceil_div(c.Cout, 64);
+    const int enough = c.Cout % 64 ? 2 : 1; // blocks for each multiprocessor
+    return tiles > enough * gpu.sms;
+}
+
+// Picks the tile of conv_halo, for 3x3, stride 1, bf16 on any GPU.
+template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
+    //             images, channels, K groups, blocks per multiprocessor
+    using Last = HaloTile<bf16, 1, 16, 1, 4>;
+    using Small48 = HaloTile<bf16, 2, 48, 2, 3>;
+    using Small32 = HaloTile<bf16, 2, 32, 4, 2>;
+    using Large48 = HaloTile<bf16, 1, 48, 1, 2>;
+    using Large64 = HaloTile<bf16, 1, 64, 1, 2>;
+    using Few32 = HaloTile<bf16, 1, 32, 2, 2>;
+    using Few48 = HaloTile<bf16, 1, 48, 2, 1>;
+    const bool small = halo_is_small(c);
+    const bool many = halo_fills_gpu(c);
+    // 48 channels waste less of some numbers of channels.
+    const bool small_48 = small && halo_is_faster<Small48, Small32>(c);
+    const bool large_48 = many && halo_is_faster<Large48, Large64>(c);
+    const Way<ConvCall> ways[] = {
+        // the network's last convolution has few channels
+        {halo_is_last(c), conv_halo<Last, false, float>},
+        // images of 8 x 8: two to a block; K groups make up for few pixels
+        {small_48, conv_halo<Small48, BACKWARD>},
+        {small, conv_halo<Small32, BACKWARD>},
+        // enough tiles: the largest one
+        {large_48, conv_halo<Large48, BACKWARD>},
+        {many, conv_halo<Large64, BACKWARD>},
+        // few tiles: the channels are cut finer, and two K groups share a tile
+        {c.Cout <= 128, conv_halo<Few32, BACKWARD>},
+        {true, conv_halo<Few48, BACKWARD>},
+    };
+    decide(c, ways);
+}
+// Picks the tile in fp32, by the same reasons.
+template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
+    using Last = HaloTile<float, 1, 16, 1, 2>;
+    using Small = HaloTile<float, 2, 32, 2, 2>;
+    using Large = HaloTile<float, 1, 64, 1, 2>;
+    using Few = HaloTile<float, 1, 32, 1, 3>;
+    const Way<ConvCall> ways[] = {
+        {halo_is_last(c), conv_halo<Last, false>},
+        {halo_is_small(c), conv_halo<Small, BACKWARD>},
+        {halo_fills_gpu(c), conv_halo<Large, BACKWARD>},
+        {true, conv_halo<Few, BACKWARD>},
+    };
+    decide(c, ways);
+}
+
+// Picks the tile of conv_gather, for all other convolutions on any GPU: of 128 or 64 pixels x 64 channels, or of 128 x
+// 128.
+template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
+    const int HW = c.H * c.W;
+    const int tiles_of_128 = c.B * ceil_div(HW, 128); // pixels
+    const bool many_128 = HW > 64 && tiles_of_128 * ceil_div(c.Cout, 64) >= gpu.sms;
+    //                pixels / 64, channels, channels of a warp, stages
+    using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
+    using Pixels128 = GatherTile<T, 2, 64, 32, 3>;
+    if constexpr (std::is_same_v<T, bf16>) { // 128 x 128 needs the fewest bytes for its products
+        using Wide = GatherTile<T, 2, 128, 64, 2>;
+        const int blocks_of_128 = ceil_div(c.Cout, 128);
+        const bool little_wasted = blocks_of_128 * 512 <= c.Cout * 5; // at most a fifth of the channels is none
+        const bool wide = HW > 64 && little_wasted && tiles_of_128 * blocks_of_128 >= 4 * gpu.sms;
+        if (wide) return conv_gather<Wide, BACKWARD>(c);
+    }
+    if (many_128) conv_gather<Pixels128, BACKWARD>(c);
+    else conv_gather<Pixels64, BACKWARD>(c);
 }
 
 // conv_tiles' tiles for 3x3: taps, rows, blocks of 64 channels, resident weights. Up to 128 input channels all weights
@@ -15229,103 +15357,32 @@ template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Returns a measure of conv_halo's time with this tile: rounds of blocks, as many at once as fit, times a block's
-// channels. The last round takes as long as the others even if it is nearly empty.
-template <class Tile> static int halo_rounds(const ConvCall& c) {
-    const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
-    const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
-    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // on a multiprocessor
-    const int rounds = ceil_div(blocks, fit * gpu.sms);
-    return rounds * Tile::CHANNELS;
-}
-// Is `tile` so much better that it takes 10 % less time than `other`?
-template <class Tile, class Other> static bool halo_is_faster(const ConvCall& c) {
-    return halo_rounds<Tile>(c) * 10 <= halo_rounds<Other>(c) * 9;
-}
-// conv_halo's tiles depend on three questions. Is this the network's last convolution, which has few channels? Are the
-// images 8 x 8? Are there enough tiles of 16 x 16 pixels x 64 channels?
-static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 && conv_is_last(c.s); }
-static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
-static bool halo_fills_gpu(const ConvCall& c) {
-    const int tiles = count_tiles(c, 1, 16, 16) * ceil_div(c.Cout, 64);
-    const int enough = c.Cout % 64 ? 2 : 1; // blocks for each multiprocessor
-    return tiles > enough * gpu.sms;
-}
-
-// Picks the tile of conv_halo, for 3x3, stride 1, bf16 on any GPU.
-template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
-    //             images, channels, K groups, blocks per multiprocessor
-    using Last = HaloTile<bf16, 1, 16, 1, 4>;
-    using Small48 = HaloTile<bf16, 2, 48, 2, 3>;
-    using Small32 = HaloTile<bf16, 2, 32, 4, 2>;
-    using Large48 = HaloTile<bf16, 1, 48, 1, 2>;
-    using Large64 = HaloTile<bf16, 1, 64, 1, 2>;
-    using Few32 = HaloTile<bf16, 1, 32, 2, 2>;
-    using Few48 = HaloTile<bf16, 1, 48, 2, 1>;
-    const bool small = halo_is_small(c);
-    const bool many = halo_fills_gpu(c);
-    // 48 channels waste less of some numbers of channels.
-    const bool small_48 = small && halo_is_faster<Small48, Small32>(c);
-    const bool large_48 = many && halo_is_faster<Large48, Large64>(c);
-    const Way<ConvCall> ways[] = {
-        // the network's last convolution has few channels
-        {halo_is_last(c), conv_halo<Last, false, float>},
-        // images of 8 x 8: two to a block; K groups make up for few pixels
-        {small_48, conv_halo<Small48, BACKWARD>},
-        {small, conv_halo<Small32, BACKWARD>},
-        // enough tiles: the largest one
-        {large_48, conv_halo<Large48, BACKWARD>},
-        {many, conv_halo<Large64, BACKWARD>},
-        // few tiles: the channels are cut finer, and two K groups share a tile
-        {c.Cout <= 128, conv_halo<Few32, BACKWARD>},
-        {true, conv_halo<Few48, BACKWARD>},
-    };
-    decide(c, ways);
-}
-// Picks the tile in fp32, by the same reasons.
-template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
-    using Last = HaloTile<float, 1, 16, 1, 2>;
-    using Small = HaloTile<float, 2, 32, 2, 2>;
-    using Large = HaloTile<float, 1, 64, 1, 2>;
-    using Few = HaloTile<float, 1, 32, 1, 3>;
-    const Way<ConvCall> ways[] = {
-        {halo_is_last(c), conv_halo<Last, false>},
-        {halo_is_small(c), conv_halo<Small, BACKWARD>},
-        {halo_fills_gpu(c), conv_halo<Large, BACKWARD>},
-        {true, conv_halo<Few, BACKWARD>},
-    };
-    decide(c, ways);
-}
-
-// Picks the tile of conv_gather, for all other convolutions on any GPU: of 128 or 64 pixels x 64 channels, or of 128 x
-// 128.
-template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
-    const int HW = c.H * c.W;
-    const int tiles_of_128 = c.B * ceil_div(HW, 128); // pixels
-    const bool many_128 = HW > 64 && tiles_of_128 * ceil_div(c.Cout, 64) >= gpu.sms;
-    //                pixels / 64, channels, channels of a warp, stages
-    using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
-    using Pixels128 = GatherTile<T, 2, 64, 32, 3>;
-    if constexpr (std::is_same_v<T, bf16>) { // 128 x 128 needs the fewest bytes for its products
-        using Wide = GatherTile<T, 2, 128, 64, 2>;
-        const int blocks_of_128 = ceil_div(c.Cout, 128);
-        const bool little_wasted = blocks_of_128 * 512 <= c.Cout * 5; // at most a fifth of the channels is none
-        const bool wide = HW > 64 && little_wasted && tiles_of_128 * blocks_of_128 >= 4 * gpu.sms;
-        if (wide) return conv_gather<Wide, BACKWARD>(c);
-    }
-    if (many_128) conv_gather<Pixels128, BACKWARD>(c);
-    else conv_gather<Pixels64, BACKWARD>(c);
-}
-
-// Decides which kernel computes a convolution. The pick_ functions above choose its tile: in general the largest one
-// with which every multiprocessor still has a block.
+// Decides which kernel computes a convolution. A pick_ function, above, chooses its tile: in general the largest one
+// with which every multiprocessor still has a block. These are the roads from the network's list of layers to an
+// instruction of the tensor cores, by functions; each calls the one below it:
+//
+//   forward_conv (section 5)     what a layer of kind CONV calls
+//   conv_forward                 goes the whole way, or a detour (upsampling, stride 2, few channels); fills a ConvCall
+//   conv_product                 which kernel: the table in it
+//
+//   Hopper, bf16, 3x3 (1x1)      Hopper, bf16, small images   any GPU, 3x3, stride 1       any GPU, all others
+//   pick_conv_tiles_3x3 (_1x1)   pick_conv_small              pick_conv_halo_bf16 (_fp32)  pick_conv_gather
+//   conv_tiles                   conv_small                   conv_halo                    conv_gather
+//   conv_tiles_kernel            conv_small_kernel            conv_halo_kernel             conv_gather_kernel
+//                                multiply_small               multiply_step, multiply_tap  multiply
+//   Accumulators::multiply                                    mma                          mma
+//   Wgmma<N>::add                Wgmma<N>::add                mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
+//   wgmma m64nNk16               wgmma m64nNk16               mma.sync m16n8k16            mma.sync m16n8k16
+//
+// An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
     const bool halo = conv_is_halo(s);
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
 
-    // Hopper's kernels store all parts of the result, and add one addend at most to each.
+    // conv_is_wgmma: this is a Hopper GPU, and a convolution in bf16 of stride 1, without upsampling and with more than
+    // a few channels. These kernels store all parts of the result, and add one addend at most to each.
     const bool all_parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;

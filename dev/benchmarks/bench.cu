@@ -144,7 +144,7 @@ struct OpCost {
 
 static OpCost layer_cost(const UNet& net, const Operation& op) {
     const Layer& l = *op.layer;
-    const Op& kind = OPS[l.kind];
+    const LayerKind& kind = *l.kind;
     const Pass pass = op.pass;
     const int B = net.B;
     const Tensor none{}, &x1 = l.x1 < 0 ? none : net.tensors[l.x1], &x2 = l.x2 < 0 ? none : net.tensors[l.x2],
@@ -156,14 +156,12 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
     const double weights = l.weight < 0 ? 0 : (double)net.params[l.weight].size, T = (double)out.H * out.W,
                  pixels = B * T;
     OpCost cost{kind.name, in + tensor_bytes(l.out), 0};
-    if (pass != FORWARD) cost.bytes = (kind.backward_reads & Op::INPUT ? in : 0) + buffer_bytes(l.dout) + grads;
-    if (pass != FORWARD && kind.backward_reads & Op::OUTPUT) cost.bytes += tensor_bytes(l.out);
-    switch (l.kind) {
-    case LINEAR:
+    if (pass != FORWARD) cost.bytes = (kind.backward_reads & LayerKind::INPUT ? in : 0) + buffer_bytes(l.dout) + grads;
+    if (pass != FORWARD && kind.backward_reads & LayerKind::OUTPUT) cost.bytes += tensor_bytes(l.out);
+    if (l.kind == &LINEAR) {
         cost.flops = 2.0 * B * x1.C * out.C * (pass == FORWARD ? 1 : l.d1.d < 0 ? 1 : 2);
         cost.bytes += (double)x1.C * out.C * (sizeof(float) + (pass == FORWARD ? 0 : sizeof(float)));
-        break;
-    case CONV: {
+    } else if (l.kind == &CONV) {
         const double w = weights * (pass == BACKWARD_WEIGHT ? sizeof(float) : act_bytes());
         cost.flops = 2 * pixels * weights;
         cost.matrix = true;
@@ -172,14 +170,10 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
         cost.bytes += w;
         cost.name +=
             text("%dx%d", l.kernel, l.kernel) + (l.stride > 1 ? " stride 2" : "") + (l.upsample ? " upsampled" : "");
-        break;
-    }
-    case ATTENTION:
+    } else if (l.kind == &ATTENTION) {
         cost.flops = (pass == FORWARD ? 4 : 10) * pixels * T * out.C; // 2 or 5 products of T x T x C
         cost.matrix = true;
         cost.name += text(" %d heads", l.heads);
-        break;
-    default: break;
     }
     cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
     if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
@@ -189,7 +183,7 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
         cost.flops += k.flops, cost.bytes += k.bytes - tensor_bytes(net.layers[l.skip].out);
     }
     if (pass != FORWARD)
-        cost.name += l.kind != CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
+        cost.name += l.kind != &CONV ? ", backward" : pass == BACKWARD ? ", input gradient" : ", weight gradient";
     return cost;
 }
 

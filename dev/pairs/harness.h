@@ -501,12 +501,12 @@ static std::vector<BenchModel> bench_models() {
 }
 
 // Calls run(layer, shape) once for every shape that layers of this kind have in those models. shape = describe(layer); "": leave it out.
-template <class D, class F> static void for_each_shape(LayerKind kind, D describe, F run) {
+template <class D, class F> static void for_each_shape(const LayerKind& kind, D describe, F run) {
     std::set<std::string> seen;
     const std::vector<BenchModel> models = bench_models();
     for (const BenchModel& model : models)
         for (const Layer& layer : model.net.layers) {
-            if (layer.kind != kind) continue;
+            if (layer.kind != &kind) continue;
             const ModelLayer m{const_cast<UNet*>(&model.net), &layer, model.B};
             const std::string shape = describe(m);
             if (!shape.empty() && seen.insert(shape).second) run(m, shape);

@@ -60,7 +60,7 @@ static void check_plan(const UNet& net) {
             for (int x : {k->x1, k->x2, k->residual, k->emb})
                 if (x >= 0)
                     reads.insert(reads.end(),
-                                 {net.tensors[x].buffer, k->kind == GROUPNORM ? net.tensors[x].stats : -1});
+                                 {net.tensors[x].buffer, k->kind == &GROUPNORM ? net.tensors[x].stats : -1});
         for (int r : reads)
             for (int w : {net.tensors[l.out].buffer, net.tensors[l.out].stats, l.saved})
                 if (r >= 0 && w >= 0 && net.buffers[r].last >= 0 && net.buffers[w].last >= 0 && overlap(r, w))

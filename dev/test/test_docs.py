@@ -190,6 +190,22 @@ def test_map() -> None:
     assert not done.returncode, done.stderr
 
 
+def test_names_in_comments() -> None:
+    """What a comment of train_unet.cu names is there: the lists of places to change, the roads drawn at a decision. (Names with an underscore.)"""
+    names: set[str] = set()
+    code = []
+    for line in (ROOT / "train_unet.cu").read_text().splitlines():
+        before, comment, behind = line.partition("//")
+        if before.count('"') % 2:  # inside a string
+            before, behind = line, ""
+        code.append(before)
+        names |= set(re.findall(r"\b[A-Za-z]\w*_\w+", behind))
+    others = set("state_dict align_corners samples_STEP sample_row test_pipelines tma_stores c_skip x_s x_n".split())
+    text = "\n".join([*code, *((ROOT / name).read_text() for name in [*SOURCES[1:], "common/flags.h"])])
+    missing = {name for name in names - others if not re.search(rf"\b{name}", text) and not re.fullmatch(r"sm_\d+a?", name)}
+    assert not missing, f"comments of train_unet.cu name {sorted(missing)}, which are nowhere in the code"
+
+
 def test_what_lies_at_the_root() -> None:
     """Programs, what builds them, what tells of them: whoever opens the repository for the first time finds nothing else there but folders."""
     if not (ROOT / ".git").exists():

@@ -15,6 +15,7 @@ from conftest import ROOT
 PLACES = {
     "Element": {"facts_of"},
     "Nonlinearity": {"with_nonlinearity"},
+    "PictureKind": {"show_pictures"},
     "Frame": {"ask", "has_steps_of_t"},
     "TuningWeight": {"tuning_weight"},
     "LrSchedule": {"lr_factor"},
@@ -26,6 +27,7 @@ GPU_PLACES = PLACES | {
     "Element": {"facts_of", "with_act", "cast_params", "adamw_update", "tma_type"},
     "WeightKind": {"launch_weight_kind"},
 }
+PICTURE_ROW = '    {PictureKind::LOWRES, "lowres"},\n'  # of PICTURE_WORDS
 
 
 def copy_sources(folder: Path) -> str:
@@ -45,10 +47,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for enumeration in GPU_PLACES:
         text, count = re.subn(rf"(?m)^(enum (?:class )?{enumeration}\b[^{{;]*\{{[^}}]*?),?\s*\}}", rf"\1, NEW_{enumeration} }}", text)
         assert count == 1, enumeration
-    text, count = re.subn(r"\n( *LAYER_KINDS\b)", r"\n    NEW_LAYER,\n\1", text)
-    assert count == 1
     assert text.count(',val_loss,seconds";') == 1
     text = text.replace(',val_loss,seconds";', ',val_loss,new,seconds";')
+    assert text.count(PICTURE_ROW) == 1
+    text = text.replace(PICTURE_ROW, "")
     (folder / "train_unet.cu").write_text(text)
     return folder / "train_unet.cu"
 
@@ -79,7 +81,7 @@ def test_the_compiler_names_all_places(source: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
     assert done.returncode != 0
     assert places(done.stderr) == PLACES
-    assert "OPS[kind] must be the row of that kind" in done.stderr  # a kind of layer without its row
+    assert "PICTURE_WORDS[kind] must be the row of that kind" in done.stderr
     assert "a column needs its place in LogColumn" in done.stderr
 
 
@@ -107,7 +109,8 @@ def host_half_of_nvcc(folder: Path, source: str, options: str) -> str:
 @pytest.mark.long
 def test_nvcc_names_all_places(source: Path) -> None:
     warnings = ",".join(flags(ROOT / "dev/cpu.mk", "WARNINGS"))
-    text = source.read_text().replace("    NEW_LAYER,\n", "").replace(",new,seconds", ",seconds")  # a failed static_assert would end cudafe++
+    text = source.read_text().replace(",new,seconds", ",seconds")  # a failed static_assert would end cudafe++
+    text = text.replace(' {\n    {PictureKind::FILE, ""},\n', ' {\n    {PictureKind::FILE, ""},\n' + PICTURE_ROW)
     source.write_text(text)
     assert places(host_half_of_nvcc(source.parent, source.name, f"-Xcompiler {warnings}")) == GPU_PLACES
 
@@ -135,7 +138,7 @@ def test_a_type_without_conversions(tmp_path: Path) -> None:
 def test_a_norm_of_a_layer_without_sums(tmp_path: Path) -> None:
     """A kind of layer that does not say that it sums its channels, in front of a group norm."""
     text = copy_sources(tmp_path)
-    text, count = re.subn(r"(\.kind = DOWNSAMPLE,[^}]*?),\s*\.sums = true", r"\1", text)
+    text, count = re.subn(r"(LayerKind DOWNSAMPLE\{[^}]*?),\s*\.sums = true", r"\1", text)
     assert count == 1
     (tmp_path / "train_unet.cu").write_text(text)
     command = [os.environ.get("CXX", "g++"), "-x", "c++", "-std=c++20", "-O0", "-w", "train_unet.cu", "-o", "changed"]
