@@ -199,7 +199,7 @@
 typedef void act;                // an element of an activation; the operations know which (act_element)
 constexpr int STEPS_AHEAD = 64;  // how many steps the host may be ahead of what the log has seen
 constexpr int STEPS_AGREED = 16; // how many steps there are between two agreements of the ranks on a stop
-// Presets that hold without --preset, see default_preset.
+// The presets that are used if the command line has no --preset (see default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
 static const char* const PRESET_32 = "unet64";       // for images of 32x32
 static const char* const PRESET_64 = "quick64";      // for images of 64x64
@@ -307,8 +307,8 @@ HD static inline RandomKey of_purpose(RandomKey key, uint32_t purpose) {
     return key;
 }
 
-// What happens by chance to the pictures that a batch is conditioned on. In training alone: else all is 0, and only
-// the holes of --cond mask are drawn.
+// What happens by chance to the pictures that a batch is conditioned on. Outside of training all members are 0, and
+// only the holes of --cond mask are drawn.
 struct PictureDraws {
     RandomKey key;            // the step and the first sample; each draw has a purpose of its own
     bool random_flip = false; // whether half of the images are mirrored, and so their pictures
@@ -456,7 +456,7 @@ struct AdamW {
 //
 // A rank owns its parts of all segments, its slice. Because a segment has parts of all ranks, its gradients can leave
 // for their owners while those of other segments are still computed; and the first weights, which are read in fp32, are
-// shared out evenly, too.
+// divided evenly, too.
 constexpr size_t PIECE = 1 << 14; // floats
 struct Slice {
     size_t n;
@@ -541,8 +541,8 @@ constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-mome
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]; stats: of out. With a skip the convolution
-// computes a skip connection, too, which it adds; conv_takes_skip says whether it can. There is no emb and no residual
-// then.
+// also computes a skip connection and adds it; conv_takes_skip says whether it can do so. With a skip there is no emb
+// and no residual.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -672,7 +672,7 @@ static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              bool random_flip,   // whether to mirror half of the images
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
 // The loss that objective o chooses, a mean over each sample; dout = the gradient of factor * sum(loss). If the
-// objective has no variational bound (o.bound = 0), output channels behind the first C get no gradient.
+// objective has no variational bound (o.bound = 0), the output channels behind the first C get no gradient.
 static void loss_forward_backward(double* loss,             // (B)
                                   float* dout,              // as out
                                   const float* out,         // (B, HW, Cout)
@@ -798,8 +798,8 @@ static void free_graph(Graph* g);
 // Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-// What makes the program fast. dev/bench turns it off, for its profile and for tests. The bits stay the same, but for
-// what decides in which order something is summed: batches, clusters and hopper.
+// These are what makes the program fast. dev/bench turns them off, for its profile and for tests. Without early, beside
+// or graphs the bits stay the same. The others decide in which order something is summed, so they change bits.
 static struct Allowed {
     bool early = true;   // a launch begins before the one before it has ended
     bool beside = true;  // run_beside's lane is one of its own
@@ -827,7 +827,8 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
     copy_to_device(p, v.data(), v.size() * sizeof(T));
     return p;
 }
-// Memory for the copy of n parameters in which kernels read the convolutions' weights; without a copy, params itself.
+// Allocates memory for a copy of n parameters, from which kernels read the convolutions' weights. If they need no copy,
+// it returns params itself.
 static act* make_copy(float* params, size_t n) {
     return weights_have_copy() ? (act*)device_alloc_bytes(n * act_bytes()) : (act*)params;
 }
@@ -835,7 +836,8 @@ static act* make_copy(float* params, size_t n) {
 // =====================================================================================================================
 // 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
-// counter = (block, sample, step, purpose). No state, so any step of any run can be reproduced alone, on any machine.
+// counter = (block, sample, step, purpose). It has no state, so any step of any run can be reproduced alone, on any
+// machine.
 
 // The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws for each residual
 // block by itself, so its word also has the block's index, in the bits from 8 on.
@@ -903,13 +905,13 @@ HD static inline void normals(float z[4], const Words& r) {
     }
 }
 
-// A dropout word below this is dropped.
+// Dropout drops an element if its random word is below this.
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
 // Returns the image at position pos of epoch's permutation of [0, n). A Feistel network of four rounds permutes the
 // numbers of 2 half bits: it splits a number into a left and a right half, and mixes the left one with a random
-// function of the right one. n is no power of 4 as a rule, so the walk goes on from numbers beyond n until it lands
-// below n.
+// function of the right one. In general n is not a power of 4. So if a number comes out that is not below n, it is
+// permuted again, until it is.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
     int half = 1; // bits of a half, so many that n numbers fit into two halves
     while ((int64_t)1 << 2 * half < n) half++;
@@ -931,11 +933,11 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 
 // =====================================================================================================================
 // 4. Configuration: flags, presets, help, what can work and what cannot
-// Flags carry guided-diffusion's names; a preset is a list of them; whatever the command line says wins. The flags and
-// presets themselves are in common/flags.h, from which the Python programs have them, too.
+// Flags have guided-diffusion's names; a preset is a list of flags; what the command line says has priority. The flags
+// and presets themselves are in common/flags.h, which the Python programs read, too.
 //
 // In the order in which they run: parse_command_line, take_aliases, apply_preset; then take_model_file and
-// take_data_shape (section 13) fill in what is still open; check_model and check_run say what cannot work.
+// take_data_shape (section 13) set what is still not set; check_model and check_run say what cannot work.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -946,7 +948,7 @@ struct Flag {
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
     int slot;               // of a model file's header (see Model files); 0: none
     bool free;              // may change from run to run
-    const char* objectives; // for which alone it is, "a|b"; "": for all
+    const char* objectives; // the only objectives that it is for, "a|b"; "": it is for all
     const char* heading;    // of its part of --help
     const char* help;
     double low = 0, high = 0;
@@ -992,7 +994,7 @@ struct Config {
     using floats = string;
 #include "common/flags.h"
 
-    // Flags that are text, parsed (parse_model, check_model, check_run).
+    // What parse_model, check_model and check_run make of flags that are text. Behind each stands its flag.
     int H = 64, W = 64;                           // image_size
     std::vector<float> mult;                      // channel_mult
     std::vector<float> attention_heights;         // attention_resolutions
@@ -1020,7 +1022,7 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
-    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // that the network is told
+    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // told to the network
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
     bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // the model's own
     bool can_churn() const { return sampler == "euler" || sampler == "heun"; }        // see S_churn
@@ -1034,8 +1036,8 @@ constexpr int MORE_EMAS = 7; // averages of the weights beside the first one
 // --objective ect: the largest q^a, by which the gap between student and teacher is divided. A smaller gap is lost in
 // fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
-// The averages of --ema_snapshots have no rates but exponents of power functions (Karras et al. 2024, appendix C). They
-// stand in the list of rates.
+// The averages of --ema_snapshots have exponents of power functions instead of rates (Karras et al. 2024, appendix C).
+// The list of rates contains these exponents.
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
 // Returns the row of a flag, or null if there is no such flag.
@@ -1044,7 +1046,7 @@ static const Flag* find_flag(const std::string& name) {
     return f == FLAGS.end() ? nullptr : &*f;
 }
 
-// The words that a flag may be; none: it is no word.
+// Returns the words that a flag may be set to; none if its value is not a word.
 static std::vector<std::string> choices(const Flag& f) {
     const bool is_bool = std::holds_alternative<bool Config::*>(f.member);
     std::istringstream list(is_bool ? "False|True" : f.choices);
@@ -1053,13 +1055,13 @@ static std::vector<std::string> choices(const Flag& f) {
     return words;
 }
 
-// A flag has a word for which a place of the program has no meaning. Whoever adds a word to common/flags.h finds all
-// such places with this sentence: a new word is never silently taken for an old one.
+// Ends the program, because a flag has a word that some place of the program does not know. Whoever adds a word to
+// common/flags.h finds all such places by this message: a new word is never silently taken for an old one.
 [[noreturn]] static void unknown_word(const char* flag, const std::string& word) {
     die("--%s %s: a part of this program does not know that word yet; choose another one", flag, word.c_str());
 }
 
-// What a flag's word means in one place of the program, of these pairs (word, meaning).
+// Returns what a flag's word means in one place of the program. pairs: (word, meaning).
 template <class T>
 static T meaning(const char* flag, const std::string& word, std::initializer_list<std::pair<const char*, T>> pairs) {
     for (const auto& [known, meant] : pairs)
@@ -1067,17 +1069,17 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
     unknown_word(flag, word);
 }
 
-// The element that --precision names; auto stands for the usual one of this build.
+// Returns the element that --precision names; auto means the usual one of this build.
 static Element element_named(const std::string& precision, Element usual) {
     if (precision == "auto") return usual;
     return meaning<Element>("precision", precision, {{"fp32", Element::FP32}, {"bf16", Element::BF16}});
 }
 
-// set_value sets a flag of each type from its text. Result: "", or what the text must be and is not.
+// set_value sets a flag of each type from its text. It returns "" or, if the text is wrong, what it must be.
 static std::string set_value(bool* flag, const Flag&, const std::string& value) {
     const bool yes = value == "True" || value == "true" || value == "1";
     const bool no =
-        value == "False" || value == "false" || value == "0"; // guided-diffusion's commands have any of these
+        value == "False" || value == "false" || value == "0"; // guided-diffusion's commands use all of these
     *flag = yes;
     return yes || no ? "" : "True or False";
 }
@@ -1115,7 +1117,7 @@ static void set_flag(Config* c, const Flag& f, const std::string& value, const s
     if (!must.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), must.c_str());
 }
 
-// A number in as few digits as bring it back when they are read.
+// Writes a number with as few digits as possible: the same number is read from them again.
 static std::string shortest(float number) {
     std::string value;
     for (int digits = 6; digits <= 9; digits++) {
@@ -1137,17 +1139,18 @@ static std::string flag_value(const Config& c, const Flag& f) {
     return *f.at<std::string>(c);
 }
 
-// The beginning of a sentence that says why a flag can't be what it is: "--image_size 7: " and the reason.
+// Makes a sentence that says why a flag can't have its value: "--image_size 7: " and the reason.
 static std::string wrong(Config* c, const char* name, const std::string& why) {
     return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
 }
 
-// Returns the flags of a preset that would undo or forbid what the command line asks for. They are left as they are.
+// Returns the flags of a preset that would undo or forbid what the command line asks for. A preset does not change
+// these.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
-    if (c.given("num_heads")) names.insert("num_head_channels"); // which would win
+    if (c.given("num_heads")) names.insert("num_head_channels"); // which would have priority
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting goes with its prediction
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting belongs to one prediction
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
     return names;
 }
@@ -1168,7 +1171,7 @@ static void apply_preset(Config* c, const std::string& preset) {
 static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
     const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
     std::string value = flag_value(defaults, f);
-    if (value.empty()) value = "\"\""; // so that one sees that there is nothing
+    if (value.empty()) value = "\"\""; // so that one sees that the value is empty
     if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
     return text("  --%-25s %s%s [%s]\n", f.name, f.help, choices.c_str(), value.c_str());
 }
@@ -1189,7 +1192,7 @@ static void print_help() {
         part = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
-    // This is the preset that holds without --preset: see default_preset.
+    // Which preset is used without --preset: see default_preset.
     printf("\nPresets: without --preset %s; for a --data_file of images of 32x32 %s, of 64x64 %s, of other sizes %s; "
            "for a --data_dir %s\n",
            DEFAULT_PRESET, PRESET_32, PRESET_64, PRESET_ELSE, PRESET_64);
@@ -1197,7 +1200,7 @@ static void print_help() {
 }
 
 // Says how many letters are to be inserted, left out or replaced on the way from a to b (Levenshtein 1966). row[j] is
-// this number for the letters of a that were read until now, and the first j letters of b.
+// this number for the letters of a that the loop has reached, and the first j letters of b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
@@ -1216,10 +1219,10 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     return row.back();
 }
 
-// What to do instead of a flag that is none of ours.
+// Says what to do instead of using a flag that this program does not have.
 static std::string instead_of(const std::string& name) {
     auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
-    // guided-diffusion's flags for what is done in another way here, or not at all.
+    // These are guided-diffusion's flags for what is done in another way here, or not at all.
     if (is({"model_path", "use_ddim"}))
         return "python generate.py takes it; here it is --sample N --init FILE --sampler";
     if (is({"base_samples"})) return "here it is --sample N --cond_file, a data file of the small images";
@@ -1227,7 +1230,7 @@ static std::string instead_of(const std::string& name) {
         return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     if (is({"bench", "profile"})) return "make -C dev bench makes dev/bench, which takes it and times this program";
 
-    // Else it may be a typing error.
+    // Otherwise it may be a typing error.
     std::string nearest;
     size_t distance = 2 + name.size() / 3; // a flag that differs by more letters was hardly meant
     for (const Flag& f : FLAGS) {
@@ -1265,8 +1268,8 @@ static void parse_command_line(Config* c, int argc, char** argv) {
     }
 }
 
-// guided-diffusion's names for values of other flags. Where one is given, it sets the other flag, which must not be
-// given with another value.
+// Some of guided-diffusion's flags are other names for values of our flags. If one is given, it sets our flag, which
+// must not be given with another value.
 static void take_aliases(Config* c) {
     // Sets a flag to the value that its alias stands for.
     auto take = [&](const char* alias, const char* name, const std::string& value) {
@@ -1282,7 +1285,7 @@ static void take_aliases(Config* c) {
     // means that the rate stays as it is and that the run has no end.
     const int64_t steps = c->lr_anneal_steps;
     // An upsampler makes images of small_size as large as large_size.
-    // Its levels at 512 are others than those of a model without small images.
+    // At 512 its levels differ from those of a model without small images.
     const int large = c->large_size;
     const int small = c->small_size;
     if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
@@ -1299,7 +1302,8 @@ static void take_aliases(Config* c) {
 }
 
 // guided-diffusion's name for two values of --vlb_weight. This is called when the other flags are known, because one of
-// these values depends on --diffusion_steps. from_file: a model file has told --vlb_weight, so a preset must not.
+// these values depends on --diffusion_steps. from_file: a model file has set --vlb_weight, so a preset must not change
+// it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
     // The command line wins over a preset, which may name either flag.
     const bool given = c->given("rescale_learned_sigmas");
@@ -1319,17 +1323,17 @@ static bool parse_list(const std::string& list, std::vector<float>* numbers) {
         const float number = strtof(p, &end);
         numbers->push_back(number);
         if (end == p || !std::isfinite(number)) return false;
-        const bool more_follows = *end == ',' && end[1]; // a comma at the end would promise another number
+        const bool more_follows = *end == ',' && end[1]; // behind a comma there must be another number
         if (*end && !more_follows) return false;
         p = end + more_follows;
     }
     return true;
 }
 
-// The functions that follow, up to parse_model, parse a part of a model's flags each. Result: why it can't be, in one
-// sentence, or "". 64 is 64x64; in HxW the height comes first.
+// Each of the functions that follow, up to parse_model, parses a part of a model's flags. It returns "", or one
+// sentence that says why the flags are wrong. 64 is 64x64; in HxW the height comes first.
 static std::string parse_image_size(Config* c) {
-    int n = 0; // how many characters were read; 5 digits are no overflow
+    int n = 0; // how many characters were read; 5 digits can't overflow
     const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
     if (sides == 1) c->W = c->H;
     const bool is_size = sides >= 1 && !c->image_size[n];
@@ -1338,13 +1342,13 @@ static std::string parse_image_size(Config* c) {
     return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
 }
 
-// How many channels a picture has that --cond makes of an image.
+// Returns how many channels the pictures have that --cond makes of images.
 static int made_channels(const Config& c) {
     if (c.picture_kind == PictureKind::GRAY) return 1;
     return c.in_channels + (c.picture_kind == PictureKind::MASK);
 }
 
-// What --cond makes of an image: lowres:K, gray or mask.
+// Parses --cond, which says what pictures are made of images: lowres:K, gray or mask.
 static std::string parse_cond(Config* c) {
     c->picture_kind = PictureKind::FILE;
     c->picture_factor = 0;
@@ -1414,8 +1418,8 @@ static std::string check_divisions(Config* c) {
                       levels, p > 1 ? " in patches" : "", H, W));
 }
 
-// Parses at which heights of the image there is attention. Each must be the height of a level; a typing error would
-// else be a model without attention.
+// Parses at which heights of the image there is attention. Each must be the height of a level. Otherwise a typing error
+// would silently give a model without attention.
 static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
@@ -1426,7 +1430,7 @@ static std::string parse_attention_resolutions(Config* c) {
         heights += text("%s %d", level ? "," : "", c->height(level));
         occur.insert((float)c->height(level));
     }
-    // A height that is no whole number is none of these, either.
+    // (A height that is not a whole number is also not among these.)
     for (float height : c->attention_heights)
         if (!occur.contains(height))
             return wrong(c, "attention_resolutions",
@@ -1443,8 +1447,8 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
-// Reads the rows of --values F.csv into c->value_rows. A first line that holds no numbers names the columns, and a
-// column more than there are numbers names the images, as in a table for prepare_data.py: both are left out.
+// Reads the rows of --values F.csv into c->value_rows. Two things are skipped, which a table for prepare_data.py may
+// have: a first line with the columns' names, and one column more with the images' names.
 // Returns why the file can't be used, or "".
 static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
@@ -1481,8 +1485,8 @@ static std::string parse_values(Config* c) {
     return fits ? "" : wrong(c, "values", text("must be %d numbers with commas, or a .csv file of rows of them", K));
 }
 
-// Whether the pictures that a model is conditioned on are named, and only then. (A run's are compared with its data in
-// take_data_shape.) Returns why not, in one sentence, or "".
+// Checks that the flags name pictures if the model is conditioned on pictures, and none if it is not. Returns "", or
+// one sentence that says what is wrong. (take_data_shape compares a run's pictures with its data.)
 static std::string check_pictures(Config* c) {
     const bool has_file = !c->cond_file.empty();
     if (has_file && !c->cond_channels)
@@ -1502,7 +1506,7 @@ static std::string check_pictures(Config* c) {
     return "";
 }
 
-// Checks a model and its samples. Returns a sentence about what cannot work and what would, or "".
+// Checks a model and its samples. Returns "", or a sentence about what cannot work and what would work.
 static std::string check_model(Config* c) {
     std::string error = parse_model(c);
     if (error.empty()) error = parse_values(c);
@@ -1516,7 +1520,7 @@ static std::string check_model(Config* c) {
     // Attention's heads must divide the channels. Their number follows from --num_head_channels, if that is not -1.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
-    const size_t lowest = c->mult.size() - 1; // the middle, of as many channels, always has attention
+    const size_t lowest = c->mult.size() - 1; // the middle has as many channels, and always attention
     for (size_t level = 0; level <= lowest; level++) {
         if (!c->has_attention(level) && level < lowest) continue;
         const int ch = c->channels(level);
@@ -1535,7 +1539,7 @@ static std::string check_model(Config* c) {
     must(!c->class_cond || c->num_classes > 0, "num_classes", "must be given for --class_cond True: the data has none");
     must(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
          "has nothing to leave out without --class_cond True or --cond_dim");
-    // Flags that only T steps have keep their defaults with the other objectives.
+    // With other objectives, flags that are for T steps alone must keep their defaults.
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
         const Flag& f = *find_flag(name);
@@ -1546,7 +1550,7 @@ static std::string check_model(Config* c) {
     must(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
     must(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
-    // What samples are asked for: classes, the noise levels of the sampler's steps, images to begin with.
+    // The flags of samples: classes, the noise levels of the sampler's steps, images to begin with.
     must(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
     must(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
     for (float k : c->class_list) {
@@ -1572,7 +1576,7 @@ static std::string check_model(Config* c) {
     return error;
 }
 
-// Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: "FILE: " if the rates come from one.
+// Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: "FILE: " if the rates come from a file.
 static void parse_ema_rate(Config* c, const std::string& where) {
     // A rate is from 0 to 1. A number above 1 is the exponent of a power function, which a user does not choose: it
     // comes from a checkpoint, and is never the first.
@@ -1590,7 +1594,7 @@ static void parse_ema_rate(Config* c, const std::string& where) {
         refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
 }
 
-// --objective ect: whether q^a stays in range until the run ends. a grows by 1 with each stage of --ect_d steps.
+// --objective ect: checks that q^a stays in range until the run ends. a grows by 1 with each stage of --ect_d steps.
 static void check_ect_stages(Config* c, const std::string& where) {
     if (c->objective != "ect") return;
     // q^a < LARGEST_GAP_DIVISOR holds up to a = log(LARGEST_GAP_DIVISOR) / log(q), which is 19 for q = 2.
@@ -1603,8 +1607,8 @@ static void check_ect_stages(Config* c, const std::string& where) {
                               c->ect_q, LARGEST_GAP_DIVISOR, enough)));
 }
 
-// A batch is shared by the ranks, and a rank's share is dealt out in microbatches. If the microbatches of a file or
-// preset don't divide it, each rank takes its share at once.
+// The ranks share a batch, and each rank computes its share in microbatches. If a file or preset has a microbatch that
+// does not divide the share, each rank computes its share at once.
 static void check_microbatch(Config* c, const std::string& where) {
     const int B = c->batch_size;
     const int N = world.size;
@@ -1621,7 +1625,7 @@ static void check_microbatch(Config* c, const std::string& where) {
         if (N > 1) c->microbatch = c->micro();
         return;
     }
-    // What the user asks for, or what one process did before, is not changed silently.
+    // It is an error, and not changed silently, if the user asked for it or if there is only one process.
     if (c->given("microbatch") || N == 1) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
@@ -1632,7 +1636,7 @@ static void check_microbatch(Config* c, const std::string& where) {
     c->microbatch = share;
 }
 
-// Ends the program if settings of the run cannot work together. where: "FILE: " if some of them come from one.
+// Ends the program if settings of the run cannot work together. where: "FILE: " if some of them come from a file.
 static void check_run(Config* c, const std::string& where) {
     parse_ema_rate(c, where);
     check_ect_stages(c, where);
@@ -1651,7 +1655,7 @@ static void check_run(Config* c, const std::string& where) {
 // =====================================================================================================================
 // 5. The network: a list of layers, made of guided-diffusion's flags
 // build_unet walks the architecture once, as guided-diffusion's UNetModel does, and appends parameters (in state_dict
-// order) and layers (in the order of the forward pass). Another configuration is another list, not other code.
+// order) and layers (in the order of the forward pass). Another configuration gives another list; the code is the same.
 //
 //   t, labels, values -> sinusoids, linear, SiLU, linear [+ label] [+ linear of the values], SiLU, linear:
 //                        the embedding, some columns a block
@@ -1689,10 +1693,10 @@ struct Param {
 // An activation (B, H, W, C).
 struct Tensor {
     int H = 0, W = 0, C = 0;
-    Element element = Element::FP32; // act_element, but the network's input and output and embeddings are FP32
+    Element element = Element::FP32; // act_element, or FP32: the network's input and output, and embeddings
     int buffer = -1;                 // where its values are
-    int stats = -1;                  // where a group norm reads it: the buffer of Stats::sums
-    int parts = 1;                   // of Stats, as they were last written
+    int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
+    int parts = 1;                   // Stats::parts, as the forward pass has last set it
     bool needs_grad = false;         // the layer that writes it has a backward pass
 };
 
@@ -1706,22 +1710,22 @@ struct Layer {
     const LayerKind* kind = nullptr;
     std::string name;
     int x1 = -1, x2 = -1, out = -1;           // tensors: what it reads, side by side, and what it writes
-    int weight = -1;                          // a parameter; the bias, if there is one, is the next
-    int residual = -1;                        // CONV: a tensor that is added to the result, unless a skip is
+    int weight = -1;                          // a parameter; the bias, if there is one, is the next parameter
+    int residual = -1;                        // CONV: a tensor that is added to the result, unless there is a skip
     int emb = -1, emb_offset = 0;             // the tensor of embedding projections, and where its columns begin there
     int kernel = 1, stride = 1, upsample = 0; // CONV
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
-    int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv
+    int heads = 0;                                  // of ATTENTION, and of the CONV that makes its qkv
     int saved = -1;     // the buffer that is kept for the backward pass: mean and rstd, or rows of scores
     int block_end = -1; // --use_checkpoint: this layer is computed again before that one's backward pass
 
     // The plan (see plan_gradients, plan_waits, plan_fusions).
     GradPlan d1{}, d2{};      // of x1 and x2
     int dout = -1, demb = -1; // buffers of gradients
-    int after = -1;           // backward, this layer waits for the weight gradient of that one
-    int skip = -1;            // CONV, forward: a layer that it computes, too: the skip connection that it adds
-    bool fused = false;       // forward, the layer behind it computes this one
+    int after = -1;           // backward: before this layer runs, this other layer's weight gradient must be complete
+    int skip = -1;            // CONV, forward: the layer of the skip connection that it computes and adds
+    bool fused = false;       // forward: the next layer computes this one, too
 };
 
 // A piece of device memory.
@@ -1781,7 +1785,7 @@ struct Walk {
     Lane* lane = MAIN_LANE;
 };
 
-// A layer as the functions of its kind meet it: pointers where the list has indices, null where there is nothing.
+// What the functions of a kind get to know of a layer: pointers where the list has indices, and null where it has none.
 // layer_args fills it.
 struct LayerArgs {
     UNet* net;
@@ -1802,7 +1806,7 @@ struct LayerArgs {
     int emb_stride;
     float* saved;
     Dropout dropout; // this layer's own
-    ConvSkip skip;   // CONV: the layer that it computes, too
+    ConvSkip skip;   // CONV: the skip connection that it computes, too
 
     // The backward pass.
     const act* dout;
@@ -1825,8 +1829,8 @@ struct LayerArgs {
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
-// Looks up all that a layer's functions need. As long as the network has no memory (plan_memory) or a walk has no
-// weights, their pointers are null, and the shapes are right all the same.
+// Looks up all that a layer's functions need. If the network has no memory yet (plan_memory), or if the walk has no
+// weights, the pointers to these are null. The shapes are right even then.
 static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     UNet* const net = walk.net;
     const Tensor x = net->tensor(layer.x1), out = net->tensor(layer.out);
@@ -1844,7 +1848,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.Wout = out.W;
     a.Cout = out.C;
 
-    // Tensors are looked up in the arena. In a backward walk a tensor that was computed again is meant.
+    // Tensors are looked up in the arena. If a tensor was computed again (--use_checkpoint), a backward walk reads that
+    // copy.
     auto memory_of = [&](int buffer) {
         const bool again = walk.grads && buffer >= 0;
         return buffer_data(net, again ? net->buffers[buffer].again : buffer);
@@ -2163,7 +2168,7 @@ static int add_tensor(UNet* net, int H, int W, int C, Element element) {
     return (int)net->tensors.size() - 1;
 }
 
-// The parameter's place in the flat arrays follows later (place_params).
+// The parameter gets its place in the flat arrays later (place_params).
 typedef std::vector<int> Shape;
 static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     size_t size = 1;
@@ -2257,14 +2262,14 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
     ALL_CASES_RETURN
 }
 
-// The layers from first on are a block, whose output is returned. --use_checkpoint (Chen et al. 2016, arXiv:1604.06174)
-// keeps of it only what it reads and results in. Before its backward pass its layers are computed again, but for the
-// last and the skip connection, which no other of them reads.
+// The layers from first on are a block, whose output is returned. With --use_checkpoint (Chen et al. 2016,
+// arXiv:1604.06174) only the inputs and the output of a block are kept. Before its backward pass its layers are
+// computed again, except the last one and the skip connection, since no other layer of the block reads these.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
     for (Layer& l : std::span(net->layers).subspan(first)) {
-        const bool is_read = l.out != last.out && l.out != last.residual; // by another layer of the block
+        const bool is_read = l.out != last.out && l.out != last.residual; // another layer of the block reads it
         if (net->config.use_checkpoint && is_read) l.block_end = end;
     }
     return last.out;
@@ -2272,28 +2277,29 @@ static int end_block(UNet* net, size_t first) {
 
 // Adds group norm, SiLU, convolution, embedding; group norm, SiLU, dropout, convolution, plus the input: through a 1x1
 // convolution (the shortcut) where the number of channels changes. The embedding is added behind the first convolution,
-// or scales and shifts the second norm. With a resample both ways change their resolution at the first SiLU.
+// or scales and shifts the second norm. With a resample the main path and the shortcut both change their resolution
+// behind the first SiLU.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = net->tensor(x1).C + net->tensor(x2).C;
     const size_t first = net->layers.size();
 
-    // The first norm and the resample. UP is done where the convolution reads its input.
+    // The first norm and the resample. For UP, the convolution reads its input enlarged.
     Layer norm1{.name = name + ".in_layers.0", .x1 = x1, .x2 = x2};
     norm1.nonlinearity = BEHIND_NORMS;
     int h = add_norm(net, norm1);
     if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h);
     x1 = add_resample(net, resample, name + ".x_upd", x1);
 
-    // The first convolution and the second norm, one of which reads the embedding: the columns behind those of the
-    // blocks before. One linear layer makes all blocks' columns, so here are only its parameters.
+    // The first convolution and the second norm. One of them reads the embedding's projection. One linear layer makes
+    // the projections for all blocks, side by side; here its parameters for this block's columns are added.
     Layer conv1{.name = name + ".in_layers.2", .x1 = h, .kernel = 3};
     conv1.upsample = resample == UP;
     Layer norm2{.name = name + ".out_layers.0"};
     norm2.nonlinearity = BEHIND_NORMS;
     norm2.dropout_block = net->residual_blocks;
     net->residual_blocks++;
-    const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // scale and shift, or what is added
+    const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // scale and shift, or one number that is added
     Layer& reader = c.use_scale_shift_norm ? norm2 : conv1;
     reader.emb = net->emb;
     reader.emb_offset = net->tensor(net->emb).C;
@@ -2327,7 +2333,8 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     return end_block(net, first);
 }
 
-// The embedding. Its last layer projects it for all residual blocks at once: each of them adds its columns.
+// The embedding. Its last layer projects it for all residual blocks at once; each residual block adds its own columns
+// to that layer.
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int F = c.num_channels; // how many sinusoids there are
@@ -2390,7 +2397,7 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
 }
 
 // The decoder: the encoder's tensors come back in reverse, concatenated to the running one. A level has one residual
-// block more than in the encoder, whose halving of the resolution has also left a tensor.
+// block more than in the encoder, because there the layer that halves the resolution also left a tensor.
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -2411,9 +2418,9 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     return h;
 }
 
-// Says which of four groups a parameter belongs to. In the flat arrays groups come one after the other:
+// Says which of four groups a parameter belongs to. In the flat arrays the groups follow each other:
 //   0, 1  all blocks' embedding projections, their weights and then their biases, so that they are one matrix
-//   2     all others that are read in fp32
+//   2     all others that kernels read in fp32
 //   3     convolutions' weights, if the kernels read a copy of them
 static int param_group(const Param& p) {
     if (p.name.ends_with(".emb_layers.1.weight")) return 0;
@@ -2444,7 +2451,8 @@ static UNet build_unet(const Config& c) {
     net.config = c;
     add_embedding(&net);
 
-    // From the images to the network's output. With --patch_size the layers between see patches in place of pixels.
+    // From the images to the network's output. With --patch_size the layers between these two work on patches in place
+    // of pixels.
     const int H = c.H, W = c.W;
     const int p = c.patch();
     net.input = add_tensor(&net, H, W, c.in_channels, Element::FP32);
@@ -2464,8 +2472,9 @@ static UNet build_unet(const Config& c) {
     if (p > 1) h = add_layer(&net, {.kind = &PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
 
-    // All blocks are there, so it is known how wide the layer is that projects the embedding for all of them: emb.C
-    // floats a sample. Its weights are the blocks' own, side by side, with which the flat array begins (param_group).
+    // Now all blocks have been added, so it is known how wide the layer is that projects the embedding for all of them:
+    // emb.C floats a sample. Its weights are those of all blocks, side by side. The flat array begins with them
+    // (param_group).
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
     check_conv_params(net);
@@ -2488,13 +2497,13 @@ static UNet build_unet(const Config& c) {
 // place_buffers.
 
 // A tensor's gradient is the sum of what its readers contribute, from the last reader to the first. Each reader writes
-// a buffer of its own, to which it adds what waits there from the readers behind it. A residual's contribution is the
-// gradient of the sum itself, so it is passed on without a copy.
+// a buffer of its own: its contribution plus the buffers of the readers behind it that wait to be added. A residual's
+// contribution is the gradient of the sum itself, so it is passed on without a copy.
 static void plan_gradients(UNet* net) {
-    // The buffers of each tensor's gradient that its next reader adds to its own contribution.
+    // For each tensor: the buffers that its next reader has to add to its own contribution.
     std::vector<std::vector<int>> waiting(net->tensors.size());
-    // Adds a contribution to the gradient of tensor x, in a new buffer. It does not add in place to what waits, because
-    // weight gradients may still have to read that.
+    // Plans a contribution to the gradient of tensor x, in a new buffer. It is not added in place to a buffer that
+    // waits, because weight gradients may still have to read that buffer.
     auto contribute = [&](int x) {
         if (!net->tensor(x).needs_grad) return GradPlan{};
         const Buffer& values = net->buffers[net->tensors[x].buffer];
@@ -2510,7 +2519,7 @@ static void plan_gradients(UNet* net) {
     contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
-        if (waiting[l.out].empty()) continue; // the sinusoids
+        if (waiting[l.out].empty()) continue; // the sinusoids have no gradient
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
@@ -2521,7 +2530,7 @@ static void plan_gradients(UNet* net) {
         l.d1 = contribute(l.x1);
         l.d2 = contribute(l.x2);
     }
-    // --use_checkpoint: what is computed again gets other buffers than at the first time.
+    // --use_checkpoint: what is computed again gets new buffers.
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
         const Tensor& out = net->tensors[l.out];
@@ -2534,9 +2543,9 @@ static void plan_gradients(UNet* net) {
 }
 
 // Convolutions' weight gradients are computed beside the layers that follow in the backward pass, several of them in
-// one launch. So what they read must stay for so many steps of time; then a layer waits for them. Small images cost
-// little memory, so theirs may stay longer, and more of them share a launch.
-// Result: for how many steps of time what layer l's weight gradient reads stays in memory.
+// one launch. So what they read must stay in memory for some steps of time; then a layer waits for them. Small images
+// cost little memory, so what they need may stay longer, and more of them share a launch.
+// Returns for how many steps of time that is for layer l.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
@@ -2550,11 +2559,11 @@ static int first_emb_reader(const UNet* net) {
     return i;
 }
 
-// Says which weight gradients each layer waits for in the backward pass. Who waits for those of a layer waits for those
-// of all layers behind it, too.
+// Says which weight gradients each layer waits for in the backward pass. A layer that waits for one weight gradient
+// also waits for those of all layers further back in the list.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
-    int done = L; // the weight gradients of this layer and all behind it are waited for already
+    int done = L; // some layer waits for the weight gradients of this layer and of all behind it already
     for (int i = L - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
         if (l.dout < 0) continue; // it has no backward pass
@@ -2562,7 +2571,8 @@ static void plan_waits(UNet* net) {
             const Layer& conv = net->layers[k];
             if (conv.kind != &CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
-            const bool has_demb = l.out == net->emb && conv.demb >= 0; // its launch writes a part of l's dout
+            // the launch of conv's weight gradient writes a part of l's dout
+            const bool has_demb = l.out == net->emb && conv.demb >= 0;
             if (!too_old && !has_demb) continue;
             l.after = k;
             done = k;
@@ -2570,7 +2580,7 @@ static void plan_waits(UNet* net) {
     }
 }
 
-// A residual block's skip connection may be computed by the convolution behind it, which adds it to its result.
+// The convolution that adds a residual block's skip connection may also compute it.
 static void plan_fusions(UNet* net) {
     const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
@@ -2588,14 +2598,14 @@ static void plan_fusions(UNet* net) {
     }
 }
 
-// Says from when to when each buffer is in use: it is used at all times at which a layer reads or writes it, and
-// between.
+// Says from when to when each buffer is in use: from the first time at which a layer reads or writes it to the last
+// one.
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     auto use = [&](int time, std::initializer_list<int> buffers) {
         for (int buffer : buffers) {
             if (buffer < 0) continue;
-            // Behind the loss, tensors that are computed again are read where they lie then.
+            // After the loss, the backward pass reads the new copy of a tensor that was computed again.
             const bool after_loss = time > L + 1;
             Buffer& b = net->buffers[after_loss ? net->buffers[buffer].again : buffer];
             b.first = std::min(b.first, time);
@@ -2610,18 +2620,18 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
         if (!l.fused) use(time, {data(l.out), stats(l.out)});
     };
-    // Before the first layer and after the last one: the sampler and the loss work on input and output.
+    // Input and output are also in use before the first layer and after the last one, by the sampler and the loss.
     use(0, {data(net->input)});
     use(L + 1, {data(net->input), data(net->output)});
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
         const LayerKind& kind = *l.kind;
         use_forward(l, 1 + i + l.fused); // a fused layer is computed by the next one
-        // The embedding's layers are computed beside those before the first one that reads it.
+        // The embedding's layers run at the same time as other layers, until the first layer that reads the embedding.
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
         // The backward pass, and a convolution's weight gradient, which may be computed up to weights_lag later.
-        if (l.dout < 0) continue; // not training, or the sinusoids
+        if (l.dout < 0) continue; // not in training, or the sinusoids
         const int back = 2 * L + 1 - i;
         const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
         for (int time : {back, done}) {
@@ -2665,11 +2675,12 @@ static void place_buffers(UNet* net, int B) {
     }
 }
 
-// Ends the program if the weights and the arena are larger than the device's memory. It says which batch would fit.
+// Ends the program if the weights and the arena are larger than the device's memory. The message says which batch would
+// fit.
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
-    // Of each parameter there are at most the weight and its copy; in training also a gradient, two moments, an
-    // average, and the average's copy.
+    // For each parameter there are at most a weight and its copy; in training also a gradient, two moments, an average,
+    // and the average's copy.
     const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes();
     const double weights = net->flat_size * param_bytes / GIB;
     const double available = device_available() / GIB;
@@ -2686,7 +2697,7 @@ static void check_memory(UNet* net, bool training) {
         die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
 }
 
-// Gives the network its device memory for batches of up to B, or says which batch would fit.
+// Gives the network its device memory for batches of up to B, or ends the program with the batch that would fit.
 static void plan_memory(UNet* net, int B, bool training) {
     const double pixels = (double)B * net->config.H * net->config.W;
     if (pixels > INT_MAX)
@@ -2705,8 +2716,8 @@ static void plan_memory(UNet* net, int B, bool training) {
     check_memory(net, training);
     net->arena = device_alloc<char>(net->arena_bytes);
 
-    // Operations take turns with the workspace, so it is as large as the largest of them needs. What they leave for
-    // finish_gradients stays.
+    // Operations use the workspace one after the other, so it has the size that the largest of them needs. What they
+    // leave for finish_gradients (sums) is kept for all of them.
     Workspace most{loss_workspace(B)};
     const Walk walk{.net = net, .B = B};
     for (const Layer& l : net->layers) {
@@ -2726,7 +2737,7 @@ static void plan_memory(UNet* net, int B, bool training) {
 // A hook that is called before each operation is put on its way. dev/benchmarks/bench.cu takes time stamps there.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients but that of a convolution's weights
 struct Operation {
-    const char* name = nullptr; // of what is no layer
+    const char* name = nullptr; // of an operation that is not a layer's
     const Layer* layer = nullptr;
     Pass pass = FORWARD;
 };
@@ -2740,9 +2751,10 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
-// The forward pass: net's output (B, H, W, out_channels), from its input, net->t (B) and, if the model is told of them,
-// net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers come
-// first in the list. They are computed beside the layers that follow, up to the first one that reads the embedding.
+// The forward pass. It computes net's output (B, H, W, out_channels) from its input, net->t (B) and, if the model uses
+// them, net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers
+// come first in the list. They are computed beside the layers that follow, up to the first one that reads the
+// embedding.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
     const int reader = first_emb_reader(net);
@@ -2762,19 +2774,19 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 // Returns the buffer in which the loss leaves its gradient with respect to the output.
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
-// Weight gradients of convolutions on their way through the backward pass. They wait until together they fill the GPU,
-// or until somebody needs one of them, and are then computed in one launch, on the side lane.
+// The weight gradients of convolutions during the backward pass. They wait until they fill the GPU together, or until
+// some layer needs one of them. Then one launch, on the side lane, computes them all.
 struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Lane*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
-    double load = 0;           // the part of a launch that fills the device that what waits makes up
+    double load = 0;           // how much of the device those that wait would fill together; 1: all of it
     int last = -1;             // the layer that came last
-    std::vector<int> ticket{}; // of each layer: what wait_for_side takes, or -1 if it was not sent
+    std::vector<int> ticket{}; // of each layer: the number that wait_for_side takes, or -1 if its gradient was not sent
 
-    // Puts what waits on its way. All layers from the last one on have been sent then.
+    // Launches those that wait. After that the gradients of all layers from `last` on have been sent.
     void send() {
-        size_t complete_from = net->plain_size; // in the flat arrays, behind the convolutions that are still to come
+        size_t complete_from = net->plain_size; // in the flat arrays: gradients from here on are complete
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
             if (l.kind != &CONV) continue;
@@ -2796,7 +2808,7 @@ struct WeightGradients {
         load += conv_weight_load(a.conv());
         if (load >= 1 || !allowed.batches) send();
     }
-    // What follows on the main lane waits for this layer's weight gradient.
+    // The operations that follow on the main lane wait for this layer's weight gradient.
     void wait_for(int layer) {
         if (ticket[layer] < 0) send();
         wait_for_side(ticket[layer]);
@@ -2813,17 +2825,18 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
     weight_gradients.ticket.assign(net->layers.size(), -1);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         const Layer& l = net->layers[i];
-        if (l.dout < 0) continue; // nothing that it could learn depends on it
+        if (l.dout < 0) continue; // it has no backward pass
         if (l.after >= 0) weight_gradients.wait_for(l.after);
-        for (const Layer& before : net->layers) // with --use_checkpoint: what this block's layers read
+        for (const Layer& before : net->layers) // with --use_checkpoint: computes again what this block's layers read
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // The first layer's own gradient would keep those before it waiting, and the embedding waits for them.
+            // Other gradients should not wait until that of the first layer joins them, because the embedding waits for
+            // them.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.send();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
-            if (!a.d1.dx && !a.d2.dx) continue; // of the images: nobody needs a gradient
+            if (!a.d1.dx && !a.d2.dx) continue; // its input is the images, whose gradient nobody needs
         }
         mark({.layer = &l, .pass = BACKWARD});
         l.kind->backward(a);
@@ -2859,8 +2872,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // In the order in which they run: make_objective, once; then for each sample draw_level, which takes one of
 // ddpm_levels, or calls ask or student_level. Samplers ask level_at for the level of a sigma.
 
-// What the network is asked at some noise: members of a NoiseLevel. They are in double, since ect takes differences of
-// them.
+// What the network is asked at some noise: members of a NoiseLevel. They are double, because ect subtracts such
+// numbers.
 struct Question {
     double t;
     double signal, sigma;
@@ -3041,12 +3054,12 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         level.importance = 1;
         level.quarter = 4 * t / T;
         // The variational bound compares q(x_s | x_t, x_0), s = t - 1, with the network's normal distribution. `small`
-        // is q's variance (Ho et al. 2020, eq. 7). At t = 0 that is 0, and the one of t = 1 is taken.
+        // is q's variance (Ho et al. 2020, eq. 7). At t = 0 that is 0, so the one of t = 1 is taken.
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1;
         const double beta = 1 - a / b, next = alpha_bar[1];
         double small = beta * (1 - b) / (1 - a);
         if (t == 0) small = (1 - next / a) * (1 - a) / (1 - next);
-        const double mean_x0 = beta * std::sqrt(b) / (1 - a); // x_0's part of q's mean
+        const double mean_x0 = beta * std::sqrt(b) / (1 - a); // the coefficient of x_0 in q's mean
         const double log_ratio = std::log(beta / small);
         level.kl = (float)(std::pow(mean_x0 * level.x0_out, 2) / small);
         level.log_var = (float)std::log(small);
@@ -3058,7 +3071,8 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
 }
 
 // Makes the objective that the model is trained on. The variational bound is a sum over all T timesteps. A step draws
-// one of them, so this one counts T times. guided-diffusion counts the bound in bits, so it is divided by log 2.
+// only one of the T, so its term is multiplied by T. guided-diffusion counts the bound in bits, so it is divided by log
+// 2.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0));
     Objective o{};
@@ -3079,16 +3093,16 @@ static Objective make_objective(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the level of a training sample, drawn, and its share of the loss
-// This is how noisy a sample of a training step is, and what its loss is made of. These functions are for one sample or
-// one value; dev/reference.h calls them in loops, and kernels do so in threads.
+// How noisy a sample of a training step is, and what its loss is made of. These functions are for one sample or one
+// value; dev/reference.h calls them in loops, and kernels call them in threads.
 
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
 // mean square of its latest HISTORY losses. A sample then counts `importance` times, which is 1 / (T times the
 // probability of its t), so that the mean over samples stays what it is with uniform t.
-constexpr double EVEN_SHARE = 0.001; // this much of the probability is shared by all t alike
+constexpr double EVEN_SHARE = 0.001; // this part of the probability is divided equally among all t
 
 // Puts what a batch lost at t into t's row (HISTORY + 1): its latest losses, oldest first, and how many there are.
-// Returns the weight of t from now on, or -1 as long as losses are missing.
+// Returns the new weight of t, or -1 while it has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
@@ -3102,8 +3116,8 @@ HD static inline double remember_losses(float* row, int t, const NoiseLevel* lev
     return row[HISTORY] < HISTORY ? -1 : sqrt(sum / HISTORY);
 }
 
-// The level that u in [0, 1) falls on when each t takes its probability's part of that interval. As long as one t lacks
-// losses (its weight is below 0), all t are as likely.
+// Divides [0, 1) into parts, one for each t, as long as its probability, and returns the level of the part that
+// contains u. While some t still lacks losses (its weight is below 0), all t have the same probability.
 HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     double sum = 0, least = 0;
     for (int t = 0; t < o.steps; t++) {
@@ -3126,8 +3140,8 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     return level;
 }
 
-// sigma with a log-normal distribution: of edm, of ect, and of a flow with --t_std. normal: the standard normal number
-// that it was made of, which says in which quarter of the levels it lies.
+// Draws sigma from a log-normal distribution, for edm, ect, and a flow with --t_std. normal becomes the standard normal
+// number that sigma is made of; it tells in which quarter of the levels sigma lies.
 HD static inline double draw_sigma(const Objective& o, const Words& words, float* normal) {
     float z[4];
     normals(z, words);
@@ -3135,7 +3149,7 @@ HD static inline double draw_sigma(const Objective& o, const Words& words, float
     return exp(o.draws.P_mean + (double)o.draws.P_std * z[0]);
 }
 
-// In which quarter of the standard normal distribution z lies: 0 to 3.
+// Says in which quarter of the standard normal distribution z lies: 0 to 3.
 HD static inline int quarter_of_normal(float z) {
     constexpr float UPPER = 0.67448975f; // a quarter of the distribution lies above it
     if (z < 0) return z >= -UPPER;
@@ -3145,7 +3159,7 @@ HD static inline int quarter_of_normal(float z) {
 // Draws the noise level of a sample, from its random words.
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     if (o.weights) return draw_weighted_level(o, words.w[0] * 0x1p-32);
-    if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // any t is as likely
+    if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // all t have the same probability
     if (o.draws.uniform_t) {
         const double t = (words.w[0] + 0.5) * 0x1p-32;
         NoiseLevel level = make_level(ask(o.frame, t / (1 - t), o.sigma_data));
@@ -3161,14 +3175,14 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     return level;
 }
 
-// Draws the level of its teacher, from the same words.
+// Draws the level of a sample's teacher, from the same random words.
 HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words) {
     float z;
     return teacher_level(o, draw_sigma(o, words, &z));
 }
 
-// What a value of an image may be in a data file, by its bytes, and value i of such images, in [-1, 1]: 1 is uint8_t,
-// and 4 is a float, which is in [-1, 1] already. Nothing else reads values of images, so a third kind is added here.
+// A data file stores a value of an image as uint8_t (1 byte) or as a float in [-1, 1] (4 bytes). image_value returns
+// value i of images, in [-1, 1]. Nothing else reads values of images, so a third kind would be added here.
 static bool knows_image_values(int bytes) { return bytes == 1 || bytes == 4; }
 HD static inline float image_value(const void* images, int bytes, size_t i) {
     if (bytes == 1) return ((const uint8_t*)images)[i] / 127.5f - 1.0f;
@@ -3177,8 +3191,8 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 
 // --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with
 // Limited Data", appendix B): a training image is changed in six ways, each with its own probability p, and the network
-// is told how. So it learns the changed images as another kind of images and does not draw them when it is told of no
-// change. The changes and their numbers:
+// is told how. So it learns that changed images are of another kind, and does not draw such images when it is told that
+// there is no change. The changes and their numbers:
 //   mirrored, upside down   0 or 1 each. Mirrored is always drawn, whatever p is
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; its cosine - 1, its sine
@@ -3195,7 +3209,7 @@ HD static inline Matrix2 product(const Matrix2& a, const Matrix2& b) {
 }
 HD static inline Matrix2 rotation(double angle) { return Matrix2{cos(angle), -sin(angle), sin(angle), cos(angle)}; }
 
-// These take a random word as a number in [0, 1), and as an angle in [-pi, pi).
+// These turn a random word into a number in [0, 1), and into an angle in [-pi, pi).
 HD static inline double random_fraction(uint32_t word) { return word * 0x1p-32; }
 HD static inline double random_angle(uint32_t word) { return (2 * random_fraction(word) - 1) * M_PI; }
 
@@ -3214,7 +3228,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_x = shifts ? z[2] : 0;
     const double shift_y = shifts ? z[3] : 0;
 
-    // From a pixel of the changed image back to where it comes from: shifted back, stretched back, turned, scaled back.
+    // The map from a pixel of the changed image back to where it comes from: shift back, stretch back, turn, scale
+    // back.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -3238,15 +3253,16 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 
 // The changed image is made at twice the resolution, so that turning it neither blurs it nor makes steps: the wavelet
 // filter sym6 doubles the image, which is then read at the places that the change says, linearly between its pixels,
-// and the same filter halves the result. Without a change that gives the image back. All of it is one sum over the
-// pixels around a place, so the doubled image is never stored, but the result at twice the resolution is: the canvas,
-// which has a margin of 6 for the filter. Beyond its border an image is continued by its mirror image.
+// and the same filter halves the result. Without a change that gives the image back. The first two steps together are
+// one sum over the pixels around a place, so the doubled image is never stored. Only the changed image at twice the
+// resolution is stored: the canvas, which has a margin of 6 for the filter. Beyond its border an image is continued by
+// its mirror image.
 constexpr int FILTER = 12; // taps of sym6
-// So many pixels in a row of the image make the value at a place between two pixels of the doubled image.
+// The value at a place between two pixels of the doubled image depends on so many pixels of a row of the image.
 constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // rows or columns of the canvas
 
-// Tap k of sym6 (Daubechies 1992, table 6.2), of which the squares add up to 1; 0 outside of its 12.
+// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not one of the 12. The squares of the taps add up to 1.
 HD static inline float sym6(int k) {
     const float taps[FILTER] = {0.015404109327027373f, 0.0034907120842174702f, -0.11799011114819057f,
                                 -0.048311742585633f,   0.4910559419267466f,    0.787641141030194f,
@@ -3255,7 +3271,8 @@ HD static inline float sym6(int k) {
     return k >= 0 && k < FILTER ? taps[k] : 0.0f;
 }
 
-// Pixel n of a row that is continued by its mirror image at both ends, and itself mirrored or not.
+// Returns which pixel of a row stands at place n, if mirror images continue the row at both ends. flip: the row itself
+// is mirrored, too.
 HD static inline int mirrored(int n, int size, bool flip) {
     if (n < 0 || n >= size) {
         const int period = 2 * size - 2;
@@ -3266,7 +3283,7 @@ HD static inline int mirrored(int n, int size, bool flip) {
     return flip ? size - 1 - n : n;
 }
 
-// The pixels of a row, or of a column, and their weights that make the doubled row's value at u.
+// The value of a doubled row, or column, at u: which pixels it is made of, and their weights.
 struct Around {
     int pixel[AROUND];
     float weight[AROUND];
@@ -3279,7 +3296,7 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     const bool odd = (i - 5) & 1;
     Around a;
     for (int j = 0; j < AROUND; j++) {
-        // Values i and i + 1 of the doubled row have these taps of this pixel.
+        // In values i and i + 1 of the doubled row, this pixel is multiplied by these taps.
         const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
         const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
         a.weight[j] = (1 - part) * here + part * next;
@@ -3288,12 +3305,12 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     return a;
 }
 
-// Where the canvas at row `fine_y` and column `fine_x` comes from in an image: the same for all channels.
+// Where in an image the canvas's value at row `fine_y` and column `fine_x` comes from. It is the same for all channels.
 struct CanvasPlace {
     Around rows, columns;
 };
 HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int fine_x, int H, int W) {
-    // From the canvas to pixels from the centre; where these come from; and from there to the doubled image.
+    // First the place in pixels from the centre, then where that comes from, then this place in the doubled image.
     const double x = (fine_x - W - 5) / 2.0;
     const double y = (fine_y - H - 5) / 2.0;
     const double from_x = a.x_x * x + a.x_y * y + a.x_1;
@@ -3302,7 +3319,7 @@ HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int
                        .columns = pixels_around(2 * from_x + W - 1, W, a.flip_x)};
 }
 
-// Returns the canvas there. channel: one channel of an image, (H, W); bytes: of a value, 1 or 4.
+// Returns the canvas's value there. channel: one channel of an image, (H, W); bytes: the size of a value, 1 or 4.
 HD static inline float canvas_value(const CanvasPlace& place, const void* channel, int bytes, int W) {
     float sum = 0;
     for (int i = 0; i < AROUND; i++) {
@@ -3315,7 +3332,8 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
         }
         sum += place.rows.weight[i] * of_row;
     }
-    // Bytes mean value / 127.5 - 1. The 49 weights add up to a half, and the 144 of `halved` to 2.
+    // A byte means value / 127.5 - 1. The 49 weights here add up to a half (so -1 becomes -0.5), and the 144 of
+    // `halved` to 2.
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
@@ -3333,8 +3351,8 @@ HD static inline float halved(const float* canvas, int y, int x, int W) {
 
 // --- pictures that are made of images (--cond)
 
-// The mean of a square of factor x factor pixels of a channel that is W wide: number (y, x) of these squares. flip: x
-// counts from the right.
+// A channel that is W wide is divided into squares of factor x factor pixels. Returns the mean of square (y, x). flip:
+// x counts from the right.
 HD static inline float square_mean(const void* channel, int bytes, int y, int x, int factor, int W, bool flip) {
     float sum = 0;
     for (int i = 0; i < factor; i++)
@@ -3346,13 +3364,14 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
     return sum / (float)(factor * factor);
 }
 
-// The noise's part of its largest standard deviation (Ho et al. 2021, "Cascaded Diffusion Models": a network that has
-// seen coarse pictures with more and less noise forgives a sampled one its errors). It is uniform in [0, 1).
+// The standard deviation of the noise on a picture is a part of the largest one, and this part is uniform in [0, 1).
+// (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with more or less noise
+// is not disturbed by the errors of a sampled one.)
 constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the block that it is drawn from, behind all blocks of the noise
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
-// Where number i of an enlarged row, or column, lies between two numbers of the small one, as PyTorch's
-// F.interpolate(mode="bilinear", align_corners=False) has it: the centres of pixels keep their places.
+// Between which two numbers of a small row, or column, number i of the enlarged one lies. As in PyTorch's
+// F.interpolate(mode="bilinear", align_corners=False) the centres of pixels keep their places.
 struct Between {
     int first, second;
     float part; // of the second one
@@ -3376,7 +3395,7 @@ HD static inline float enlarged(const float* small, int y, int x, int c, int fac
     return (1 - row.part) * above + row.part * below;
 }
 
-// A pixel of three channels, which lie HW numbers apart, in grey (ITU-R BT.601).
+// Returns a pixel's grey value (ITU-R BT.601). Its three channels lie HW numbers apart.
 HD static inline float grey_value(const void* images, int bytes, size_t i, int HW) {
     const float red = image_value(images, bytes, i);
     const float green = image_value(images, bytes, i + HW);
@@ -3384,8 +3403,8 @@ HD static inline float grey_value(const void* images, int bytes, size_t i, int H
     return 0.299f * red + 0.587f * green + 0.114f * blue;
 }
 
-// What --cond mask leaves out: up to four holes, rectangles or strokes between two points. All of it is in whole
-// numbers, so that every device has the same pixels.
+// What --cond mask leaves out: up to four holes, rectangles or strokes between two points. All is computed in whole
+// numbers, so that every device leaves out the same pixels.
 constexpr int HOLES = 4;
 struct Hole {
     bool is_there, is_stroke;
@@ -3417,7 +3436,7 @@ HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     return holes;
 }
 
-// Whether (y, x) is no further from a stroke's line than its radius.
+// Is the distance of (y, x) from a stroke's line at most its radius?
 HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t along_y = s.y1 - s.y0, along_x = s.x1 - s.x0;
     const int64_t from_y = y - s.y0, from_x = x - s.x0;
@@ -3444,12 +3463,12 @@ HD static inline bool is_in_hole(const Holes& holes, int y, int x) {
     return inside;
 }
 
-// What the network is told of a pixel by the mask's channel: as a mask's file has it, white where to paint.
+// The value of the mask's channel for a pixel. As in a mask's file, white is where the network has to paint.
 HD static inline float mask_value(bool hidden) { return hidden ? 1.0f : -1.0f; }
 
 // ect's loss of a sample (Geng et al. 2024): weight (sqrt(D + c^2) - c), the pseudo-Huber distance of the student's
-// image to the teacher's. D is the sum of their squared differences x0_out (out - target). slope: the loss's derivative
-// by a value of out is slope (out - target).
+// image to the teacher's. D is the sum of their squared differences x0_out (out - target). slope: the derivative of the
+// loss by a value of out is slope (out - target).
 struct TuningLoss {
     double value, slope;
 };
@@ -3462,7 +3481,7 @@ HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, doubl
 
 // One value's term of the variational bound, in nats, and its derivatives by d = output - target, the error of the
 // mean's half of the answer, and by v, the variance's half. The network's variance is exp(log_var + u) with
-// u = log_ratio + range (v + 1) / 2, which lies between the two fixed ones (Nichol & Dhariwal 2021, eq. 15).
+// u = log_ratio + range (v + 1) / 2, so it lies between the two fixed variances (Nichol & Dhariwal 2021, eq. 15).
 //   t > 0   the divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
 //   t = 0   minus the log of the probability of the right one of 256 values
 struct BoundTerm {
@@ -3508,7 +3527,7 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
         dense_low = 0;
     }
     if (p < 1e-12) return BoundTerm{27.631021f, 0, 0}; // -log(1e-12), as guided-diffusion limits it
-    // By u the ends move as -1/2 of themselves.
+    // The derivative of each end by u is -1/2 times the end.
     const double d_mean = (dense_high - dense_low) * inverse * level.x0_out / p;
     const double d_variance = (dense_high * high - dense_low * low) * 0.5 * slope / p;
     return BoundTerm{(float)-log(p), (float)d_mean, (float)d_variance};
@@ -3517,7 +3536,7 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samplers
 // A sampler makes an image out of noise in steps. All of them work on x = x_0 + sigma noise, whatever the model was
-// trained on. (A model of T timesteps is shown x_t = signal x; there sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
+// trained on. (A model of T timesteps is shown x_t = signal x; then sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
 // to step sigma falls, and at the end it is 0. In each step the network is asked, and its answer is turned into x0:
 // what it says about x_0, given x. Papers write D(x; sigma) for that. The slope of the ODE that takes noise
 // away is then
@@ -3538,20 +3557,20 @@ struct Move {
     double x, x0;             // of x'
     double m = 0, noise = 0;  // of x'
     double m_x = 0, m_x0 = 0; // of m'
-    double learned_low = 0;   // with a learned variance the network chooses the noise
-    double learned_high = 0;  // between these two; 0: .noise holds
+    double learned_low = 0;   // with a learned variance the network chooses the noise,
+    double learned_high = 0;  // between these two; 0: the noise is .noise
     double known_until = -1;  // with --inpaint, where a step ends: its n, for keep_known; -1: no step ends here
 };
 
-// Euler's method: x' = x + (n - s) (x - x0) / s. It is written as a mean of x and x0, because x and the slope times n -
-// s are large numbers with a small difference where s is much larger than n.
+// Euler's method: x' = x + (n - s) (x - x0) / s. It is written as a mean of x and x0: where s is much larger than n, x
+// and the slope times n - s are large numbers that nearly cancel.
 static Move euler_step(double s, double n) { return Move{.sigma = s, .x = n / s, .x0 = 1 - n / s}; }
 
 // Ho et al. 2020, eq. 7: the standard deviation of q(x_n | x_s, x_0), in this scale of x.
 static double posterior_deviation(double s, double n) { return n * std::sqrt(s * s - n * n) / s; }
 
-// DDIM (Song et al. 2021, eq. 12 and 16). eta = 0 is Euler's method; with eta > 0 a step goes beyond n, and noise
-// brings it back there.
+// DDIM (Song et al. 2021, eq. 12 and 16). eta = 0 is Euler's method; with eta > 0 a step goes to a sigma below n, and
+// new noise raises it to n again.
 static Move ddim_step(double s, double n, double eta) {
     const double noise = eta * posterior_deviation(s, n);
     Move move = euler_step(s, std::sqrt(n * n - noise * noise));
@@ -3575,7 +3594,7 @@ static Move ddpm_step(const Config& c, double s, double n) {
 }
 
 // Heun's method (Karras et al. 2022, algorithm 1): the mean of the slopes at both ends, so two moves. The first one is
-// Euler's, to y, and remembers x0. The second one asks the network again, which says y0 about y:
+// Euler's, to y, and remembers x0. The second one asks the network about y, and y0 is what it says:
 //   x' = x + (n - s) ((x - x0) / s + (y - y0) / n) / 2 = y + (n - s) / (2 n) (x0 - y0)
 // They are the same, as (x - x0) / s = (y - x0) / n: y lies on the line from x to x0. A step to n = 0 is Euler's.
 static void add_heun_step(std::vector<Move>* moves, double s, double n) {
@@ -3601,7 +3620,8 @@ static Move dpmpp_2m_step(double sigma_before, double s, double n) {
     return move;
 }
 
-// Song et al. 2023, "Consistency Models", algorithm 1: every answer is an image, and new noise makes it the next x.
+// Song et al. 2023, "Consistency Models", algorithm 1: each answer is an image; new noise is added to it, and that is
+// the next x.
 static Move consistency_step(double s, double n) { return Move{.sigma = s, .x = 0, .x0 = 1, .noise = n}; }
 
 // Karras et al. 2022, algorithm 2: before a step of euler or heun noise is added, which raises sigma by the factor
@@ -3611,7 +3631,7 @@ static double churn_gamma(const Config& c, double sigma, int N) {
     return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
 }
 
-// "ddimN": every k-th timestep from 0 on, with a k that makes N of them.
+// "ddimN": returns every k-th timestep from 0 on, where k is such that there are N of them.
 static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     const int wanted = std::clamp(atoi(&respacing[strlen("ddim")]), 2, T);
     const int stride = (T + wanted - 1) / wanted;
@@ -3637,7 +3657,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     std::vector<int> steps;
     int start = 0; // of the part
     for (int i = 0; i < parts; i++) {
-        const bool one_more = i < T % parts; // T need not be a multiple of the parts: the first ones are longer
+        const bool one_more = i < T % parts; // if the parts don't divide T, the first ones are longer
         const int size = T / parts + one_more;
         const float count = counts[i];
         must(count >= least && count <= size && count == std::floor(count), flag,
@@ -3681,7 +3701,7 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     const bool steps_of_t = has_steps_of_t(frame) && !consistency;
     double high = c.sigma_max;
     double low = consistency ? c.mid_t : c.sigma_min;
-    if (frame == Frame::DDPM) { // it knows no others than those of its timesteps, and what lies between them
+    if (frame == Frame::DDPM) { // it only knows sigmas from that of its first timestep to that of its last
         high = std::min(high, known.back());
         low = std::max(low, known.front());
     }
@@ -3694,10 +3714,10 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
 }
 
 // A sampler's N steps as they are taken. With --inpaint some are taken again (Lugmayr et al. 2022, "RePaint"): whenever
-// the noise has fallen by --jump_length steps, the sampler goes back that far, so often that each step is taken
-// --jump_n_sample times.
+// the noise has fallen by --jump_length steps, the sampler goes back by as many steps, and it repeats this until each
+// step was taken --jump_n_sample times.
 static std::vector<int> step_order(const Config& c, int N) {
-    std::map<int, int> again; // how often to go back from a level of noise, the lowest being 0
+    std::map<int, int> again; // how often to go back from a level of noise; 0 is the lowest level
     if (!c.inpaint.empty())
         for (int level = 0; level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
     std::vector<int> order;
@@ -3710,7 +3730,8 @@ static std::vector<int> step_order(const Config& c, int N) {
     return order;
 }
 
-// Returns the first of N steps that --start_from leaves (Meng et al. 2022, "SDEdit").
+// With --start_from the first of N steps are left out. Returns the first step that is taken (Meng et al. 2022,
+// "SDEdit").
 static int first_step(const Config& c, int N) {
     if (c.start_from.empty()) return 0;
     const int steps = (int)std::lround((double)c.strength * N);
@@ -3752,7 +3773,7 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
             // sqrt(s'^2 - s^2) with s' = s (1 + gamma), written so that it is 0 without churn
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
             if (route.moves.empty()) route.churn = noise;
-            else route.moves.back().noise = noise; // it is added where the step before ends
+            else route.moves.back().noise = noise; // it is added at the end of the step before
             s *= 1 + gamma;
         }
         const bool follows = i == last + 1 && i > first;
@@ -4058,11 +4079,11 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
-constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to bring into memory
+constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to read into memory in advance
 constexpr int MOST_VALUES = 4096;                 // numbers an image, the limit of --cond_dim
 constexpr int MOST_NAME_BYTES = 1 << 20;          // of the numbers' names, all together
 
-// All our files begin with these two slots; in a data file the others follow.
+// All our files begin with these two slots. The slots of a data file follow.
 constexpr int SLOT_MAGIC = 0;
 constexpr int SLOT_VERSION = 1; // of the format
 constexpr int DATA_SLOT_COUNT = 2;
@@ -4071,25 +4092,27 @@ constexpr int DATA_SLOT_HEIGHT = 4;
 constexpr int DATA_SLOT_WIDTH = 5;
 constexpr int DATA_SLOT_CLASSES = 6;
 constexpr int DATA_SLOT_BYTES = 7;      // of a value
-constexpr int DATA_SLOT_HEADER_CRC = 8; // of the header with 0 in this slot
-constexpr int DATA_SLOT_BODY_CRC = 9;   // version 1: of all that follows; version 2: of all behind the images
-constexpr int DATA_SLOT_VALUES = 10;    // numbers an image
-constexpr int DATA_SLOT_NAMES = 11;     // bytes of their names
-constexpr int DATA_SLOT_UNUSED = 12;    // from here on slots are 0
+constexpr int DATA_SLOT_HEADER_CRC = 8; // the checksum of the header with 0 in this slot
+// the checksum of all behind the header (version 1) or of all behind the images (version 2)
+constexpr int DATA_SLOT_BODY_CRC = 9;
+constexpr int DATA_SLOT_VALUES = 10; // numbers an image
+constexpr int DATA_SLOT_NAMES = 11;  // bytes of their names
+constexpr int DATA_SLOT_UNUSED = 12; // from here on slots are 0
 
 struct Dataset : InputFile {
-    int version = 0;   // 1 or 2, which has a checksum of each image; 0: a file of unet.cu's, which has no checksums
+    // 1; or 2: it has a checksum of each image; or 0: it is a file of unet.cu's, which has no checksums
+    int version = 0;
     int64_t count = 0; // N
     int C = 0, H = 0, W = 0;
     int classes = 0;                 // 0: images have no labels
     int bytes = 1;                   // of a value: 1 (uint8) or 4 (float32)
     int K = 0;                       // numbers an image
     int name_bytes = 0;              // of their names
-    uint32_t header_crc = 0;         // it covers all other checksums, so it stands for the file's whole content
+    uint32_t header_crc = 0;         // it covers all other checksums, so it identifies the file's whole content
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
-    std::string value_names;         // of the K numbers, a line for each; or empty
-    std::vector<uint32_t> image_crc; // (N), or empty: not known
+    std::string value_names;         // the names of the K numbers, a line for each; or empty
+    std::vector<uint32_t> image_crc; // (N); empty if they are not known
     int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
@@ -4114,27 +4137,27 @@ struct Dataset : InputFile {
     }
 };
 
-// Whether no value is infinite or NaN.
+// Is no value infinite or NaN?
 static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
-// Reads image i into memory at `to`. Result: whether it could be read, and is what it was and should be; if not,
-// d->error says why.
+// Reads image i into memory at `to`. Returns true if it could be read, has its checksum and is valid. If not, d->error
+// says why.
 static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
-    // A file that was fine when it was opened may be changed, cut or damaged later.
+    // A file that was right when it was opened may be changed, cut or damaged later.
     const char* why = d->try_read(to, n, d->image_at(i));
     const bool has_crc = !d->image_crc.empty();
     if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
     if (!why) return true;
     d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again", i, why);
-    if (world.size > 1) refuse(d->error); // the other ranks can't take this step without this one
+    if (world.size > 1) refuse(d->error); // the other ranks can't do this step without this rank
     return false;
 }
 
 // Reads all images once. If their checksums are not known, it remembers them (image_crc).
-// Result: the checksum of all images as one piece, or 0 if each image has its own.
+// Returns the checksum of all images together, or 0 if each image has its own.
 static uint32_t check_images(Dataset* d) {
     std::vector<uint8_t> image(d->image_bytes());
     std::vector<uint32_t> found;
@@ -4149,8 +4172,8 @@ static uint32_t check_images(Dataset* d) {
     return all;
 }
 
-// The header of a data file as our own files have it. unet.cu's has fewer fields, one slot earlier; it becomes a header
-// of version 0.
+// Returns the header of a data file in the form of our own files. A header of unet.cu's has fewer fields, one slot
+// earlier; it is turned into our header, with version 0.
 static Header data_header(const Dataset& d, const char* hint) {
     const int* s = d.header.slot;
     const int magic = s[SLOT_MAGIC];
@@ -4164,7 +4187,7 @@ static Header data_header(const Dataset& d, const char* hint) {
     return d.header;
 }
 
-// Takes what a header says of the images, if it is possible.
+// Reads what a header says of the images, and checks it.
 static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
     auto field = [&](int slot, const char* name, int low, int high) {
         const int value = h.slot[slot];
@@ -4191,13 +4214,13 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
             d->name_bytes, hint);
 }
 
-// Takes the numbers and their names from what lies behind the images.
+// Reads the numbers and their names from what lies behind the images.
 static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
     const float* const numbers = (const float*)(behind.data() + d->label_words());
     const char* const names = (const char*)(numbers + d->value_words());
     d->values.assign(numbers, numbers + d->value_words());
     d->value_names.assign(names, d->name_bytes);
-    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // zeros fill the last word
+    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // the last word is filled with zeros
     for (size_t i = 0; i < d->values.size(); i++)
         if (!std::isfinite(d->values[i]))
             refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
@@ -4205,7 +4228,7 @@ static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
 
 // Reads what lies behind the images: the labels, if there are classes, numbers of the images and their names, if there
 // are any, and in version 2 each image's checksum.
-// body_crc: the checksum that the header has of all this and, in version 1, of the images before it.
+// body_crc: the checksum of all this and, in version 1, also of the images before it, as the header has it.
 static void read_behind_images(Dataset* d, uint32_t body_crc) {
     std::vector<int32_t> behind(d->words_behind());
     const size_t bytes = behind.size() * sizeof(int32_t);
@@ -4226,7 +4249,7 @@ static void read_behind_images(Dataset* d, uint32_t body_crc) {
     take_values(d, behind);
 }
 
-// Opens a data file and checks all of it or, if it is longer than READ_AT_START, all but the images.
+// Opens a data file and checks it. If it is longer than READ_AT_START, the images are not checked here.
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
     Dataset d;
@@ -4247,7 +4270,7 @@ static Dataset open_dataset(const std::string& path) {
     return d;
 }
 
-// Opens the pictures that the images of d are conditioned on. flag: the one that names the file; path: "": there are
+// Opens the pictures that the images of d are conditioned on. flag: the flag that names the file; path: "" if there are
 // none.
 static void open_pictures(Dataset* d, const char* flag, const std::string& path) {
     if (path.empty()) return;
@@ -4267,7 +4290,7 @@ static std::string data_file_beside(const std::string& folder) {
     std::string path = folder;
     while (path.ends_with('/')) path.pop_back();
     const std::string name = std::filesystem::path(path).filename().string();
-    // A folder such as "." has no name of its own to which .bin could be added: its real one is looked up.
+    // A folder such as "." has no name to which .bin could be added, so its real name is looked up.
     const bool is_relative = name.empty() || name == "." || name == "..";
     std::error_code none;
     if (is_relative) path = std::filesystem::canonical(folder, none).string();
@@ -4276,12 +4299,12 @@ static std::string data_file_beside(const std::string& folder) {
     return path + ".bin";
 }
 
-// Says whether a data file holds the pictures as they are asked for, and as they were when the folder last changed.
+// Says whether a data file holds the pictures that the flags ask for, in the folder's newest state.
 static bool is_up_to_date(const std::string& path, const Config& c, int64_t changed) {
     if (!exists(path)) return false;
     InputFile file;
     file.open(path, "--data_dir would replace it: move it away");
-    // A file that --data_dir has not made is not replaced.
+    // A file that was not made by --data_dir is not replaced.
     const int* s = file.header.slot;
     const bool holds_pictures = s[SLOT_MAGIC] == DATA_MAGIC && s[DATA_SLOT_BYTES] == 1;
     struct stat st = {};
@@ -4333,15 +4356,15 @@ static void prepare_folder(const Config& c, const std::string& file) {
          "there is no python3 in PATH, which prepares it; run " + by_hand + " where there is one");
     must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);
 
-    // The file gets the time of the folder's last change, not the time at which it was written: a picture that was
-    // changed meanwhile may not be in it.
+    // The file gets the time of the folder's last change, not the time at which it was written, because it may lack a
+    // picture that was changed in between.
     constexpr int64_t SECOND = 1000000000; // in nanoseconds
     const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / SECOND, changed % SECOND}};
     utimensat(AT_FDCWD, file.c_str(), times, 0);
     printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
 }
 
-// --data_dir becomes the --data_file that is made of it. Rank 0 makes it, and the others wait.
+// Sets --data_file to the file that is made of --data_dir. Rank 0 makes the file, and the others wait.
 static void take_data_dir(Config* c, const std::string& where) {
     const std::string error = parse_model(c);
     if (error.starts_with("--image_size")) refuse(where + error);
@@ -4354,8 +4377,8 @@ static void take_data_dir(Config* c, const std::string& where) {
     c->on_command_line.erase("data_dir");
 }
 
-// Reads the first images of a data file, at most so many: (count, H, W, C) in [-1, 1]. A mask has one channel, which is
-// repeated for all C. flag: the one that names the file.
+// Reads the first images of a data file, at most `most` of them: (count, H, W, C) in [-1, 1]. A mask has one channel,
+// which is repeated for all C. flag: the flag that names the file.
 static std::vector<float> first_images(Dataset d, const char* flag, int C, int most) {
     const int HW = d.H * d.W;
     const int count = (int)std::min<int64_t>(d.count, most);
@@ -4377,7 +4400,7 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     return images;
 }
 
-// The same, of a file that is opened for this alone. channels: how many it must have.
+// The same for a file that is opened only for this. channels: how many it must have.
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels, int C) {
     const Dataset d = open_dataset(path);
     const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
@@ -4399,8 +4422,8 @@ static std::vector<float> enlarged_picture(const Config& c, const float* small) 
     return picture;
 }
 
-// The picture (H, W, K) that --cond makes of sample number `number`'s image (C, H, W), as in training. mask (H, W):
-// where the holes are; null: they are drawn.
+// Makes the picture (H, W, K) that --cond asks for, of the image (C, H, W) of sample `number`, as in training. mask (H,
+// W): where the holes are; null: they are drawn.
 static std::vector<float> made_picture(const Config& c, const uint8_t* image, int bytes, int64_t number,
                                        const float* mask) {
     const int HW = c.H * c.W;
@@ -4434,11 +4457,11 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     return picture;
 }
 
-// The pictures (count, H, W, K) that --cond makes of the first images of a file. masks: (count, H, W), which take
-// turns; empty: holes are drawn.
+// Makes the pictures (count, H, W, K) that --cond asks for, of the first images of a file. masks: (count, H, W), used
+// in turns; empty: holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
-    std::vector<float> image(d.image_bytes() / sizeof(float) + 1); // of bytes or floats
+    std::vector<float> image(d.image_bytes() / sizeof(float) + 1); // its values are bytes or floats
     uint8_t* const bytes = (uint8_t*)image.data();
     for (int i = 0; i < std::min<int64_t>(d.count, most); i++) {
         if (!read_image(&d, i, bytes)) refuse(d.error);
@@ -4452,7 +4475,7 @@ static std::vector<float> made_pictures(const Config& c, Dataset d, int most, co
     return pictures;
 }
 
-// What --cond takes beside images of the model's own size, in a sentence's end.
+// Returns the end of a sentence: what --cond takes beside images of the model's own size.
 static std::string other_pictures(const Config& c) {
     const int factor = c.picture_factor;
     if (c.picture_kind == PictureKind::LOWRES)
@@ -4460,8 +4483,8 @@ static std::string other_pictures(const Config& c) {
     return c.picture_kind == PictureKind::GRAY ? ", or grey ones" : "";
 }
 
-// The pictures (count, H, W, K) of --sample, from --cond_file. With --cond they are made of its images, unless it holds
-// such pictures already: small ones are enlarged, grey ones taken as they are.
+// Returns the pictures (count, H, W, K) for --sample, from --cond_file. With --cond they are made of that file's
+// images, unless it already holds such pictures: small ones are enlarged, and grey ones are taken as they are.
 static std::vector<float> sample_pictures(const Config& c) {
     const int K = c.cond_channels;
     if (c.picture_kind == PictureKind::FILE) return read_images(c, "cond_file", c.cond_file, K, K);
@@ -4491,15 +4514,15 @@ static std::vector<float> sample_pictures(const Config& c) {
 // step_gradients.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
-// Images come from an endless stream. This is which image of the file is at a position of it: in training the stream is
-// one shuffled epoch after the other; else it is the file's own order, again and again.
+// Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
+// stream is one shuffled epoch after the other; otherwise it is the file's own order, again and again.
 static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
     const int64_t epoch = position / d.count;
     const int64_t in_epoch = position % d.count;
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
-// Reads the picture that image i is conditioned on into memory at `to`. Result: as of read_image.
+// Reads the picture that image i is conditioned on into memory at `to`. Returns what read_image returns.
 static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     Dataset* const cond = d->cond.get();
     if (!read_image(cond, i, to)) {
@@ -4518,17 +4541,17 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
 // Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, num_values), of which those
 // of an augmentation are still zeros, and the pictures (own, K, H, W) that the images are conditioned on. It is of B
 // samples, at positions first .. first + B - 1 of the stream, of which `own` are this rank's. In training these are its
-// microbatches, one behind the other, and some images lose their class and their numbers (--class_dropout); else they
-// are all.
+// microbatches, one behind the other, and some images lose their class and their numbers (--class_dropout). Outside of
+// training a rank has all B.
 // Result: whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
     const int own = training ? B / world.size : B;
-    // Says which sample of the batch this rank's k-th one is.
+    // Returns which sample of the batch this rank's k-th sample is.
     auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
     auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
 
-    // Ask the system to fetch images of batches to come, as far as it was not asked before.
+    // Ask the system to fetch the images of later batches, unless it was asked before.
     const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
     for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
         for (int k = 0; k < own; k++) {
@@ -4537,12 +4560,13 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
                 if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
         }
 
-    // The host's side of the upload is filled again when the batch before has left it.
+    // The host's buffer may be filled again only when the batch before has been sent from it.
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
     float* values = (float*)(batch->host + d->values_at(own));
     uint8_t* pictures = batch->host + d->pictures_at(own, c);
-    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0); // a random word below it: no class
+    // if its random word is below this, an image loses its class
+    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
     const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own; k++) {
         const int64_t b = sample(k);
@@ -4568,9 +4592,9 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 // HAS_TRAINING AdamW's two moments, further averages, and --schedule_sampler's losses. In each array the tensors come
 // in the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
 //
-// Here are the parts: open_model checks a file, check_size compares it with a network, and read_array reads one of its
-// arrays; model_header makes the header of a new file; init_params draws the weights of a new run. What writes files is
-// in section 12 (save_arrays), and what takes flags from them is in section 13 (take_model_file).
+// The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
+// arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
+// files (save_arrays), and section 13 takes flags from them (take_model_file).
 
 constexpr int MODEL_MAGIC = 20261121;
 constexpr int UNET_CU_MODEL_MAGIC = 12345678;
@@ -4604,12 +4628,12 @@ constexpr int SLOT_PATCH_SIZE = 56;
 constexpr int SLOT_COND_DIM = 58;
 constexpr int SLOT_COND_CHANNELS = 60;
 constexpr int SLOT_COND = 62; // the number of a PictureKind, and lowres's factor
-// From here on slots are about a run. But for the first two they are used with HAS_TRAINING alone.
+// From here on slots are about a run. Except the first two, they are used only with HAS_TRAINING.
 constexpr int SLOT_STEP = 64; // 8 bytes
 constexpr int SLOT_SEED = 66; // 8 bytes
 constexpr int SLOT_BATCH_SIZE = 68;
 constexpr int SLOT_MAX_STEPS = 70;
-constexpr int SLOT_EMA_RATE = 79; // of the first average
+constexpr int SLOT_EMA_RATE = 79; // the rate of the first average
 constexpr int SLOT_UPDATES = 81;
 constexpr int SLOT_BAD_TOTAL = 82;
 constexpr int SLOT_BAD_IN_ROW = 83;
@@ -4646,15 +4670,15 @@ static bool slot_is_used(const Header& h, const Flag& f) {
     return ("|" + objectives + "|").find("|" + objective_of(h) + "|") != std::string::npos;
 }
 
-// Writes the configuration as header slots (docs/FORMATS.md lists them), words as their number; take_model_file reads
-// them.
+// Makes a header that holds the configuration (docs/FORMATS.md lists the slots). A word is stored as its number in the
+// flag's list. take_model_file reads the header.
 static Header model_header(const Config& config, int contents, int64_t step) {
     Header h{{MODEL_MAGIC, 1, contents}}; // 1: the version of the format
     h.set(SLOT_STEP, step);
     h.set(SLOT_SEED, config.seed);
     h.slot[SLOT_HEIGHT] = config.H;
     h.slot[SLOT_WIDTH] = config.W;
-    for (const Flag& f : FLAGS) { // those on which others depend come first
+    for (const Flag& f : FLAGS) { // flags on which others depend come first
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !(contents & HAS_TRAINING)) || !slot_is_used(h, f)) continue;
         const std::string value = flag_value(config, f);
@@ -4686,16 +4710,16 @@ static bool same_value(const std::string& name, const std::string& a, const std:
     return a == b || (!parsed(a).empty() && parsed(a) == parsed(b));
 }
 
-// A model file, checked; its arrays are read once the network is built. Its arrays are numbered as they lie: 0 the
-// weights, 1 the first average, 2 and 3 AdamW's moments, from 4 on further averages.
+// A model file that was checked. Its arrays are read later, when the network is built. They are numbered in the file's
+// order: 0 the weights, 1 the first average, 2 and 3 AdamW's moments, from 4 on further averages.
 struct ModelFile : InputFile {
-    // Says whether it has all that these bits stand for (HAS_EMA, HAS_TRAINING).
+    // Says whether the file has all that these bits stand for (HAS_EMA, HAS_TRAINING).
     bool has(int bits) const {
         const bool ours = header.slot[SLOT_MAGIC] == MODEL_MAGIC;
         return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
     }
 
-    // Says how many averages it has, the rate of the k-th, and which array that is.
+    // These say how many averages the file has, the rate of the k-th, and which array that is.
     int emas() const {
         if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
         return has(HAS_EMA);
@@ -4709,7 +4733,7 @@ struct ModelFile : InputFile {
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
     }
 
-    // Says where the run was.
+    // Returns the counters of the run when the file was written.
     StepState state() const {
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP);
@@ -4729,12 +4753,12 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks how long the header's lists are, and that all slots are 0 that have no meaning in this file.
+// Checks how long the header's lists are, and that every slot without a meaning in this file is 0.
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
     check_field(m.path, "attention resolutions", s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
-    // Lists fill their first slots only.
+    // A list uses only the first of its slots.
     const bool training = s[SLOT_CONTENTS] & HAS_TRAINING;
     auto unused = [&](int first, int end) {
         check_unused(m.header, first, end, m.path, ": use an earlier checkpoint");
@@ -4755,13 +4779,13 @@ static ModelFile open_model(const std::string& path) {
     const int* s = m.header.slot;
     const int magic = s[SLOT_MAGIC];
     const int version = s[SLOT_VERSION];
-    if (magic == UNET_CU_MODEL_MAGIC) return m; // has no checks of its own; its size is checked when it is read
+    if (magic == UNET_CU_MODEL_MAGIC) return m; // such a file has no checksum; its size is checked when it is read
     const char* hint = "python train_unet.py --convert makes one from .pt and .safetensors";
     must(magic == MODEL_MAGIC, path,
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
     must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
 
-    // The numbers that the file's size depends on.
+    // Check the numbers that the file's size depends on.
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
     const bool training = contents & HAS_TRAINING;
@@ -4769,7 +4793,7 @@ static ModelFile open_model(const std::string& path) {
     check_field(path, "parameters", n, 1, (int64_t)1 << 40);
     if (training) check_field(path, "further averages", s[SLOT_EMAS], 0, MORE_EMAS);
 
-    // The size, and the checksum of all that is there.
+    // Check the size, and the checksum of the whole file.
     const std::string earlier = ": move it away and use an earlier checkpoint";
     const int arrays = 1 + m.emas() + (training ? 2 : 0);
     const size_t size = 1024 + (arrays * n + m.history()) * sizeof(float);
@@ -4790,7 +4814,7 @@ static ModelFile open_model(const std::string& path) {
 //   old order of attention
 // to_file: from ours to theirs; otherwise back.
 static void permute_param(const Config& c, const Param& p, float* to, const float* from, bool to_file) {
-    size_t N = 1, I = 1, J = 1; // both layouts are the same
+    size_t N = 1, I = 1, J = 1; // with these values both layouts are the same
     if (p.heads && !c.use_new_attention_order) {
         I = 3;
         J = p.heads;
@@ -4826,7 +4850,8 @@ static void check_size(const ModelFile& m, const UNet& net) {
     if (!holds) die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
 
-// How n floats are shared by ranks (see Slice), and which part is this rank's. A rank alone has all, in one segment.
+// Says how n floats are divided among ranks (see Slice), and which part is this rank's. A single rank has all, in one
+// segment.
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
     if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which takes a call for each
@@ -4862,7 +4887,7 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// Returns four initial values of a parameter: its elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
+// Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout. So
 // train_unet.py draws the same weights. bound: uniform values lie between -bound and bound.
 static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
@@ -4918,7 +4943,7 @@ static std::vector<float> init_params(const UNet& net) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the learning rate, the verdict on a step, averages of the weights
-// Both kinds of device compute these on the device, so that no step waits for the host.
+// These are computed on the device (a GPU, or the CPU), so that no step waits for the host.
 
 // Returns the learning rate of a step (counted from 0), as a factor of --lr: it rises in warmup_steps, and then stays,
 // or falls to 0 along a line or half a cosine.
@@ -4935,14 +4960,14 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
     ALL_CASES_RETURN
 }
 
-// A loss or a norm is suspicious when it is not finite or, once 100 steps are known, beyond twice the running mean plus
-// ten standard deviations. Training comes to that only when it breaks.
+// A loss or a norm is suspicious if it is not finite. After 100 steps it is also suspicious if it is larger than twice
+// the running mean plus ten standard deviations: healthy training does not reach that.
 HD static inline bool suspicious(double x, double n, double mean, double var) {
     if (!(fabs(x) <= DBL_MAX)) return true;
     return n >= 100 && x > 2 * mean + 10 * sqrt(var);
 }
 
-// Mean and variance of the latest 1 / rate values.
+// Updates the mean and the variance of about the latest 1 / rate values.
 HD static inline void running_moments(double* mean, double* var, double x, double rate) {
     const double d = x - *mean;
     *mean += rate * d;
@@ -4973,7 +4998,7 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
     }
 }
 
-// Closes a step whose grad_norm is in state: what its loss was, and whether the weights may be touched.
+// Completes the state of a step, which has its grad_norm already: its loss, and whether the weights may be changed.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
@@ -4987,22 +5012,24 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
 }
 
-// A weight's average over all updates, once p is its newest value: an exponential one, or, with a rate above 1, the one
-// of a power function with that exponent (Karras et al. 2024, eq. 2). step: see power_step.
+// Returns a weight's average over all updates, including its newest value p. It is an exponential average or, with a
+// rate above 1, the average by a power function with that exponent (Karras et al. 2024, eq. 2). step: see power_step.
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
 
-// The share that the newest weights get: 1 - rate or, for a power function, 1 - (1 - 1 / updates)^(rate + 1).
+// Returns the share of the newest weights in the average: 1 - rate or, for a power function, 1 - (1 - 1 /
+// updates)^(rate + 1).
 HD static inline float power_step(float rate, int64_t updates) {
     return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
-// Whatever changes from step to step lies in device memory, so that a step can be recorded once and replayed. Two
+// All that changes from step to step lies in device memory, so that a step can be recorded once and replayed. Two
 // batches take turns: one is copied to the device while the other one is trained on.
-// "Slice": this rank's part of a flat array of all parameters; alone, that is all of it. micro: a microbatch's samples.
+// "Slice": this rank's part of a flat array of all parameters; if there is one rank, it is the whole array. micro: the
+// number of samples of a microbatch.
 struct Trainer {
     UNet net;
     Dataset data;
@@ -5012,22 +5039,22 @@ struct Trainer {
 
     // Flat arrays of floats, one for each parameter.
     float* params; // the weights in fp32; where ranks read a copy: only the first plain_size and the slice are valid
-    float* grads;  // of the microbatch that is computed
+    float* grads;  // the gradients of the current microbatch
     act *copy, *ema_copy; // what the network reads: the weights, the average; see Weights
     float* received;      // gradients of other ranks, for the slice; null: there are none
-    float* sum;           // the slice of the sum of all gradients of the step; it lies in received, in this rank's part
+    float* sum;           // this rank's slice of the sum of all gradients of the step; it lies within `received`
     // Slices.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // of the sum, by pieces: all ranks'
-    StepState *state, *records; // what a step leaves behind, and the latest RECORDS of these, for the log
+    double* squares;            // the sum of squares of each piece of `sum`, of all ranks
+    StepState *state, *records; // the state after the newest step, and after the latest RECORDS steps, for the log
     Upload batch[2];            // images (B, C, H, W), and behind them labels (B) and numbers (B, num_values)
     Graph graph[2];             // graph[i]: a training step on batch[i]
     float* target;              // (micro, H, W, C): what the network should answer
-    float* t;                   // (B): what it is told
+    float* t;                   // (B): what the network is told
     NoiseLevel* levels;         // (B)
-    int* quarters;              // (B), of the noise levels
+    int* quarters;              // (B): in which quarter each noise level lies
     double* loss;               // (B)
     // --augment
     Augmentation* augmentations; // (micro); null: images are taken as they are
@@ -5038,9 +5065,9 @@ struct Trainer {
     float* augmented_cond; // (micro, K, H, W), with --augment
     float* small;          // (micro, H / factor, W / factor, C), with --cond lowres
     // --objective ect
-    NoiseLevel* teachers; // (micro); null: nobody is tuned
+    NoiseLevel* teachers; // (micro); null: there is no tuning
     float* teacher_t;     // (micro)
-    int64_t* last_step;   // of the run: validation takes the gap between student and teacher that it has
+    int64_t* last_step;   // the run's last step, whose gap between student and teacher is used in validation
     // --schedule_sampler loss-second-moment
     float* history;  // (T, HISTORY + 1), see remember_losses; null: another sampler
     double* weights; // (T)
@@ -5069,12 +5096,12 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
     tr.net = build_unet(c);
     tr.data = data;
-    const int copies = c.guided() ? 2 : 1; // of an image in a grid: with guidance the network is asked twice
+    const int copies = c.guided() ? 2 : 1; // of each image of a grid: with guidance the network computes it twice
     plan_memory(&tr.net, std::max(c.micro(), copies), true);
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // of a step, or of validation's batches
+    const int samples = std::max(c.batch_size, N * tr.net.B); // of a step, or of a batch of validation on all ranks
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), pieces = whole / PIECE;
     tr.grads = device_alloc<float>(whole);
@@ -5086,7 +5113,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
     if (N > 1) tr.sum = tr.received;
     else if (c.batch_size > c.micro()) tr.sum = device_alloc<float>(whole);
-    else tr.sum = tr.grads; // of the only microbatch
+    else tr.sum = tr.grads; // the gradients of the only microbatch are the sum
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
@@ -5120,7 +5147,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
         meaning<bool>("schedule_sampler", c.schedule_sampler, {{"uniform", false}, {"loss-second-moment", true}});
     if (!by_losses) return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
-    tr.weights = device_alloc<double>(c.diffusion_steps); // zeros: every t is as likely
+    tr.weights = device_alloc<double>(c.diffusion_steps); // zeros: all t have the same probability
     tr.objective.weights = tr.weights;
     return tr;
 }
@@ -5166,10 +5193,10 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
     }
 }
 
-// Computes the loss of samples first .. first + B - 1 of a step, whose images these are (of 1 or 4 bytes a value),
-// whose levels are drawn, and whose labels and numbers net has. Leaves the loss in tr->loss + first and its gradient in
-// output_gradient; in training that is the gradient of a mean over the step's whole batch. Validation has draws of its
-// own, and drops and flips nothing. With --objective ect the teacher is asked first, with the same draws.
+// Computes the loss of samples first .. first + B - 1 of a step. images: their images (of 1 or 4 bytes a value). Their
+// levels have been drawn, and net has their labels and numbers. Writes the loss to tr->loss + first and its gradient to
+// output_gradient; in training that is the gradient of a mean over the step's whole batch. Validation has its own
+// random draws, without dropout and flips. With --objective ect the teacher is asked first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -5183,9 +5210,10 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     const bool flips = training && c.random_flip;
     float* const x = tensor_data<float>(net, net->input);
     float* const out = tensor_data<float>(net, net->output);
-    // Shows the network the images at these levels. teacher: its answer, which is a part of the target; null: none.
+    // Shows the network the images at these levels. teacher: the teacher's answer, which is a part of the target, or
+    // null.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
-        q_sample_forward(x, tr->target, levels, teacher, images, // then what is drawn
+        q_sample_forward(x, tr->target, levels, teacher, images, // then the random draws
                          flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
         net->t = t;
         unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
@@ -5210,8 +5238,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 }
 
 // Called if there are several ranks. Every rank sends its parts of the first n elements of a flat array to all others.
-// bytes: of PIECE elements of this array. slice: where this rank's parts lie, one behind the other, or null if they are
-// in their places already.
+// bytes: the size of PIECE elements of this array. slice: where this rank's parts lie, one behind the other, or null if
+// they are already in their places in the flat array.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -5225,34 +5253,35 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 
 // Computes the gradient of a step, in tr->sum: this rank's slice of it.
 //
-// Why N ranks compute the same bits as one. Sums of floats depend on their order, so a run on N ranks could differ from
-// one on a single rank in every bit that rounding reaches. It does not, because everything that is computed depends on
-// the batch and the microbatch alone, and not on who computes it:
+// Why N ranks compute the same bits as one. Sums of floats depend on their order, so the results of a run on N ranks
+// could be rounded differently from those of a run on one rank. They are not, because everything that is computed
+// depends only on the batch and the microbatch, and not on which rank computes it:
 //
 // 1. The same draws. Noise, noise levels, flips, dropout, and which image a sample is: each is a function of the seed,
 //    the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
-// 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole and alone, by the same
-//    kernels on the same number of images, so its gradient is the same wherever it is computed. The loss is divided by
-//    the size of the whole batch before the backward pass: no later factor depends on N.
+// 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
+//    the same number of images, so its gradient is the same on every rank. The loss is divided by the size of the whole
+//    batch before the backward pass: no later factor depends on N.
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
-//    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A rank alone computes
-//    them one after the other and adds each one to the sum. Of N ranks, rank r computes g(r), g(N + r), g(2 N + r), ...
-//    (first_sample): so in round k of the loop below the ranks hold g(k N) to g(k N + N - 1), which come next in the
-//    sum. All of them send each part of their gradients to the rank that owns this part, and it adds them up, in the
-//    order of the ranks, to what it has (sum_gradients). Every float is summed by one rank in the same order as before.
-//    A microbatch's gradient is never added inside the kernels that compute it: each of them would add in its own
-//    order.
-// 4. The same norm. The squares are summed by pieces of PIECE floats at fixed places of the flat array. A piece has one
-//    owner, who sums it in an order that does not depend on which pieces he owns. All ranks get the sums of all pieces
-//    and add them up in the order of the array (judge_step). Another N pads the array to another length, but the
-//    padding is zero, and x + 0 = x.
+//    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
+//    computes them one after the other and adds each one to the sum. Of N ranks, rank r computes g(r), g(N + r), g(2 N
+//    + r), ... (first_sample): so in round k of the loop below the ranks hold g(k N) to g(k N + N - 1), which come next
+//    in the sum. All of them send each part of their gradients to the rank that owns this part, and it adds them up, in
+//    the order of the ranks, to what it has (sum_gradients). Every float is summed by one rank in the same order as
+//    before. A microbatch's gradient is never added inside the kernels that compute it: each of them would add in its
+//    own order.
+// 4. The same norm. The squares are summed by pieces of PIECE floats at fixed places of the flat array. A piece belongs
+//    to one rank, which sums it in an order that does not depend on which other pieces belong to it. All ranks get the
+//    sums of all pieces and add them up in the order of the array (judge_step). Another N pads the array to another
+//    length, but the padding is zero, and x + 0 = x.
 // 5. The same decision. Every rank has the loss of every sample in the order of the samples, and the norm. So all ranks
-//    come to the same verdict on the step, the same clipping and the same statistics, without asking each other.
-// 6. The same update. AdamW and the averages work on each parameter alone: it does not matter who owns it. The owner
-//    sends the new weight to all.
+//    compute the same verdict on the step, the same clipping and the same statistics, without a message.
+// 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
+//    The owner sends the new weight to all ranks.
 //
-// What it takes: the same microbatch and batch, and the same kind of device. Without --microbatch it is a rank's share
-// of the batch, which does depend on N; a run that goes on on another number of ranks keeps its own (check_run).
+// The conditions: the same microbatch and batch, and the same kind of device. Without --microbatch the microbatch is a
+// rank's share of the batch, which does depend on N; but a run that is resumed on another number of ranks keeps its
+// microbatch (check_run).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro();
@@ -5269,10 +5298,11 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
         const RandomKey key{seed, 0, step, first};
-        float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads; // alone, the first ones are the sum
+        // on a single rank, the first microbatch's gradients begin the sum
+        float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
             mark({"draw t, noise; q_sample"});
-            meet(); // everyone has read received, and it is free again
+            meet(); // all ranks have read `received`, so it may be overwritten
         }
         tr->net.labels = labels + k * B;
         tr->net.values = values + (size_t)k * B * c.num_values();
@@ -5289,7 +5319,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         forward_and_loss(tr, tr->objective, shown.data, shown.bytes, first, B, key, dropout, true);
 
         // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
-        int unsent = own.segments; // those behind have been sent to their owners
+        int unsent = own.segments; // the segments from this one on have been sent to their owners
         const std::function<void(size_t, Lane*)> send = [&](size_t complete_from, Lane* lane) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
@@ -5298,7 +5328,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
                 all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), lane);
             }
         };
-        // NCCL would take multiprocessors from the kernels to come: it sends when all is done.
+        // With NCCL the gradients are sent at the end, because it would take multiprocessors from the kernels that
+        // follow.
         unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, world.direct ? send : nullptr);
         if (N > 1) {
             mark({"gradients to their ranks"});
@@ -5314,8 +5345,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
 
-// Does the optimiser's part of a step, for this rank's slice. Then it sends everyone's weights to everyone, as they are
-// read: in fp32 or, but for the plain ones, their copy.
+// Does the optimiser's part of a step, for this rank's slice. Then all ranks exchange their new weights, in the form in
+// which kernels read them: in fp32, or as a copy (all but the first plain_size).
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
@@ -5332,14 +5363,15 @@ static void update_slice(Trainer* tr) {
     for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
     if (world.size == 1) return;
     mark({"weights to all ranks"});
-    if (world.direct) return meet(); // adamw_update has written them everywhere
+    if (world.direct) return meet(); // adamw_update has written them to all ranks
     begin_exchange();
     if (weights_have_copy()) gather(tr->copy, nullptr, PIECE * act_bytes(), own, own.n);
     gather(tr->params, nullptr, PIECE * sizeof(float), own, plain);
     end_exchange();
 }
 
-// All of params, or of an array of which the ranks have slices: where the gradients were, until the next step.
+// Returns the whole of an array of which each rank has a slice, or params. It lies where the gradients were, until the
+// next step.
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
@@ -5348,7 +5380,7 @@ static float* whole_array(const Trainer& tr, float* array) {
     return flat;
 }
 
-// Puts a step of training on its way, after so many others (state->step, by then). False: its data can't be read.
+// Starts a step of training. step: how many steps were started before it. Returns false if its data can't be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     const int B = c.batch_size;
@@ -5372,8 +5404,9 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Returns the mean loss of a data set's first images, or NaN if they can't be read. So that the curve is smooth, t and
-// noise are the same every time. So is ect's gap between student and teacher: it is the one of the run's last step.
+// Returns the mean loss of a data set's first images, or NaN if they can't be read. t and noise are the same every
+// time, so that the curve is smooth. ect's gap between student and teacher is always that of the run's last step, for
+// the same reason.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
@@ -6296,7 +6329,7 @@ static void run_step(Run* run) {
     run->issued++;
     const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    // Shown are also steps that take long: if four more steps would make the status line older than ten seconds.
+    // If steps are slow, the status line is also printed before it would become older than ten seconds.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
     // What happens every so many steps, and after the last one. An interval of 0 means never.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
@@ -6366,7 +6399,7 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (val.count && c.cond_dim && val.K != c.cond_dim)
         die("--val_data_file %s: has %d numbers an image and the model takes --cond_dim %d", val.path.c_str(), val.K,
             c.cond_dim);
-    // A model that is told classes needs them here, too, and has rows for so many of them.
+    // A model with classes needs them here, too, and not more of them than it has rows for.
     const bool labels_fit = !val.labels.empty() && val.classes <= c.num_classes;
     if (val.count && c.class_cond && !labels_fit)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
@@ -6412,7 +6445,7 @@ static void take_folder(Run* run, const std::string& resume) {
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
     check_output_dir(c, folder, resume, run->first_step); // again, now that nobody else can change it
-    // What a process that was killed had begun to write.
+    // Files that a killed process did not finish.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
 }
@@ -6426,12 +6459,12 @@ static void listen_to_signals() {
     }
 }
 
-// Why an image could not be read; "": all could.
+// Returns why an image could not be read, or "".
 static std::string data_error(const Run& run) { return run.trainer.data.error + run.val.error; }
 
 // Ends a run that was stopped by a signal, or by data that cannot be read.
 static void finish_stopped(Run* run) {
-    // Data that can't be read is an error, and a signal is none; both say what was saved.
+    // Data that can't be read is an error, and a signal is not an error. In both cases the message says what was saved.
     const int64_t step = run->state.step;
     const std::string saved = saved_so_far(*run);
     const std::string error = data_error(*run);
@@ -6453,8 +6486,8 @@ static void finish_complete(Run* run) {
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux counts it in KiB
     printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
            c.output_dir.c_str());
-    // Old checkpoints are removed after a good step from the newest one. So one step more is done, which only shows
-    // whether the last checkpoint is good.
+    // Old checkpoints are removed only when a good step has followed the newest checkpoint. So one more step is done,
+    // only to find out whether the last checkpoint is good.
     const int keep = c.keep_checkpoints;
     const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
     if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
@@ -6529,7 +6562,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
 // first average. If the file has no average, or with --use_ema False: the weights (array 0).
 static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
-    std::string rates; // of the averages that were no match
+    std::string rates; // the rates of the averages that do not match
     for (int k = 0; k < m.emas(); k++) {
         // The rate is compared as files hold it, in fp32.
         const float rate = m.ema_rate(k);
@@ -6557,7 +6590,7 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
 }
 
 // Opens the folder of --output. Drawing samples may take long, so everything that would make the writing fail is found
-// before: a name that can't be written, and a file that must not be replaced.
+// before: a name that can't be written, or a file that must not be replaced.
 static Folder open_output(const Config& c, const std::string& resume) {
     // Every sentence begins with the flag.
     auto must = [&](bool ok, const std::string& why) {
@@ -6582,7 +6615,7 @@ static Folder open_output(const Config& c, const std::string& resume) {
              {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values, c.cond_file}) {
             struct stat input;
             if (file.empty() || stat(file.c_str(), &input)) continue;
-            // Two names may be of one file: a file is known by its device and its number there.
+            // Two names may belong to the same file. A file is identified by its device and its number there.
             const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
             must(!same, "would replace " + file + ", which is read; choose another name");
         }
@@ -6618,7 +6651,7 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     h.slot[DATA_SLOT_WIDTH] = c.W;
     h.slot[DATA_SLOT_BYTES] = sizeof(float);
     h.slot[DATA_SLOT_BODY_CRC] = data_crc;
-    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // taken while this slot is 0
+    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // computed while this slot is 0
     return std::string((const char*)h.slot, 1024) + data;
 }
 
@@ -6686,8 +6719,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // (apply_preset) and model files (take_model_file); then take_data_shape and check_run, and at last train; or, with
 // --sample, sample_and_stop.
 
-// The settings that a model file of unet.cu has. Its header tells the shape of the network, but nothing of the
-// diffusion. We assume what unet.cu itself trains with: 1000 steps and the linear schedule. Flags may say otherwise.
+// Returns the settings of a model file of unet.cu. Its header has the shape of the network, but nothing about the
+// diffusion. We assume what unet.cu itself trains with: 1000 steps and the linear schedule. Flags may change that.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
@@ -6727,8 +6760,7 @@ static void take_from_file(Config* c, const std::string& path, const std::string
             path.c_str(), flag_value(*c, f).c_str());
 }
 
-// Says whether a flag is parsed after it is set (parse_model). In a header such flags have slots of a form of their
-// own.
+// Says whether a flag is parsed after it is set (parse_model). In a header the slots of such flags have a special form.
 static bool is_parsed(const std::string& name) {
     return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
 }
@@ -6754,8 +6786,8 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     return {data_file, rest.substr(0, rest.find('\0'))};
 }
 
-// Says where a file lies that a checkpoint names. It may be named from a folder above the checkpoint's own, in which
-// the run began. So it is also looked for in the folders above the checkpoint.
+// Finds a file that a checkpoint names. The name may be relative to the folder in which the run was started, which may
+// be one of those above the checkpoint. So the file is also looked for in all folders above the checkpoint.
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
@@ -6767,7 +6799,7 @@ static std::string find_data(const ModelFile& model, const std::string& data_fil
     return data_file.empty() ? "" : found.string();
 }
 
-// What a resumed run takes from its checkpoint beside what every model file has.
+// Sets what a resumed run takes from its checkpoint, but not from other model files.
 static void take_run_of_file(Config* c, const ModelFile& model) {
     std::string rates;
     for (int k = 0; k < model.emas(); k++) {
@@ -6812,7 +6844,7 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
 }
 
-// The value that a header has for a flag with a slot, as one would type it.
+// Returns the value that a header has for a flag with a slot, as one would type it.
 static std::string header_value(const Config& c, const Header& h, const Flag& f) {
     if (f.at<float>(c)) return text("%.9g", h.get<float>(f.slot));
     const std::vector<std::string> words = choices(f);
@@ -6839,7 +6871,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !resume)) continue;
-        // Tuning has an objective and noise levels of its own.
+        // Tuning has its own objective and noise levels.
         const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
         if (is_tuned && tuning_has_it) continue;
         if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
@@ -6849,7 +6881,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
 }
 
 // Sets the defaults of --objective ect and --sampler consistency, which Geng et al. 2024 tune with. file_has_levels: a
-// model file has told the noise levels (P_mean and P_std).
+// model file has set the noise levels (P_mean and P_std).
 static void take_ect_defaults(Config* c, bool file_has_levels) {
     const bool ect = c->objective == "ect";
     if (ect && !c->given("sampler")) c->sampler = "consistency";
@@ -6879,7 +6911,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     auto must = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
-    // If the images have another size than the model, that is what to say first: it explains most other errors.
+    // If the images have another size than the model, say that first, because it explains most other errors.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
@@ -6915,8 +6947,8 @@ static std::string resume_path(const Config& c, const Folder& output) {
         c.output_dir.c_str(), output.has("log.csv") ? ", once its log.csv is moved away" : "");
 }
 
-// Checks the counters of a checkpoint against each other, and that the run goes on with the data that it began with. If
-// the user names --data_file, it may be other data.
+// Checks that the counters of a checkpoint agree, and that the run goes on with the data that it began with. If the
+// user gives --data_file, it may be other data.
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
@@ -7047,7 +7079,7 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
     start_ranks(count, argv);
 }
 
-// Ends the program if two flags are given of which only one can hold.
+// Ends the program if two flags are given that contradict each other.
 static void check_contradictions(const Config& c) {
     const bool names_checkpoint = !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto";
     if (!c.init.empty() && names_checkpoint)
@@ -7056,8 +7088,8 @@ static void check_contradictions(const Config& c) {
         die("--data_file and --data_dir: a run trains on one of them; leave the other out");
 }
 
-// Fills in what the command line leaves open, but for what the data tells. Opens the data file if the choice of a
-// preset needs it. resume: the model file is a checkpoint whose run goes on.
+// Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
+// choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
     // The images choose a preset, which fills in what the command line leaves open. A model file overrules the preset.
     if (c->preset.empty()) {
@@ -7106,7 +7138,7 @@ static int run_program(int argc, char** argv) {
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
     Dataset data;
     complete_config(&c, model, resumes, &data);
-    const std::string where = model.size ? model.path + ": " : ""; // who has told the settings, in messages
+    const std::string where = model.size ? model.path + ": " : ""; // in messages: which file the settings come from
     start_device(c.precision, c.device);
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
 
@@ -7151,7 +7183,7 @@ template <class T> constexpr bool IS_MISSING = false; // for a static_assert whe
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // Is the hardware's approximation of e^x exact enough for such tensors?
-    static constexpr int PARTS = 2;         // numbers of fp16 into which the tensor cores' operands are taken apart
+    static constexpr int PARTS = 2;         // how many fp16 numbers the tensor cores get for one number of this type
     static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones, as tensor cores read them: of fp16
     static constexpr int FEW_PARTS = 1;              // numbers of this type that make up a float for conv_few
 };
@@ -7167,7 +7199,8 @@ template <> struct ElementOf<bf16> {
 #endif
 
 // To add a nonlinearity, add a value to enum Nonlinearity, a struct with two functions like Silu below, and a case to
-// with_nonlinearity. The group norms of both builds call these and know no formula themselves.
+// with_nonlinearity. The group norms of both builds call these functions, and contain no formula of a nonlinearity
+// themselves.
 //
 // The two functions take different arguments. f takes z. df, the derivative at z, takes u = Z_FACTOR<T> z, from which
 // the sigmoid is computed fastest. The factor costs nothing: a norm's z is x * scale + shift, and the norm multiplies
@@ -7189,7 +7222,7 @@ template <class T> struct Silu {
     }
 };
 
-// Calls work(Silu<T>{}) for the nonlinearity n; for NONE nothing is to be done.
+// Calls work(Silu<T>{}) if n is SILU, and nothing if n is NONE.
 template <class T, class F> HD INLINE void with_nonlinearity(Nonlinearity n, F work) {
     switch (n) {
     case Nonlinearity::NONE: return;
@@ -7197,14 +7230,15 @@ template <class T, class F> HD INLINE void with_nonlinearity(Nonlinearity n, F w
     }
     ALL_CASES_RETURN
 }
-// Only in code for the host do nvcc's compilers look for a missing case. So it is compiled for the host as well.
+// nvcc's compilers look for a missing case only in code for the host. So this compiles with_nonlinearity for the host,
+// too.
 struct NoWork {
     template <class N> HD void operator()(N) const {}
 };
 template void with_nonlinearity<float>(Nonlinearity, NoWork);
 
-// F.pixel_unshuffle as a rule for places: where element i of pixels (B, H, W, C) lies in patches (B, H / p, W / p, C p
-// p).
+// PyTorch's F.pixel_unshuffle turns pixels (B, H, W, C) into patches (B, H / p, W / p, C p p). Returns where element i
+// of the pixels lies in the patches.
 HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
     const int c = i % C;
     const int w = i / C % W;
@@ -7220,9 +7254,9 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 
 #include "dev/reference.h"
 
-// Here is what the interface asks beside the operations. Much of it is empty: the device's memory is the host's, work
+// Here is what the interface needs beside the operations. Much of it is empty: the device's memory is the host's, work
 // is done when a function returns, and operations allocate the memory that they need (so they need no workspace).
-// conv_takes_skip: no convolution computes its skip connection itself.
+// conv_takes_skip: on a CPU no convolution computes its skip connection itself.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
 static size_t conv_detour_bytes(const ConvShape&) { return 0; }
@@ -7246,12 +7280,12 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() { return SIZE_MAX; } // the system says no when it must
+static size_t device_available() { return SIZE_MAX; } // the system decides when memory is requested
 [[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
 
-// Nothing runs beside anything else, so nobody waits.
+// Operations run one after the other, so nobody waits.
 template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
@@ -7269,7 +7303,7 @@ static void start_device(const std::string& precision, int number) {
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
 
-// A repeated piece of work is simply done again.
+// Repeated work is simply done again.
 template <class F> static void replay(Graph*, F work) { work(); }
 static void free_graph(Graph*) {}
 
@@ -7300,35 +7334,35 @@ static void release(Upload*) {}
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// What a choice of kernels may ask about a GPU. A new kind of GPU with tiles of its own gets one more member below.
+// What the choice of a kernel may depend on. If a new kind of GPU has its own tiles, it gets one more member below.
 struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory; the most that a block can have
-    bool overlap;                        // this binary's code for it is sm_90 or later's: launches may overlap
+    bool overlap;                        // this binary has code of sm_90 or later for it, so launches may overlap
     bool clusters;                       // the same, and clusters of blocks are allowed
     bool wgmma;                          // the code is sm_90a's, and its wgmma and TMA are allowed
 
-    // Bytes of dynamic shared memory that each block can have if `blocks` of them are to fit on a multiprocessor; and
-    // how many blocks fit that have `bytes` each. Every block also takes 1 KB for the system, and `statics` bytes for
-    // the __shared__ variables that its kernel declares.
+    // shared_for: the bytes of dynamic shared memory that each block can have if `blocks` of them have to fit on a
+    // multiprocessor. blocks_of: how many blocks of `bytes` each fit. Every block also takes 1 KB for the system, and
+    // `statics` bytes for the __shared__ variables that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
     constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
-// The GPUs that kernels' tiles are cut for. Kernels without wgmma run on any GPU, so they fit the one with the least
-// shared memory, RTX 30.
+// The tiles of kernels are made for these GPUs. Kernels without wgmma run on any GPU, so their tiles fit into the GPU
+// with the least shared memory, RTX 30.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
-static Gpu gpu; // the one of this process; tests describe others
+static Gpu gpu; // the GPU of this process; tests set others here
 
 // A lane is a CUDA stream and its workspace. Kernels of a lane run one after the other, so each operation may overwrite
-// the whole workspace; what it leaves there is lost at the next operation.
+// the whole workspace. So what an operation leaves there is lost when the next one runs.
 struct Lane {
     cudaStream_t stream = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // the next kernel waits for another lane's as well: it is launched without overlap
+    bool joined = false; // the next kernel also waits for another lane, so it is launched without overlap
 };
 
 // The device is the main lane, and has a side lane, which runs beside it (run_beside).
@@ -7356,10 +7390,10 @@ Lane* const MAIN_LANE = &device;
 //   kernel B        |-- prepares --|waits |---- blocks run ----|
 //                                         ^ await_previous_kernel returns
 //
-// B's blocks come in as soon as all blocks of A have started and there is room. So every kernel that is launched like
+// B's blocks start as soon as all blocks of A have started and there is room. So every kernel that is launched like
 // this calls await_previous_kernel before it touches anything that another kernel writes. Before that it may compute
 // addresses, read its parameters, and read what kernels before A wrote: those have ended.
-// cluster: so many blocks in a row reach each other's shared memory (1: no cluster).
+// cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
 template <class... Parameters, class... Arguments>
 static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
                       size_t shared_bytes, Arguments... arguments) {
@@ -7383,7 +7417,7 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
 // launch(kernel, grid, threads, shared bytes, arguments ...) on the main lane, without a cluster
 template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_LANE, 1, rest...); }
 
-// For kernels that do not call await_previous_kernel: they start when everything before them has ended.
+// Launches a kernel that does not call await_previous_kernel. It starts when everything before it has ended.
 template <class... Rest> static void launch_behind(Rest... rest) {
     device.joined = true;
     launch(rest...);
@@ -7403,8 +7437,8 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
     way->launch(call);
 }
 
-// Returns f(T()), where T is the type of activations (act_element). The program calls operations with act*, of no known
-// type; f is a template, so from here on the type is known to the compiler.
+// Returns f(T()), where T is the type of activations (act_element). The program calls operations with act*, which has
+// no type that the compiler knows; f is a template, so within f the compiler knows the type.
 template <class F> static auto with_act(F f) {
     switch (act_element) {
     case Element::FP32: return f(float());
@@ -7438,15 +7472,15 @@ constexpr bool CLUSTERS = ARCH >= 900;
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Single instructions: shared memory, mbarriers, clusters
 // PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are
-// not static, so that the compiler does not complain of those that a build does not use.
+// not static, so that the compiler does not warn about those that a build does not use.
 
 // An instruction without results. "memory" and volatile: the compiler moves no other memory access and no barrier past
 // it.
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
 // Waits until the kernels before this one have ended, and their writes can be seen (see launch_on). Only then does it
-// let the next kernel start. In the other order three kernels could overlap, and the third one waits for the second
-// alone.
+// let the next kernel start. In the other order three kernels could overlap, although the third one waits only for the
+// second.
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
