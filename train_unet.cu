@@ -7507,33 +7507,33 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 }
 
 // --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
-// An mbarrier is 8 bytes of shared memory that count. It goes through phases 0, 1, 2, ...; a phase ends when as many
-// threads have arrived as mbarrier_init said, and all bytes that were announced for it have been written by TMA or
-// st.async. Whoever waits names the phase's parity (0 for phases 0, 2, 4, ...), so nobody may fall two phases behind.
+// An mbarrier is 8 bytes of shared memory that count. It goes through phases 0, 1, 2, ...; a phase ends when two things
+// have happened: as many threads have arrived as mbarrier_init said, and all bytes that were announced for the phase
+// have been written by TMA or st.async. A waiting thread names the phase's parity (0 for phases 0, 2, 4, ...), so no
+// thread may be two phases late.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
-INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // one arrival, which announces bytes as well
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
     PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
 }
 INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
-INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // until the phase of this parity has ended
+INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until the phase of this parity has ended
     PTX("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }",
         "r"(barrier), "r"(parity));
 }
-INLINE void mbarriers_ready() { // after mbarrier_init: TMA and other blocks of the cluster see the barriers, too
-    PTX("fence.mbarrier_init.release.cluster;");
-}
+// after mbarrier_init: makes the barriers visible to TMA and to other blocks of the cluster
+INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
 
 // --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
 // accesses to one another's shared memory
-// The barrier in two halves, between which a block can do something else. This arrival makes only the initial state of
-// mbarriers visible to the other blocks, no other writes.
+// The barrier has two halves, and a block can do something else between them. This arrival makes only the initial state
+// of mbarriers visible to the other blocks, and no other writes.
 INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
 // This is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
 INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
-// The address, in the cluster's block `rank`, of what lies at address p in this block.
+// Returns the address, in the cluster's block `rank`, that corresponds to address p of this block.
 INLINE uint32_t at_block(uint32_t p, int rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
     return p;
@@ -7548,7 +7548,7 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
 // Arrives at another block's barrier. It is relaxed, which means that it orders no writes: with release the compiler
-// would put a fence for all of the GPU's memory before it.
+// would insert a fence for all of the GPU's memory.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
@@ -7571,7 +7571,7 @@ INLINE void add_bf16(float* sum, uint32_t v) {
     sum[0] += unpack_bf16(v).x;
     sum[1] += unpack_bf16(v).y;
 }
-// Conversions of a type of elements are specialised for it. The compiler refuses a type that lacks one.
+// Each type of elements has its own specialisations of these conversions. The compiler refuses a type that lacks one.
 template <class T> INLINE void unpack(float (&v)[VEC<T>], uint4 r) { static_assert(IS_MISSING<T>, "another type"); }
 template <> INLINE void unpack<float>(float (&v)[4], uint4 r) {
     v[0] = __uint_as_float(r.x);
@@ -7595,7 +7595,7 @@ template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
     }
 }
 
-// Back to a piece; bf16 are rounded to nearest, ties to even.
+// The reverse: floats become a piece. They are rounded to the nearest bf16, ties to even.
 INLINE uint32_t pack_bf16(float low, float high) {
     const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
     return *(const uint32_t*)&r;
@@ -7633,8 +7633,8 @@ INLINE float4 operator*(float4 a, float4 b) {
     return a;
 }
 
-// Four elements as they lie in memory (8 or 16 bytes), for loops that take four channels at a time. to_floats makes
-// floats of them, and from_floats rounds four floats to them.
+// Four elements in the form that they have in memory (8 or 16 bytes), for loops that take four channels at a time.
+// to_floats converts them to floats, and from_floats rounds floats to them.
 template <class T> struct FourOf;
 template <> struct FourOf<float> { typedef float4 Type; };
 template <> struct FourOf<bf16> { typedef uint2 Type; };
@@ -7655,8 +7655,8 @@ INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
-// Writes 8 or 16 bytes by one instruction. Left alone, the compiler took such stores apart, and half of every 32-byte
-// sector that went to memory was wasted.
+// Writes 8 or 16 bytes by one instruction. Without this the compiler splits such stores, and half of every 32-byte
+// sector that is written to memory is wasted.
 INLINE void store_whole(void* p, uint4 v) {
     PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -7664,7 +7664,8 @@ INLINE void store_whole(void* p, uint2 v) { PTX("st.global.v2.b32 [%0], {%1,%2};
 INLINE void store_whole(void* p, float4 v) {
     PTX("st.global.v4.f32 [%0], {%1,%2,%3,%4};", "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
-// Stores v, rounded to T. Returns the rounded values: statistics are taken of what the group norm will read.
+// Stores v, rounded to T. Returns the rounded values, because statistics are of the values that the group norm will
+// read.
 template <class T> INLINE float4 store4(T* p, float4 v) {
     const Four<T> four = from_floats<T>(v);
     store_whole(p, four);
@@ -7683,8 +7684,8 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
     *(uint4*)(g.dx + i) = pack<T>(v);
 }
 
-// These are the hardware's approximations of 2^x and 1 / x. They are good to a unit or two in the last place. Denormal
-// numbers count as 0.
+// These are the hardware's approximations of 2^x and 1 / x. Their errors are one or two units in the last place.
+// Denormal numbers are treated as 0.
 INLINE float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -7704,7 +7705,7 @@ template <class T> INLINE float sigmoid(float u) {
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Says where a tile begins: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
-// pixels. Where images are small, a tile takes a stack of `images` of them.
+// pixels. If images are small, a tile has the same place of `images` images.
 struct Origin {
     int n, h, w;
 };
@@ -7718,17 +7719,17 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
 
 // --- copies from global to shared memory in the background (cp.async, sm_80; PTX ISA, "Asynchronous Copy: non-bulk")
 // A thread starts copies, closes a group of them (copies_committed), does something else, and waits until all groups
-// but the latest PENDING have arrived (copies_arrived). Groups arrive in the order of their commits. A wait concerns
-// the thread's own copies; for those of other threads a __syncthreads follows. Where a copy is not valid, zeros are
-// written: the padding of an image. `from` must be a mapped address all the same.
+// but the latest PENDING have arrived (copies_arrived). Groups arrive in the order of their commits. A thread only
+// waits for its own copies; a __syncthreads must follow for those of other threads. If a copy is not valid, it writes
+// zeros (the padding of an image), but even then `from` must be an address that can be read.
 INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
 template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %0;", "n"(PENDING)); }
 
 INLINE void copy_async_16(void* to, const void* from, bool valid = true) {
     PTX("cp.async.cg.shared.global [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
-// Copies a piece of a row whose neighbours will be wanted soon: the L2 cache fetches 128 bytes at once. Nothing is
-// copied unless it is wanted. That is a predicate and no branch, so the compiler can put such copies between the
+// Copies a piece of a row whose neighbours will be read soon, so the L2 cache fetches 128 bytes at once. If wanted is
+// false, nothing is copied. wanted becomes a predicate, not a branch, so the compiler can place such copies between the
 // products of a loop.
 INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
     PTX("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; "
@@ -7753,7 +7754,7 @@ template <int BYTES> INLINE void copy_async(void* to, const void* from, bool val
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
 }
-// A policy for data that is read for the last time: it leaves the L2 cache before all other data.
+// Returns the cache policy for data that is read for the last time: the L2 cache drops it before all other data.
 INLINE uint64_t last_read() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -7764,11 +7765,11 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
         "l"(policy));
 }
 
-// --- sums over threads. All are taken in a fixed order, so results are the same in every run.
+// --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// The sum over the lanes of a warp whose numbers differ in these bits alone; each of them gets it. lane_sum<1, 2> adds
-// lanes 4i, 4i + 1, 4i + 2, 4i + 3; bits are taken in the order in which they are given. lane_max: the largest.
-// (The fold over `, ...` repeats the statement for each of BITS.)
+// Returns the sum over those lanes of a warp whose numbers differ only in these bits; each of these lanes gets it.
+// lane_sum<1, 2> adds lanes 4i, 4i + 1, 4i + 2, 4i + 3; BITS are used in the order in which they are given. lane_max
+// returns the largest value. (The fold over `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -7780,7 +7781,8 @@ template <int... BITS> INLINE float lane_max(float v) {
 }
 
 // Two lanes whose numbers differ by `offset` have 2 HALF values each. Afterwards each lane has, in v[0 ... HALF - 1],
-// the sums of one half of them: the lower lane v[0 ... HALF - 1] of both, the upper lane (which gets true) the others.
+// the sums of one half of them: the lower lane has the sums of v[0 ... HALF - 1], and the upper lane, to which true is
+// returned, those of the others.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -7855,7 +7857,8 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
 
 // ldmatrix brings four 8x8 matrices of 16-bit elements from shared memory to v[0], v[1], w[0], w[1], one fragment a or
 // two b. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows; lane l gets elements 2 (l % 4) and + 1 of row l / 4
-// of each. ldmatrix_trans transposes each matrix. They are volatile, so that the compiler moves them past no barrier.
+// of each. ldmatrix_trans transposes each matrix. They are volatile, so that the compiler does not move them past a
+// barrier.
 #define LDMATRIX(NAME, TRANSPOSED)                                                                 \
     INLINE void NAME(uint32_t* v, uint32_t* w, uint32_t address) {                                 \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0,%1,%2,%3}, [%4];" \
@@ -7875,19 +7878,20 @@ LDMATRIX(ldmatrix_trans, ".trans")
 MMA(mma_bf16, "f32.bf16.bf16.f32")
 MMA(mma_fp16, "f32.f16.f16.f32")
 
-// fp32 on the tensor cores. TF32 would keep 11 bits of a float. Instead, a float, scaled by a power of two, is taken
-// apart into the sum of two fp16 numbers of 11 bits each, high + low. At most 2^-22 of it is lost. A product of two
-// floats is then three products of fp16: high high' + high low' + low high' (low low' is too small to matter). A
-// fragment of floats has twice as many registers as one of bf16: all high parts, then all low parts. fp16 has few
-// exponents, so numbers that are taken apart together share one scale, by the largest of them. A number that is smaller
-// than that by 2^-17 begins to lose bits.
-// PARTS: how many parts an element is taken apart into. A fragment has so many times bf16's registers.
+// How floats are multiplied on the tensor cores. TF32 would keep only 11 bits of a float. Instead, a float is scaled by
+// a power of two and then split into the sum of two fp16 numbers of 11 bits each, high + low. The relative error is at
+// most 2^-22. A product of two floats is then three products of fp16: high high' + high low' + low high' (low low' is
+// too small to matter). A fragment of floats has twice as many registers as one of bf16: all high parts, then all low
+// parts. fp16 has a small range of exponents, so numbers that are split together share one scale, which depends on the
+// largest of them. Numbers that are smaller than the largest by a factor of 2^17 or more lose bits.
+// PARTS: how many numbers an element is split into. A fragment has PARTS times as many registers as one of bf16.
 template <class T> constexpr int PARTS = ElementOf<T>::PARTS;
 static int act_parts() {
     return with_act([]<class T>(T) { return PARTS<T>; });
 }
 
-// Of types that are not taken apart: d += a b; and two neighbours along k, as a register of a fragment.
+// For types that are not split (PARTS = 1): mma computes d += a b, and pack_pair makes a fragment's register of two
+// neighbours along k.
 template <class T> INLINE void mma(float (&d)[4], const uint32_t* a, const uint32_t* b) {
     static_assert(ElementOf<T>::ELEMENT == Element::BF16, "another type needs its instruction here");
     mma_bf16(d, a, b);
@@ -7910,8 +7914,8 @@ INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& 
 }
 
 // Takes apart a warp's N fragments in its registers. They come as floats, in pairs of neighbours along k, and leave as
-// high and low parts. Any order of the k within 16 is right as long as a's is b's. Returns what undoes the scale; for
-// bf16 it does nothing and returns 1.
+// high and low parts. The order of the k within 16 does not matter, if it is the same for a and b. Returns the factor
+// that undoes the scale; for bf16 it does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
@@ -7929,10 +7933,10 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     return scale.undo();
 }
 
-// Convolutions take floats apart while they lie in shared memory, since each number becomes part of a fragment several
-// times. A place is 8 floats: a piece at an address, and one at this address with bit 4 toggled. Afterwards the first
-// piece holds the 8 high parts, as 8 bf16 would lie there, and the second the low ones. Each thread takes apart what it
-// has copied itself, so that this needs no barrier: places(f) calls f(address) for all of a thread's places.
+// Convolutions split floats while they lie in shared memory, since each number is used in several fragments. A place is
+// 8 floats: a piece at an address, and one at this address with bit 4 toggled. Afterwards the first piece holds the 8
+// high parts, as 8 bf16 would lie there, and the second the low ones. Each thread splits what it has copied itself, so
+// this needs no barrier. places(f) calls f(address) for all of a thread's places.
 // Two steps, with a __syncthreads between them: find_top (each warp writes its largest magnitude) and take_apart_places
 // (which scales by the largest of all, and returns what undoes the scale).
 INLINE void load_place(float (&v)[8], uint32_t at) {
@@ -7970,8 +7974,9 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
 // d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, what
 // undoes both operands' scales.
 // For floats, a product is three: high * high, high * low and low * high of the two fp16 parts of each operand. Tensor
-// cores truncate as they add up, so only these three, over 16 columns, are summed there; fp32 units, which round, add
-// the sum to d. Each of the three waits for the one before it, so four tiles take turns, which hides the latency.
+// cores truncate when they add, so only these three products over 16 columns are summed there. The sum is added to d by
+// fp32 units, which round. Each of the three products has to wait for the one before it, so four tiles take turns,
+// which hides the latency.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                      const uint32_t (*b)[2 * PARTS<T>], float scale) {
@@ -8017,14 +8022,14 @@ template <int CHUNKS> INLINE int swizzle_key(int row) {
 // TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor"), moves a box of a tensor between global and
 // shared memory: one thread starts it, and the hardware computes all addresses. tensor_map describes the tensor and the
 // box. a, b, c, d are the coordinates of the box's first element, the innermost dimension's first: for an activation
-// channel, column, row, image. They may lie outside of the tensor: zeros are read there, and nothing is written. The
+// channel, column, row, image. Where the box lies outside of the tensor, zeros are read, and nothing is written. The
 // box is complete when its bytes have arrived at the mbarrier, which was told to expect them (mbarrier_expect).
 INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
     PTX("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3,%4,%5,%6}], [%2];",
         "r"(to), "l"(map), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d));
 }
-// Does the same for bytes that lie in a row, without a map. Addresses and sizes are multiples of 16 bytes.
+// Loads contiguous bytes in the same way, without a map. Addresses and sizes are multiples of 16 bytes.
 INLINE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     PTX("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];", //
         "r"(to), "l"(from), "r"(bytes), "r"(barrier));
@@ -8036,8 +8041,8 @@ INLINE void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c
 INLINE void prefetch_tensor_map(const CUtensorMap* map) { PTX("prefetch.tensormap [%0];", "l"(map)); }
 // Waits until this thread's tma_stores have read shared memory, which may be written again then.
 INLINE void tma_stores_read() { PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"); }
-// TMA and wgmma see shared memory through a path of their own (PTX ISA, "Async proxy"). After this fence they see what
-// the thread has written there with ordinary stores.
+// TMA and wgmma access shared memory by another path than ordinary instructions (PTX ISA, "Async proxy"). After this
+// fence they see what the thread has written there with ordinary stores.
 INLINE void fence_async() { PTX("fence.proxy.async.shared::cta;"); }
 
 // Named barriers (PTX ISA, "bar"): barrier `id` of the block's 16, for `threads` threads. warps_arrive does not wait.
@@ -8110,18 +8115,18 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     (accumulators_ready(d), ...);
 }
 
-// What Hopper's kernels count in: TMA and wgmma swizzle rows of 128 bytes, in groups of 8. Such a row holds 64 bf16:
-// the channels of one slice, of a pixel or of a weight.
+// The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds 64
+// bf16: the channels of one slice, of a pixel or of a weight.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
-constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // after so many bytes the pattern repeats: where tiles begin
+constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the pattern repeats after so many bytes, so tiles begin at multiples
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as a tap's weights of 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
-// An operand in shared memory, as wgmma wants it described (PTX ISA, "Matrix descriptor"): rows of 128 bytes, 64
-// numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor counts in units of 16 bytes:
-//   low     start address | "leading" distance << 16
+// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"): rows of 128 bytes, 64
+//   numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor counts in units of 16
+//   bytes: low     start address | "leading" distance << 16
 //   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
 //   K_MAJOR    a row holds 64 values of k, for one m or n. stride: from a group of 8 rows to the next group. The next
 //              16 values of k begin 32 bytes further on.
@@ -8130,14 +8135,14 @@ constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / S
 // The arguments `pitch` (from 8 rows to the next 8) and `leading` are counted in rows of 128 bytes, not in units of 16.
 struct Operand {
     uint32_t low, high;
-    // & 0x3FFFF: in a cluster, the bits above that are the block's rank, which the descriptor has no room for.
+    // & 0x3FFFF: in a cluster the higher bits are the block's rank, for which the descriptor has no room.
     static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
         return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
     }
     INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // offset in 16 bytes
 };
 
-// Four 8x8 matrices from registers to shared memory, transposed or not: the reverse of ldmatrix.
+// Stores four 8x8 matrices from registers to shared memory, transposed or not: the reverse of ldmatrix.
 INLINE void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
     PTX("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};", //
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
@@ -8150,14 +8155,16 @@ INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
 // Returns the next multiple of 1024 bytes, where swizzled tiles must begin.
 INLINE uint32_t kilobyte_aligned(const void* shared) {
     uint32_t base = (shared_address(shared) + SWIZZLE_BYTES - 1) & ~(SWIZZLE_BYTES - 1u);
-    asm volatile("mov.b32 %0, %0;" : "+r"(base)); // or the compiler computes it again and again in the main loops
+    // otherwise the compiler computes it again and again in the main loops
+    asm volatile("mov.b32 %0, %0;" : "+r"(base));
     return base;
 }
-// A value that is the same in all lanes of a warp, in a form that tells the compiler so. Descriptors that are made of
-// it stay in uniform registers, where wgmma wants them.
+// Returns v, which is the same in all lanes of a warp, in a form that tells the compiler so. Then descriptors that are
+// made of it stay in uniform registers, where wgmma needs them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
-// The driver's function that encodes maps. It is asked for at run time, so that the program needs no -lcuda.
+// The driver's function that encodes maps. It is looked up at run time, so that the program need not be linked with
+// -lcuda.
 typedef decltype(&cuTensorMapEncodeTiled) EncodeTensorMap;
 static EncodeTensorMap find_encode_tensor_map() {
     void* f = nullptr;
@@ -8178,7 +8185,7 @@ static CUtensorMapDataType tma_type(Element element) {
     }
     ALL_CASES_RETURN
 }
-// Returns the swizzle of rows of so many bytes in shared memory.
+// Returns the swizzle for rows of row_bytes in shared memory.
 static CUtensorMapSwizzle tma_swizzle(size_t row_bytes) {
     if (row_bytes == SLICE_BYTES) return CU_TENSOR_MAP_SWIZZLE_128B;
     if (row_bytes == SLICE_BYTES / 2) return CU_TENSOR_MAP_SWIZZLE_64B;
@@ -8214,19 +8221,21 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // ---------------------------------------------------------------------------------------------------------------------
 // --- building blocks of Hopper's kernels (sm_90a)
 // Such a kernel's threads have a few roles, each of which is a loop over tiles: one thread loads, one to three
-// warpgroups multiply and finish their tiles, other warps store results or add up statistics. Between the roles are
-// rings of stages in shared memory (Pipeline). The structs below hold integers only (addresses in shared memory,
-// counters), and all their functions are inlined. So the compiler keeps them in registers; if anything took their
-// address, they would end up in local memory.
+// warpgroups multiply and finish their tiles, other warps store results or add up statistics. Roles exchange data
+// through rings of stages in shared memory (Pipeline). The structs below hold only integers (addresses in shared
+// memory, counters), and all their functions are inlined. So the compiler keeps them in registers; if some code took
+// their address, they would lie in local memory.
 
-// Bytes of shared memory for each of so many blocks on a multiprocessor; static variables take at most 128 bytes.
+// Returns the bytes of shared memory that each block gets if a multiprocessor has `blocks` of them. Static variables
+// take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
-// Bytes that a kernel needs beside its tiles: its mbarriers, and up to 1 KB to begin the tiles at a whole kilobyte.
+// Returns the bytes that a kernel needs beside its tiles: its mbarriers, and up to 1 KB so that the tiles begin at a
+// whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
-// Deals out a block's dynamic shared memory: first the room for so many mbarriers, then tiles, which are whole
-// kilobytes and begin at whole kilobytes, as their swizzle needs it. The members are the addresses of what is dealt out
-// next.
+// Divides a block's dynamic shared memory: first the room for so many mbarriers, then tiles. Tiles are whole kilobytes
+// and begin at whole kilobytes, because of their swizzle. The members are the addresses of the next free barrier and
+// tile.
 struct SharedMemory {
     uint32_t barriers_at, tiles_at;
     INLINE explicit SharedMemory(int barriers) {
@@ -8251,26 +8260,28 @@ struct SharedMemory {
 //
 // Invariant: all roles see the stages in the same order, and a stage is filled again only after `readers` have released
 // it. Each role has its own copy of the struct, with its own place in the ring; only the barriers are shared.
-//   readers = 0     a stage is filled once and stays (kept), or something else tells that nobody reads it now (next)
-//   writers > 1     so many warps fill a stage with ordinary stores: acquire, store, warp_stored
+//   readers = 0     a stage is filled once and stays (kept), or the caller knows that nobody reads it any more (next)
+//   writers > 1     several warps fill a stage with ordinary stores: acquire, store, warp_stored
 //   BYTES = 0       the stages lie elsewhere; the ring only tells when they are full
 //
-// Two rules. Each was broken once, and was a bug; dev/test/test_pipelines.py models every kernel's roles.
+// Two rules. Each of them was violated once, which was a bug. dev/test/test_pipelines.py models the roles of every
+// kernel.
 //
 // 1. If two warpgroups take turns with a ring, each waits at a full barrier of its own (OWNERS = 2). A waiting thread
-//    cannot tell phase 1 from phase 3: it knows the parity alone. So it must see every phase of its barrier. With one
-//    barrier for both, phases would end while the other warpgroup has the stage, and the first one would take the
-//    other's tile for its own:
+//    cannot distinguish phase 1 from phase 3, because it only sees the parity. So it must wait for every phase of its
+//    barrier. With one barrier for both, phases would end while the other warpgroup has the stage, and the first one
+//    would take the other's tile for its own:
 //
 //      stage 0 is filled for   warpgroup 0   warpgroup 1   warpgroup 0   when warpgroup 0's second wait (parity 1) ends
 //      one barrier: phase      0             1             2             at warpgroup 1's tile: wrong
 //      a barrier each: phase   0             0             1             at its own second tile
 //
-// 2. A thread that feeds two rings must not load so far ahead in one that it waits for a stage there (in acquire) which
-//    becomes free only by a product whose other operand it has still to load into the second ring. It would wait for
-//    itself. So it loads both in the order in which the products need them.
+// 2. A thread that fills two rings must not load too far ahead in one of them. Suppose that it waits there (in acquire)
+//    for a stage that becomes free only after some product, and that it has not yet loaded that product's other operand
+//    into the second ring. Then it waits for itself, for ever. So it loads both operands in the order in which the
+//    products need them.
 struct Stage {
-    uint32_t address, full; // where the tile goes, and the barrier that it arrives at
+    uint32_t address, full; // where the tile goes, and the barrier that is told when it is there
 };
 // All threads of a warp call this when they have filled a stage, or their part of it.
 INLINE void warp_stored(uint32_t full) {
@@ -8338,13 +8349,13 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (wait) mbarrier_wait(stage(i).full, 0);
         return stage(i).address;
     }
-    // For a reader: stages are released in the order in which they arrived. Of the threads that read a stage together,
-    // one speaks for all.
+    // For a reader: stages are released in the order in which they arrived. If several threads read a stage together,
+    // one of them (speaks) does this for all.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
         const int i = hand_over();
         if (speaks) free(i);
     }
-    // Instead of release: the number of the stage, which someone else then frees.
+    // Used in place of release: returns the number of the stage, and another role frees it later.
     INLINE int hand_over() {
         const int i = done;
         if (++done == size) done = 0;
@@ -8357,12 +8368,13 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         done = place;
     }
 };
-// Results on their way out. A warpgroup writes its results over the pixels that it has read, in their stages, and does
-// not release these but hands them over: through the stage of the same number in Results it tells (warp_stored) the
-// warp that stores, which waits for it, stores, and frees the pixels' stage.
+// The ring through which results leave a kernel. A warpgroup writes its results into the stages of pixels that it has
+// read. It does not release such a stage, but hands it over to the warp that stores: warp_stored fills the stage of the
+// same number in Results. The storing warp waits for that, stores the results, and frees the pixels' stage.
 typedef Pipeline<0, 2> Results;
 
-// Initialises the barriers of several pipelines: by one thread; or for all threads of the block, who may use them then.
+// Initialise the barriers of several pipelines. One thread calls init_barriers; or all threads of the block call ready,
+// and may use the barriers after it.
 template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) {
     (blocks.init(), ..., mbarriers_ready());
 }
@@ -8371,8 +8383,9 @@ template <class... Blocks> INLINE void ready(const Blocks&... blocks) {
     __syncthreads();
 }
 
-// Walks over every `step`-th tile from `first` on, before `end`: n is its image, h and w its row and column of tiles.
-// It goes on by additions. Divisions would be most of what the loading thread does.
+// Walks over every `step`-th tile from `first` on, before `end`. n is the tile's image, h and w are its row and column
+// among the image's tiles. Each step takes only additions: with divisions, these would be most of the loading thread's
+// work.
 struct TileWalk : Origin {
     Origin d; // a step, as images, rows and columns
     int tiles_h, tiles_w, left;
@@ -8423,7 +8436,8 @@ template <int PITCH> struct Halo {
 // Invariant: nobody reads d between multiply and wait.
 template <int BLOCKS, int N> struct Accumulators {
     float d[BLOCKS][N / 2];
-    // Begins with the bias of a thread's two channels of each block: k >> 1 & 1 says which of the two rows d[k] is of.
+    // Begins with the bias of a thread's two channels of each block: k >> 1 & 1 says to which of the two channels d[k]
+    // belongs.
     INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
@@ -8431,7 +8445,7 @@ template <int BLOCKS, int N> struct Accumulators {
             }
     }
     // Starts STEPS products of 16 input channels, as one group. weights: 64 rows of 128 bytes for each block of
-    // channels. TRANSPOSED: they lie as (input, output), as the input gradient finds them.
+    // channels. TRANSPOSED: they lie as (input, output), which is the case for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
         constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
@@ -8459,8 +8473,9 @@ template <int BLOCKS, int N> struct Accumulators {
 //   warpgroup 0    | multiply | pass, finish | wait | multiply | ...
 //   warpgroup 1    | wait     | multiply     | pass, finish    | ...
 //
-// Warpgroup w waits at named barrier 4 + w, which the other one's pass completes. Invariant: each waits once and passes
-// once a tile, and tiles go to them in turn, so nobody waits for one that has none left.
+// Warpgroup w waits at named barrier 4 + w, which the other one's pass completes. Invariant: each warpgroup waits once
+// and passes once for each of its tiles, and they get tiles in turns. So none waits for a warpgroup that has no tile
+// left.
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
@@ -8486,8 +8501,8 @@ template <bool TAKE_TURNS> struct Turn {
 // Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
 // norm that reads the tensor makes its mean and variance of them, and so needs no pass of its own over x.
 
-// POOL: the average of 2x2 pixels. REPEAT: each pixel 2x2 times. PICK: the pixels of even rows and columns, which are
-// what a convolution with stride 2 computes of one with stride 1.
+// POOL: the average of 2x2 pixels. REPEAT: each pixel 2x2 times. PICK: the pixels of even rows and columns; a
+// convolution with stride 2 computes these pixels of one with stride 1.
 enum Resampling { POOL, REPEAT, PICK };
 
 // Says where pixel k = 0 ... 3 of a square of 2x2 begins, counted from the square's first pixel. W: pixels to a row
@@ -8501,15 +8516,15 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 }
 
 // The grid is (blocks that share the pixels, slabs of channels, images). A block has a slab of `columns` pieces of
-// channels, and THREADS / columns rows of threads, each of which takes every so-many-th pixel:
+// channels, and THREADS / columns rows of threads, each of which takes every (THREADS / columns)-th pixel:
 //
 //                  columns
 //   pixel 0       [ thread 0     1     2     3 ]
 //   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
 //
-// A "pixel" p is one of the smaller image: of x for REPEAT, else of out. In the larger image, p is a square of 2x2.
-// With stats, one block sees all pixels of its slab and owns their sums: fp32 over a thread's pixels, double over
-// threads. Shared memory holds the threads' sums, at the end.
+// A "pixel" p belongs to the smaller image: x for REPEAT, otherwise out. In the larger image, p is a square of 2x2.
+// With stats, one block reads all pixels of its slab and computes their sums: in fp32 over a thread's pixels, in double
+// over threads. Shared memory holds the threads' sums, at the end.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, ...): what R makes of H and W
                                                               double* stats, // (B, C, 2), or null
@@ -8547,7 +8562,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
             }
             piece = pack<T>(v);
         } else piece = load16(from);
-        unpack<T>(v, piece); // sums are of what is written, rounded
+        unpack<T>(v, piece); // the sums are of the rounded values that are written
         UNROLL_FOR (int k = 0; k < COPIES; k++) {
             *(uint4*)(to + in_square(k, 2 * W, C)) = piece;
         }
@@ -8582,9 +8597,8 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, sums, x, H, W, C, columns);
 }
 
-// This is the reverse of PICK: out (B, H, W, C) has x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns,
-// and zeros elsewhere. It turns the gradient behind a convolution of stride 2 into one of stride 1. A thread moves a
-// piece.
+// The reverse of PICK: out (B, H, W, C) gets x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, and zeros
+// elsewhere. It turns the gradient behind a convolution of stride 2 into one of stride 1. A thread moves a piece.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
     const uint4* from = (const uint4*)x;
@@ -8677,10 +8691,10 @@ static void join_channels(float* out, const float* x, const float* cond, int B, 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
 // Used when: the embedding of t and of the class goes to every residual block.
-// How: a warp has a few outputs (forward) or inputs (backward) of 32 images; partial sums are added in a fixed order.
-// Costs: latencies. Each weight is read once, and there are too few images to keep the GPU busy.
+// How: a warp computes a few outputs (forward) or input gradients (backward) of 32 images; partial sums are added in a
+// fixed order. Costs: mostly latencies. Each weight is read once, and there are too few images to keep the GPU busy.
 
-// What is stored as dx: the gradient d of element i, and the addends
+// Returns what is stored as dx: the gradient d of element i plus the addends.
 INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     d += g.add1 ? g.add1[i] : 0.0f;
     return d + (g.add2 ? g.add2[i] : 0.0f);
@@ -8695,8 +8709,8 @@ constexpr int LINEAR_ROWS = 32;
 // Shared memory: 64 quads of the block's weights, and the same quads of its images.
 //   1. copy 64 quads of inputs   2. each warp multiplies its share of them: acc += x w   (again, while inputs are left)
 //   3. the 8 warps' partial sums are added, in their order, and stored
-// All lanes read the same weight at once, which shared memory hands to all of them. Weights do not depend on the kernel
-// before: their copies begin before it has ended.
+// All lanes read the same weight at once, and shared memory sends it to all of them in one access. The kernel before
+// does not write weights, so their copies begin before it has ended.
 template <int OUTPUTS>
 static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out,          // (B, Cout)
                                                                     const float* x,      // (B, Cin)
@@ -8743,10 +8757,10 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
                 acc[n] += v.w * w.w;
             }
         }
-        __syncthreads(); // all have read: the next quads may come
+        __syncthreads(); // all threads have read, so the next quads may be copied
     }
-    // The warps' partial sums take the place of rows, which nobody reads any more. A thread then adds up and stores one
-    // output of every so-many-th image.
+    // The warps' partial sums take the place of rows, which nobody reads any more. Each thread then adds up and stores
+    // one output of some of the images.
     typedef float PartialSums[WARPS][OUTPUTS][LINEAR_ROWS + 1];
     PartialSums& sums = *(PartialSums*)rows;
     UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
@@ -8765,14 +8779,14 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 // Backward, in one pass over the weights:
 //   dweight = dout^T x      dbias = the sum of dout over images      dx = dout weight
 //
-//   warp    64 inputs of 32 images, and every so-many-th eight outputs
+//   warp    64 inputs of 32 images, and some groups of eight outputs
 //   lane    two of the inputs. It keeps in registers their values (32 x 2) and their gradients (as many).
 //
-// Outputs come by, 8 at a time, through two stages in shared memory. Of each output a lane reads its two weights, once,
-// and 32 images' dout, which all lanes read together. Each dout is multiplied four times: by two values (for dweight)
-// and by two weights (for dx). The 4 warps of a block have the same inputs and other outputs; at the end they add up
-// their dx. Blocks of other `splits` have other outputs, too: their dx, parts (splits, B, Cin), are added by a second
-// kernel.
+// Outputs come by, 8 at a time, through two stages in shared memory. For each output a lane reads its own two weights,
+// once, and the dout of 32 images, which all lanes read together. Each dout is multiplied four times: by two values
+// (for dweight) and by two weights (for dx). The 4 warps of a block have the same inputs and different outputs; at the
+// end they add up their dx. Blocks of different `splits` also have different outputs; a second kernel adds up their dx,
+// which are parts (splits, B, Cin).
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
 // A warp's outputs at a time. before: the dweight of the images before these 32, or zeros
@@ -8791,7 +8805,7 @@ struct LinearBackward {
     const float *dout, *x, *weight;
     int B, Cin, Cout;
     int tiles;  // of 64 inputs each
-    int splits; // parts in which the outputs are shared among blocks
+    int splits; // into how many parts the outputs are divided, each for other blocks
 };
 
 // Starts the copies of outputs o0 ... o0 + 7 into a stage, for the images b0 ... b0 + 31. A lane copies 16 bytes of
@@ -8833,8 +8847,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int i = tile * 64 + lane * 2;                            // this lane's first input
     const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output, and from there to
     const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // its next eight
-    const int bias_output = lane % LINEAR_OUTS; // of eight outputs, the one whose dout this lane adds up, and
-    const int bias_row = lane / LINEAR_OUTS;    // of which images: 8 bias_row ... 8 bias_row + 7
+    const int bias_output = lane % LINEAR_OUTS; // for dbias this lane adds up the dout of this one of eight outputs,
+    const int bias_row = lane / LINEAR_OUTS;    // over images 8 bias_row ... 8 bias_row + 7
     const bool inside = i < p.Cin;
     await_previous_kernel();
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
@@ -8904,13 +8918,14 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane = MAIN_LANE) {
-    const int outputs = Cout <= 1024 ? 8 : 16; // of a block: more of them read x less often; fewer make more blocks
+    // of a block: with more outputs x is read less often; with fewer there are more blocks
+    const int outputs = Cout <= 1024 ? 8 : 16;
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
     launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
-// As many parts as make two blocks for each multiprocessor, but no more than leave every warp some outputs.
+// Returns how many parts give two blocks for each multiprocessor, but not so many that a warp would have no outputs.
 static int linear_splits(int Cin, int Cout) {
     const int two_blocks_an_sm = 2 * gpu.sms / ceil_div(Cin, 64);
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
@@ -8937,7 +8952,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
-// Silu<float> has the formulas of both. A thread for an element
+// Silu<float> has the formulas of both. Each thread has one element.
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
     each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
@@ -8948,8 +8963,8 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
     });
 }
 
-// out (B, dim) = [cos(t f_k), sin(t f_k)], f_k = max_period^(-k / half), a thread for a pair. f_k is rounded to fp32,
-// as PyTorch's is; angles are double, since t f_k may be large.
+// out (B, dim) = [cos(t f_k), sin(t f_k)], f_k = max_period^(-k / half), Each thread has one pair. f_k is rounded to
+// fp32, as PyTorch does it; angles are double, since t f_k may be large.
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                        Lane* lane = MAIN_LANE) {
     const int half = dim / 2;
@@ -8965,7 +8980,7 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
     });
 }
 
-// out (B, C) = x + the row of table (rows, C) that the sample's label says
+// out (B, C) = x + row `label` of table (rows, C), with the sample's label
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
                                     Lane* lane = MAIN_LANE) {
     each_on(lane, (size_t)B * C, [=] __device__(size_t i) {
@@ -8974,8 +8989,8 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
     });
 }
 // dx = dout, dtable (rows, C) = the sums of dout over the samples with a row's label. A thread has an element of dx
-// and, in the same place, an element of dtable, for which it looks through all labels: no atomics, and so a fixed
-// order.
+// and, in the same place, an element of dtable, for which it looks through all labels. So there are no atomics, and the
+// order of the sum is fixed.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
     const size_t n = (size_t)std::max(B, rows) * C;
@@ -9028,8 +9043,8 @@ INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-// These draw a noise level for each sample, and the levels of the same samples' teachers (--objective ect): a thread
-// for a sample
+// These draw a noise level for each sample, and the levels of the same samples' teachers (--objective ect). Each thread
+// has one sample.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
@@ -9047,8 +9062,9 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
-// --augment, in three launches. A thread has a sample, and draws its change; then a place of the canvas, which is the
-// changed image at twice the resolution (canvas_value), in all channels; then a value of the result.
+// --augment, in three launches. In the first one a thread has a sample, and draws its change; in the second one it has
+// a place of the canvas (the changed image at twice the resolution, canvas_value) in all channels; in the third one it
+// has a value of the result.
 static void augment_images(float* out, Augmentation* drawn, float* canvas, float* told, int stride, const void* images,
                            float p, RandomKey key, int B, int C, int H, int W, int bytes) {
     each(B, [=] __device__(size_t b) {
@@ -9080,12 +9096,12 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
 }
 
-// --schedule_sampler loss-second-moment: a thread for a t, which looks through the batch for samples of its own
+// --schedule_sampler loss-second-moment. Each thread has one t, and looks through the batch for samples with this t.
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
         float* const of_t = history + t * (HISTORY + 1);
-        const int samples = state->ok ? B : 0; // a step that is left out is not remembered
+        const int samples = state->ok ? B : 0; // the losses of a skipped step are not remembered
         weights[t] = remember_losses(of_t, (int)t, levels, loss, samples);
     });
 }
@@ -9112,7 +9128,7 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     each_quad(B, per_sample, [=] __device__(int b, int e) {
         float z[4];
         normals(z, random_words(key, e / 4, b));
-        // The last four of a sample may be fewer.
+        // At the end of a sample there may be fewer than four elements.
         for (int k = 0; k < 4 && e + k < per_sample; k++) {
             float& v = out[(size_t)b * per_sample + e + k];
             v = scale * z[k] + (add ? v : 0.0f);
@@ -9120,7 +9136,7 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// Whether sample b's image, and so its picture, is mirrored; and whether its picture is left out
+// These say whether sample b's image, and so its picture, is mirrored, and whether its picture is left out.
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -9213,8 +9229,8 @@ static void mask_images(float* cond, const void* images, PictureDraws draws, int
 }
 
 // x_t = signal x_0 + sigma z,   target = target_x0 x_0 + target_noise z [+ target_teacher teacher]
-// A thread has four neighbours of (B, H, W, C). In images, (B, C, H, W), each of the four lies elsewhere. bytes: of an
-// element there (1: uint8_t)
+// A thread has four neighbours of (B, H, W, C). In images, (B, C, H, W), these four are not neighbours. bytes: the size
+// of an element of images (1: uint8_t).
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
                              const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
                              int C, int H, int W, int bytes) {
@@ -9265,12 +9281,12 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
 
 constexpr int LOSS_PARTS = 4; // blocks to an image
 
-// Blocks of 1,024 threads to a multiprocessor. With one block alone all threads would wait for memory at the same time;
-// where a multiprocessor has 2,048 threads, there is room for two. Other GPUs have 1,536.
+// Blocks of 1,024 threads to a multiprocessor. With only one block all threads would wait for memory at the same time.
+// If a multiprocessor has 2,048 threads, there is room for two. Other GPUs have 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
 // The sum over a block of 1024 threads, which thread 0 gets: over each warp, then over the 32 warps' sums. The order is
-// fixed, so a run's losses and norms repeat to the bit.
+// fixed, so that a repeated run has the same losses and norms, bit by bit.
 INLINE double block_sum(double v) {
     __shared__ double sums[32]; // of each warp
     v = warp_sum(v);
@@ -9280,10 +9296,10 @@ INLINE double block_sum(double v) {
 }
 
 // The loss of an image, and its gradient. With d = out - target, for each element:
-//   loss = mean over elements of mse d^2 + bound * (the variational bound's term, which BOUND is for)
+//   loss = mean over elements of mse d^2 + bound * (the term of the variational bound; only with BOUND)
 //   dout = factor * (its derivative)
-// factor is the sample's share of the batch. Where Cout > C, the second half of out's channels is the variance, for the
-// bound alone.
+// factor is the sample's share of the batch. If Cout > C, the second half of out's channels is the variance, which only
+// the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
 template <bool BOUND>
 static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
@@ -9308,20 +9324,21 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
         const float wanted = target[first_target + i];
         const float d = out[mean] - wanted;
         BoundTerm term{};
-        if (BOUND) { // its term needs the variance that was predicted, and the true x0
+        if (BOUND) { // the bound's term needs the predicted variance and the true x0
             const float v = Cout > C ? out[variance] : 0.0f;
             const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
             term = bound_term(l, d, v, x0);
         }
         sum += (double)mse * d * d + (double)bound * term.value;
-        const float d_bound = o.mse > 0 ? 0.0f : bound * term.d_mean; // beside mse, the bound trains the variance alone
+        // if there is an mse, the bound trains only the variance
+        const float d_bound = o.mse > 0 ? 0.0f : bound * term.d_mean;
         dout[mean] = slope * (2 * mse * d + d_bound);
         if (Cout > C) dout[variance] = slope * bound * term.d_variance;
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
 }
-// Each image has LOSS_PARTS sums, and for the tuning loss a slope.
+// The workspace holds LOSS_PARTS sums for each image, and a slope for the tuning loss.
 static size_t loss_workspace(int B) { return (size_t)B * (LOSS_PARTS + 1) * sizeof(double); }
 
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
@@ -9331,7 +9348,7 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
     auto kernel = o.bound > 0 ? loss_kernel<true> : loss_kernel<false>;
     const dim3 grid(LOSS_PARTS, B);
     launch_behind(kernel, grid, 1024, 0, sums, dout, out, target, x, levels, o, factor, HW, C, Cout);
-    // In a second launch, the sum over each image's LOSS_PARTS blocks, in their order
+    // A second launch adds up each image's LOSS_PARTS sums, in their order.
     each(B, [=] __device__(size_t b) {
         double sum = 0;
         for (int k = 0; k < LOSS_PARTS; k++) sum += sums[b * LOSS_PARTS + k];
@@ -9383,8 +9400,8 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
     });
 }
 
-// What a sampler's step reads, of n elements to an image: x (B, HW, C), and out, the network's answer, whose pixels
-// have Cout channels. With guidance, the second half of out has the answers without a class.
+// What a sampler's step reads: x (B, HW, C), with n elements for each image; and out, the network's answer, whose
+// pixels have Cout channels. With guidance, the second half of out has the answers without a class.
 struct SamplerView {
     const float *x, *out;
     int B, n, C, Cout;
@@ -9394,7 +9411,7 @@ struct SamplerView {
         const int p = e / C;
         return ((size_t)b * (n / C) + p) * Cout + e - p * C;
     }
-    // Returns what the network says there about x0 = x0_x x + x0_out answer.
+    // Returns x0 of this element, as the network's answer says it: x0_x x + x0_out answer.
     INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, int b, int e) const {
         const size_t i = place(b, e);
         float answer = out[i];
@@ -9407,14 +9424,14 @@ struct SamplerView {
 };
 
 // d.threshold (B) = the rank-th smallest |x0| of each image, a block for an image. Floats that are not negative have
-// the same order as their bits, so it is found 8 bits at a time, from the highest: each of four passes counts how many
-// of the numbers that begin with the known bits go on with each of 256 values, and finds the one that the rank falls
-// into.
+// the same order as their bits, so it is found 8 bits at a time, from the highest ones on. Each of four passes looks at
+// the numbers that begin with the bits found so far. It counts how often each of the 256 values of the next 8 bits
+// occurs, and finds the value that contains the rank.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(SamplerView view, const SamplerStep* steps, Denoising d, const int64_t* k) {
     __shared__ int count[256];
-    __shared__ int left;       // the rank among the numbers that begin with these bits:
-    __shared__ uint32_t found; // those that are known
+    __shared__ int left;       // the rank among the numbers that begin with the bits found so far
+    __shared__ uint32_t found; // the bits found so far
     const SamplerStep s = steps[*k];
     const int n = view.n;
     if (threadIdx.x == 0) {
@@ -9431,7 +9448,7 @@ static __global__ void __launch_bounds__(1024)
             if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
         }
         __syncthreads();
-        if (threadIdx.x == 0) { // the value that the rank falls into: it passes over the counts below it
+        if (threadIdx.x == 0) { // finds the value that contains the rank, by subtracting the counts of smaller values
             int bin = 0;
             while (left >= count[bin]) {
                 left -= count[bin];
@@ -9451,8 +9468,8 @@ INLINE float limited(float x0, float limit) {
     return x0 / limit;
 }
 
-// A sampler's step in place, after the thresholds if they are wanted. A thread has four elements. With the step's
-// coefficients (SamplerStep), the sampler's memory m, and z standard normal:
+// A sampler's step, in place. If thresholds are wanted, they are computed first. A thread has four elements. With the
+// step's coefficients (SamplerStep), the sampler's memory m, and z standard normal:
 //
 //   x0 = limited(x0_x x + x0_out answer)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
@@ -9476,7 +9493,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
             float x0 = view.predicted_x0(s, d, b, e + k);
             if (d.limit) x0 = limited(x0, limit);
             float sigma = s.sigma;
-            if (s.range > 0 && s.sigma > 0) { // it is learned: the second half of the answer's channels says it
+            if (s.range > 0 && s.sigma > 0) { // sigma is learned: the second half of the answer's channels tells it
                 const float variance = out[view.place(b, e + k) + C];
                 sigma = expf(s.log_sigma + s.range * 0.5f * (variance + 1));
             }
@@ -9489,7 +9506,8 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
-// Inpainting: where the mask is 0, the image is known, and is put back with the noise of this step:
+// Inpainting: where the mask is not above 0, the image is known. There x is replaced by the image with the noise of
+// this step:
 //   x = known_x image + known_sigma z
 // Then noise is added to all of x, so that the next step can harmonise both parts (RePaint, Lugmayr et al. 2022):
 //   x' = back_x x + back_sigma z'
@@ -9525,8 +9543,9 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   out  = dropout(nonlinearity(z))
 //
 // ("Film" is the embedding's scale and shift, with --use_scale_shift_norm.) The forward kernel needs no pass over x for
-// mean and rstd: whoever wrote x left the sums of each channel's x and x^2 in Stats. The rest is one multiplication and
-// addition: z = x scale + shift, with two coefficients for each image and channel, which a block computes once.
+// mean and rstd: the kernel that wrote x also wrote the sums of each channel's x and x^2 to Stats. The rest is one
+// multiplication and addition: z = x scale + shift, with two coefficients for each image and channel, which a block
+// computes once.
 //
 // Backward, with dz = dout taken back through dropout and the nonlinearity:
 //
@@ -9540,12 +9559,12 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
 // How: A block has a slab of 64 (or 32) channels of one image, and a chunk of its pixels. A thread has VEC neighbouring
-//   channels (16 bytes), and walks down the pixels. Its loads run PIXELS ahead of it, by cp.async through a part of
-//   shared memory that is its own: there they need no registers. They begin before the coefficients are computed.
+//   channels (16 bytes), and walks down the pixels. It loads PIXELS pixels in advance, by cp.async into its own part of
+//   shared memory, so that these loads need no registers. The first loads begin before the coefficients are computed.
 //   The backward pass is two kernels: 1. the sums of dz and dz x over each chunk; 2. dx. Each block of the second one
 //   adds up the chunks' sums of its own groups, and some blocks also the image's part of the parameters' gradients.
-// Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is written.
-//   All blocks are on the chip at once, so their start is paid once.
+//   Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is
+//   written. All blocks run at the same time, so the time to start a block is only spent once.
 
 constexpr int NORM_THREADS = 256;
 constexpr int NORM_SLAB = 64; // channels of a block, at most
@@ -9554,7 +9573,7 @@ constexpr int MAX_GROUPS = 64;
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
-// What a kernel is told of a norm.
+// The arguments of the norm's kernels.
 struct NormArgs {
     const void *x1, *x2;        // (B, HW, C1) and (B, HW, C2)
     const float *weight, *bias; // (C)
@@ -9567,7 +9586,7 @@ struct NormArgs {
     float* dscale_shift = nullptr;                // like scale_shift
     float2* sums = nullptr;                       // (B, C): each image's part of dbias and dweight
 
-    // What follows from these, computed once on the host.
+    // The next ones follow from those above. The host computes them once.
     int C = s.C1 + s.C2;
     int Cg = C / s.groups; // channels of a group
     int log_slab = C % NORM_SLAB ? 5 : 6;
@@ -9575,14 +9594,14 @@ struct NormArgs {
     int chunk = 0;                                         // pixels of a block
     uint32_t threshold = dropout_threshold(dropout.p);     // random words below it are dropped
     uint32_t group_factor = (1u << 31) / (uint32_t)Cg + 1; // see group_of
-    double weight_of_one = 1.0 / ((double)s.HW * Cg);      // of a value, in its group's mean
+    double weight_of_one = 1.0 / ((double)s.HW * Cg);      // the weight of one value in its group's mean
 
     // c / Cg. A division takes some 20 instructions; this multiplication is exact for c * Cg < 2^31.
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
 };
 
 // What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end.
-// The threads of a block lie over `rows` pixels x the slab's channels, in the order of memory. For 64 bf16 channels:
+// The threads of a block have `rows` pixels x the slab's channels, in the order of memory. For 64 bf16 channels:
 //
 //                       channels 0 - 7    8 - 15   ...   56 - 63
 //   pixel 0            [ thread 0         1        ...   7  ]
@@ -9592,24 +9611,25 @@ struct NormArgs {
 template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
     int b;
-    int slab0 = blockIdx.y * a.slab;                // the slab's first channel
-    int place = threadIdx.x * VEC<T>;               // of the first element, among those of `rows` pixels of the slab
-    int c = slab0 + (place & (a.slab - 1));         // this thread's first channel
-    int rows = NORM_THREADS * VEC<T> >> a.log_slab; // pixels of the block at a time
+    int slab0 = blockIdx.y * a.slab; // the slab's first channel
+    // this thread's first element, counted within `rows` pixels of the slab
+    int place = threadIdx.x * VEC<T>;
+    int c = slab0 + (place & (a.slab - 1));                   // this thread's first channel
+    int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // pixels of the block at a time
     int first = blockIdx.x * a.chunk + (place >> a.log_slab); // this thread's first pixel
     int end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
     bool in_x1 = c < a.s.C1;                              // else the channels are x2's
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                  // elements of a pixel of x1 or x2
     int stride = rows * pitch;                            // from this thread's pixel to its next, in x and dx
     int stride_out = rows * a.C;                          // and in out and dout
-    size_t pixel = (size_t)b * a.s.HW + first;            // the first, among all images' pixels
+    size_t pixel = (size_t)b * a.s.HW + first;            // this thread's first pixel, counted over all images
     size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // where it lies in x and dx
     size_t at_out = pixel * a.C + c;                      // and in out and dout
     const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
-    // These two go through a ring of PIXELS slots. begin calls fetch(slot, is there such a pixel) for the first pixels.
-    // Then walk calls work(slot, pixel, is there one to fetch into this slot next) for each pixel when its loads have
-    // arrived.
+    // These two use a ring of PIXELS slots. begin calls fetch(slot, whether there is such a pixel) for the first
+    // pixels. Then walk calls work(slot, pixel, whether there is a pixel to fetch into this slot next) for each pixel,
+    // when its loads have arrived.
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) {
             fetch(i, first + i * rows < end);
@@ -9646,9 +9666,9 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
     }
 }
 
-// What the coefficients of V channels are made of: z = (xhat weight + bias) factor + shift, factor = 1 + scale, where
-// scale and shift come from the embedding (FiLM, --use_scale_shift_norm). The previous kernel writes none of this, so
-// it is loaded before that one has ended.
+// The parameters from which the coefficients of V channels are computed: z = (xhat weight + bias) factor + shift,
+// factor = 1 + scale, where scale and shift come from the embedding (FiLM, --use_scale_shift_norm). The previous kernel
+// does not write them, so they are loaded before it has ended.
 template <int V> struct NormParameters {
     float weight[V], bias[V];
     float scale[V] = {}, shift[V] = {}; // the film's
@@ -9671,7 +9691,7 @@ template <int V> struct NormParameters {
     }
 };
 
-// This is a channel of an image, with what the forward pass left of its group.
+// A channel of an image, with mean and rstd of its group, which the forward pass has stored.
 struct NormChannel : NormParameters<1> {
     int b, c;
     float mean, rstd;
@@ -9683,8 +9703,8 @@ struct NormChannel : NormParameters<1> {
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
     INLINE float dxhat_factor() const { return weight[0] * factor(0); } // w in dxhat = w dz
-    // The image's part of the parameters' gradients, and the embedding's. sum: over the image's pixels of dz and dz x
-    //   dbias = factor sum(dz)      dweight = factor sum(dz xhat)
+    // Writes the image's part of the gradients of the parameters and of the embedding. sum: the sums of dz and dz x
+    //   over the image's pixels. dbias = factor sum(dz)      dweight = factor sum(dz xhat)
     //   d film shift = sum(dz)      d film scale = sum(dz (xhat weight + bias))
     INLINE void put_gradients(const NormArgs& a, double2 sum) const {
         const float bias_sum = (float)sum.x;                             // of dz
@@ -9711,13 +9731,13 @@ template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uin
     }
 }
 
-// Returns the sum over the 8 neighbouring lanes that look after one group.
+// Returns the sum over the 8 neighbouring lanes that work on one group.
 INLINE double group_sum(double v) {
     const unsigned lanes = 0xFFu << (threadIdx.x & 24);
     return lane_sum<4, 2, 1>(v, lanes);
 }
 
-// Returns the sum of n pairs, `pitch` apart. AT_ONCE of them are on their way at a time.
+// Returns the sum of n pairs, `pitch` apart. It loads AT_ONCE of them at a time.
 template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int pitch) {
     double2 sum = make_double2(0, 0);
     _Pragma("unroll AT_ONCE") for (int i = 0; i < n; i++) {
@@ -9728,21 +9748,22 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
     return sum;
 }
 
-// Eight lanes share a table whose rows have n entries; lane i takes entries i, i + 8, i + 16, ..., counted row by row:
-// where a lane's first entry is, and how far it is to its next one. These divisions are computed before
-// await_previous_kernel: after it, they cost a tenth of a norm of 8x8.
+// Eight lanes share a table whose rows have n entries; lane i takes entries i, i + 8, i + 16, ..., counted row by row.
+// This says where a lane's first entry is, and how far it is to the next one. The divisions for it are done before
+// await_previous_kernel: after it, they take a tenth of the time of a norm of 8x8.
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
     int column = threadIdx.x % 8 % n;
-    int rows = 8 / n;    // 8 entries are so many rows and
+    int rows = 8 / n;    // 8 entries further on is so many rows down, and
     int columns = 8 % n; // so many columns
 };
 
 // grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
 // Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
 //   1. Every thread starts the loads of its first pixels.
-//   2. Eight threads for each group of the slab add up its channels' sums, from all parts of Stats: mean and rstd.
+//   2. For each group of the slab, eight threads add up its channels' sums, from all parts of Stats. This gives mean
+//   and rstd.
 //   3. Each thread computes scale and shift of its channels.
 //   4. It walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
 template <class T, bool DROPOUT>
@@ -9757,7 +9778,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     constexpr int PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    // Images are taken in reverse, because what was written last may still be in the L2 cache.
+    // Images are processed in reverse order, because those that were written last may still be in the L2 cache.
     const NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)};
     const T* x = t.x;
     auto fetch = [&](int slot, bool inside) {
@@ -9777,8 +9798,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     if (g <= a.group_of(t.slab0 + a.slab - 1)) {
         double sum = 0;    // of x
         double square = 0; // of x^2
-        // Adds up the group's share of one tensor: the channels from, from + 1, ... in all of Stats' parts, which are
-        // the rows of the table that eight lanes share.
+        // Adds up the group's sums of one tensor: of the channels from, from + 1, ... in all parts of Stats. The parts
+        // are the rows of the table that eight lanes share.
         auto add = [&](const Stats& stats, int C, int from, const LaneShare& of) {
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + from;
             for (int part = of.row, c = of.column; part < stats.parts;) {
@@ -9802,7 +9823,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const float group_r = 1 / sqrtf((float)(variance + a.s.eps));
             group_mean[g] = (float)m;
             group_rstd[g] = group_r;
-            // Kept for the backward pass. Of the slabs that share a group, the one where it begins writes it.
+            // mean and rstd are kept for the backward pass. If slabs share a group, the slab in which the group begins
+            // writes them.
             if (blockIdx.x == 0 && c0 >= t.slab0) {
                 mean[t.b * a.s.groups + g] = (float)m;
                 rstd[t.b * a.s.groups + g] = group_r;
@@ -9844,7 +9866,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
 }
 
 // Takes dz, which is dout at first, back through dropout and the nonlinearity. x is the norm's input; scale and shift
-// are multiplied by Z_FACTOR, as the nonlinearity's derivative wants its argument.
+// have been multiplied by Z_FACTOR, because the nonlinearity's derivative takes its argument in that form.
 template <class T, bool DROPOUT>
 INLINE void norm_dz(float (&dz)[VEC<T>],          // dout; afterwards dz
                     const float (&x)[VEC<T>],     //
@@ -9921,7 +9943,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 
 // x_factor and offset of a group, in dx = scale dz - (x_factor x + offset):
 //   x_factor = rstd^2 E[dxhat xhat]      offset = rstd E[dxhat] - x_factor mean
-// sum, product: what one of eight lanes has of the sums of dxhat and of dxhat x, over the group
+// sum, product: the part that one of eight lanes has of the group's sums of dxhat and of dxhat x
 INLINE float2 group_terms(double sum, double product, float mean, float rstd, const NormArgs& a) {
     sum = group_sum(sum) * a.weight_of_one;                          // E[dxhat]
     product = group_sum(product) * a.weight_of_one;                  // E[dxhat x]
@@ -9932,13 +9954,13 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
 
 // Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD].
 // grid (chunks of pixels, slabs of channels, images), as groupnorm_forward_kernel. A thread has the channels and pixels
-// of NormColumn. `chunks` is how many the first pass had, which need not be this one's.
+// of NormColumn. `chunks` is the number of chunks in the first pass; this pass may have another number.
 // Shared memory: each thread's next PIXELS pieces of x, dout and an addend; the coefficients of the slab's channels
 // (scale, shift) and of their groups (x_factor, offset).
 //   1. Every thread starts the loads of its first pixels.
-//   2. Eight threads for each group of the slab add up the chunks' sums: x_factor and offset.
+//   2. For each group of the slab, eight threads add up the chunks' sums. This gives x_factor and offset.
 //   3. The blocks of the first chunk also add up the parameters' gradients of this image.
-//   4. Each thread walks down its pixels: dz once more, and dx.
+//   4. Each thread walks down its pixels, and computes dz again, and dx.
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2,
@@ -9951,15 +9973,14 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     constexpr int SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
-    NormColumn<T, PIXELS> t{a,
-                            (int)(gridDim.z - 1 - blockIdx.z)}; // it takes images in reverse, as the forward pass does
+    NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // images in reverse order, as in the forward pass
     const GradOf<T> to = t.in_x1 ? dx1 : dx2;
-    if (!to.dx) t.end = 0; // nobody wants this gradient
+    if (!to.dx) t.end = 0; // nobody needs this gradient
     const uint64_t policy = last_read();
     const T* next_x = t.x;
     const T* next_d = dout + t.at_out;
     const T* next_add =
-        ADD && to.add1 ? to.add1 + t.at : nullptr; // this may be dx itself, which is not written there yet
+        ADD && to.add1 ? to.add1 + t.at : nullptr; // add1 may be dx itself; at this time dx has not been written there
     auto fetch = [&](int slot, bool inside) {
         if (inside) {
             copy_async_16(&loads[slot][0][threadIdx.x], next_x, policy);
@@ -9974,7 +9995,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
-    await_previous_kernel(); // which wrote the sums, but neither x nor dout
+    await_previous_kernel(); // the previous kernel wrote the sums, but neither x nor dout
     if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
 
     partial += (size_t)t.b * chunks * a.C;
@@ -10035,16 +10056,18 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //
 //     1. x and dout of the chunk come to shared memory, where each thread loads and reads its own part
 //     2. each thread sums dz and dz x of its pixels; dz stays where dout was
-//     3. a warp folds its threads' sums, a block its warps', and blocks write theirs into each other's shared memory
+//     3. a warp adds up its threads' sums; if there are several blocks, each adds up its warps' sums and writes them to
+//     all blocks
 //     4. every block computes x_factor and offset of every group from all these sums
 //     5. dx = scale dz - (x_factor x + offset), from x and dz in shared memory
 //
-// Costs: Everything is read once. At 8x8 the time is latencies: above all of code that runs once, and of what waits
-//   behind the loads of x. So loops are not unrolled, and the few values that others wait for are loaded first.
+// Costs: Everything is read once. At 8x8 the time consists of latencies: mainly of fetching code that runs only once,
+//   and of work that waits for the loads of x. So loops are not unrolled, and the few values that other work waits for
+//   are loaded first.
 
 // Adds v over the lanes of a warp that are a multiple of `columns` (a power of 2) apart. In each step two lanes
-// exchange half of their values and add the others', so that a lane looks after half as many; at the end it has a pair
-// at v[0], or more where there are more columns. Returns which of the values the first one is.
+// exchange half of their values and add, so that each lane then has half as many values. At the end it has a pair at
+// v[0], or more pairs if there are more columns. Returns the index of its first value.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -10052,7 +10075,7 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
         const int of_half = fold_rows<HALF / 2, OFFSET / 2>(v, columns);
         first += of_half;
     } else {
-        for (int o = OFFSET / 2; o >= columns; o /= 2) { // a pair is not divided any more
+        for (int o = OFFSET / 2; o >= columns; o /= 2) { // a pair is not divided further
             v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o);
             v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
         }
@@ -10060,9 +10083,9 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
     return first;
 }
 
-// How groupnorm_backward_whole_kernel cuts an image: whole groups and whole vectors of channels to a slab, chunks of
-// pixels to the blocks of a cluster. A warp works on 2^log_columns neighbouring vectors of a pixel, so that any number
-// of vectors makes a slab (the last ones may be idle); 2^log_warps warps work on the same ones.
+// How groupnorm_backward_whole_kernel divides an image: a slab has whole groups and whole vectors of channels; each
+// block of a cluster has a chunk of its pixels. A warp works on 2^log_columns neighbouring vectors of a pixel, so that
+// a slab may have any number of vectors (lanes beyond it are idle); 2^log_warps warps work on the same vectors.
 struct NormWhole {
     int threads; // of a block
     int slab;    // channels
@@ -10072,7 +10095,8 @@ struct NormWhole {
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // pixels at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // pixels of a thread
-    HD int pitch() const { return slab + 1; } // of sums; odd, so that those of a channel lie in different banks
+    // of rows of sums; odd, so that the sums of one channel lie in different banks
+    HD int pitch() const { return slab + 1; }
     // Shared memory, in the order in which NormSlab takes it
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
@@ -10082,19 +10106,20 @@ struct NormWhole {
     }
 };
 
-constexpr int MAX_WHOLE_THREADS = 384; // of a block; twice as many fit on a multiprocessor
+constexpr int MAX_WHOLE_THREADS = 384; // of a block; a multiprocessor has room for two such blocks
 
-// This is what a block and a thread work on: a chunk of the pixels and a slab of the channels of image b; V
-// neighbouring channels of `count` pixels, `rows` apart.
+// What a block and a thread work on. A block has a chunk of the pixels and a slab of the channels of image b. A thread
+// has V neighbouring channels of `count` pixels, which are `rows` apart.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
-    static constexpr int COPY_GROUPS = 4; // dout arrives in so many groups of copies, and sums begin with the first
+    static constexpr int COPY_GROUPS = 4; // dout is copied in so many groups; the sums begin when the first has arrived
     static constexpr int BATCH = 2;       // pixels whose addends are loaded together
     const NormArgs& a;
     const NormWhole& w;
     uint4* const kept; // (slots, 2, threads): a thread's x, and its dout, later dz
 
-    // Threads: 2^log_columns of a warp lie beside each other, the others below them.
+    // How threads are arranged: a row has 2^log_columns threads of a warp, and the warp's next threads are in the rows
+    // below.
     int tid = threadIdx.x;
     int threads = w.threads;
     int rows = w.rows();
@@ -10113,8 +10138,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz x
     float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are several
 
-    // Pixels and channels. The last images come first: their dout may still be in the L2 cache, and whoever reads dx
-    // begins with the first one.
+    // Pixels and channels. Images are processed from the last to the first: the last ones' dout may still be in the L2
+    // cache, and the kernel that reads dx begins with the first image.
     int b = gridDim.z - 1 - blockIdx.z;
     int slab0 = blockIdx.y * w.slab;         // the slab's first channel
     int first = blockIdx.x * w.chunk + row;  // this thread's first pixel
@@ -10127,7 +10152,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     int stride = rows * pitch;                                                   // from this thread's pixel to its next
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // in x and dx
 
-    // Addends of the next BATCH pixels. The first ones are loaded before the sums are complete: they may be dx itself.
+    // Addends of the next BATCH pixels. The first ones are loaded before the sums are complete. (An addend may be dx
+    // itself.)
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
@@ -10150,7 +10176,8 @@ template <class T, bool DROPOUT> struct NormSlab {
             copies_committed();
         }
     }
-    // v: sums of dz and dz * x by channel, as dout arrives, in whose place dz remains.
+    // v: the sums of dz and dz * x by channel. It takes dout in the order in which it arrives, and leaves dz in its
+    // place.
     INLINE void sum_pixels(float (&v)[2 * V], const float (&scale)[V], const float (&shift)[V], uint32_t step) const {
         uint4* p = kept + tid;
         NO_UNROLL_FOR (int i = 0; i < COPY_GROUPS; i++) {
@@ -10181,22 +10208,22 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     INLINE void begin_addends(const GradOf<T>& to) {
         if (to.dx) load_addends(to, 0);
-        if (to.add1) // all others are fetched into the L2 cache meanwhile
+        if (to.add1) // the later ones are fetched into the L2 cache
             NO_UNROLL_FOR (int k = BATCH; k < count; k++) {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
             }
     }
     // Adds up a warp's sums of each channel, and puts them into warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
-        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the first value that this lane looks after
-        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many values it looks after
+        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the first value that this lane has
+        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many values it has
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
         if (busy)
             UNROLL_FOR (int i = 0; i < V; i++)
                 if (2 * i < left) to[i] = make_float2(v[2 * i], v[2 * i + 1]);
     }
-    // Writes this block's sums into the shared memory of all blocks of the cluster, and waits until all blocks' have
-    // arrived here. all_here: the barrier that counts their bytes.
+    // Writes this block's sums into the shared memory of all blocks of the cluster, and waits until the sums of all
+    // blocks have arrived here. all_here: the barrier that counts their bytes.
     INLINE void exchange(uint32_t all_here) const {
         cluster_wait(); // all blocks have begun, so their shared memory may be written to
         if (tid < w.slab) {
@@ -10209,7 +10236,8 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
         mbarrier_wait(all_here, 0);
     }
-    // x_factor and offset of each group, from 2^log_items rows of sums, into coefficients. Eight threads take a group.
+    // Computes x_factor and offset of each group, from 2^log_items rows of sums, and writes them to coefficients. Each
+    // group has eight threads.
     INLINE void find_group_terms(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
             double sum = 0;     // of dxhat
@@ -10255,20 +10283,21 @@ template <class T, bool DROPOUT> struct NormSlab {
 };
 
 // grid (chunks of pixels, slabs of channels, images); the chunks of an image are a cluster. NormSlab says what a thread
-// has and what lies in shared memory; the phases are those of the section's head.
+// has and what lies in shared memory; the phases are listed at the head of the section.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
-    // Aligned to 128 bytes: else it begins 16 bytes behind `barrier`, and 128 bytes of a row lie in two lines of banks.
+    // Without the alignment to 128 bytes it would begin 16 bytes behind `barrier`, and 128 bytes of a row would lie in
+    // two rows of banks.
     extern __shared__ __align__(128) uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab{a, w, kept};
     const int tid = threadIdx.x;
     const int blocks = slab.blocks;
 
-    // What the forward pass left is there before the kernel in front has ended: first the few values that others wait
-    // for.
+    // What the forward pass has stored can be read before the previous kernel has ended. First load the few values that
+    // other work waits for.
     const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -10284,8 +10313,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.dxhat_factor(), 0);
     }
     __syncthreads();
-    // Other blocks' sums may be here already. The barrier's phase ends when this arrival and all announced bytes are
-    // in, in whatever order.
+    // Other blocks' sums may be here already. The barrier's phase ends after this arrival and after all announced bytes
+    // have arrived, in any order.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
     float scale[V], shift[V];
     float v[2 * V] = {}; // sums of dz and dz x of each channel
@@ -10296,8 +10325,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     slab.fold(v);
     __syncthreads();
     if (blocks > 1) slab.exchange(all_here);
-    // For each channel 2^log_items sums are left to be added up: one of each block or, if there is only one block, one
-    // of each of its warps.
+    // For each channel 2^log_items sums still have to be added up: one of each block or, if there is only one block,
+    // one of each of its warps.
     const float2* const all_sums = blocks > 1 ? slab.block_sums : slab.warp_sums;
     const int log_items = blocks > 1 ? 31 - __clz(blocks) : w.log_warps;
     slab.find_group_terms(all_sums, log_items);
@@ -10311,14 +10340,15 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     }
 }
 
-// The gradients of many group norms' parameters in one launch: sums over the batch.
+// The gradients of the parameters of many group norms are summed over the batch in one launch.
 struct NormSums {
     const float2* sums; // (B, C): parts of dbias, dweight
     float *dweight, *dbias;
     int B, C;
 };
 constexpr int MAX_NORM_SUMS = 64;
-static struct NormSumsList { NormSums norms[MAX_NORM_SUMS]; } norm_sums_list; // what waits for finish_gradients
+// the norms that finish_gradients has to sum up
+static struct NormSumsList { NormSums norms[MAX_NORM_SUMS]; } norm_sums_list;
 static int norm_sums_count = 0;
 static size_t norm_sums_used = 0; // of device.norm_sums
 
@@ -10355,7 +10385,7 @@ static void finish_gradients() {
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
-// Cuts images into chunks of pixels, at most max_chunks, so that there are per_sm blocks for each multiprocessor.
+// Divides images into chunks of pixels, at most max_chunks, so that there are per_sm blocks for each multiprocessor.
 // Returns the grid.
 static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     const int slabs = a.C / a.slab;
@@ -10366,7 +10396,8 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Enough for any batch up to s.B: a slab has a chunk or more, all together as many as norm_grid lets the chip hold.
+// Returns enough memory for any batch up to s.B. A slab has at least one chunk, and together there are as many chunks
+// as norm_grid allows.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
