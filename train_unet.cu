@@ -6,108 +6,108 @@
 // Map (make map renews the line numbers)
 //    191  Part I. The program
 //    194     1. Types at the interface: what operations are called with
-//    511     2. The interface: all that the program asks of a device
-//    813     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    910     4. Configuration: flags, presets, help, what can work and what cannot
-//   1629     5. The network: a list of layers, made of guided-diffusion's flags
-//   2437     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2677     7. Forward and backward: two walks over the list
-//   2792     8. Diffusion: noise schedules, objectives, samplers
-//   3018         the level of a training sample, drawn, and its share of the loss
-//   3455         samplers
-//   3996     9. Data: .bin files that may be larger than memory, the order of their images
-//   4513    10. Model files: weights and checkpoints, initial weights
-//   4852    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4867         the learning rate, the verdict on a step, averages of the weights
-//   4949         what a trainer holds
-//   5076         a step
-//   5364    12. A run: log, guard, checkpoints, resume, samples
-//   5389         the log in memory, as the page shows it
-//   5499         what a run holds
-//   5566         the log and the status line
-//   5752         checkpoints, snapshots and grids
-//   5998         the start of a run: new, from a file's weights, or resumed
-//   6191         the loop over the steps
-//   6304         a run from its first to its last line
-//   6473         samples, without a run
-//   6623    13. main: the command line, then a run or samples
-//   6898         what ranks must have in common
-//   6966         main
-//   7088  Part II. The device
-//   7091    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7166    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7234    16. The GPU: what all kernels share
-//   7298         Launches, which may overlap
-//   7340         Decisions: what kernels are chosen with
-//   7386         Single instructions: shared memory, mbarriers, clusters
-//   7470         Activations: pieces of 16 bytes
-//   7743         each_kernel: a thread for an element
-//   7757         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   7910         Swizzle: how rows lie in shared memory
-//   7928         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8128         building blocks of Hopper's kernels (sm_90a)
-//   8391    17. Small operations: resampling, embeddings, diffusion
-//   8394         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8591         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   8933         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9429    18. Group norm
-//   9432         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//   9944         groupnorm_backward_whole: an image's slab in shared memory
-//  10302    19. Attention
-//  10405         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  10922         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11057         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11715    20. Convolution
-//  11750         ConvOut: results, 4 channels of a pixel at a time
-//  11978         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12038         conv_halo: 3x3, stride 1, any GPU
-//  12429         conv_gather: any kernel size and stride, any GPU
-//  12681         conv_few: the first and the last layer
-//  12851         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13408         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13509         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  13932         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14311         conv_weight_tma: weight gradients (sm_90a)
-//  14591    21. The optimiser
-//  14594         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14822    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14825         groupnorm_backward
-//  14959         attention: forward and, where a has dout, backward
-//  15020         convolution: forward and input gradient
-//  15436         convolution: weight gradients
-//  15768    23. The GPU: memory, copies, repeated work
-//  15982    24. Between ranks: from device to device
+//    532     2. The interface: all that the program asks of a device
+//    837     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    935     4. Configuration: flags, presets, help, what can work and what cannot
+//   1656     5. The network: a list of layers, made of guided-diffusion's flags
+//   2491     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2733     7. Forward and backward: two walks over the list
+//   2850     8. Diffusion: noise schedules, objectives, samplers
+//   3095         the level of a training sample, drawn, and its share of the loss
+//   3537         samplers
+//   4070     9. Data: .bin files that may be larger than memory, the order of their images
+//   4590    10. Model files: weights and checkpoints, initial weights
+//   4930    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4945         the learning rate, the verdict on a step, averages of the weights
+//   5028         what a trainer holds
+//   5156         a step
+//   5450    12. A run: log, guard, checkpoints, resume, samples
+//   5475         the log in memory, as the page shows it
+//   5585         what a run holds
+//   5652         the log and the status line
+//   5838         checkpoints, snapshots and grids
+//   6084         the start of a run: new, from a file's weights, or resumed
+//   6277         the loop over the steps
+//   6390         a run from its first to its last line
+//   6559         samples, without a run
+//   6709    13. main: the command line, then a run or samples
+//   6983         what ranks must have in common
+//   7051         main
+//   7173  Part II. The device
+//   7176    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7253    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7321    16. The GPU: what all kernels share
+//   7385         Launches, which may overlap
+//   7427         Decisions: what kernels are chosen with
+//   7473         Single instructions: shared memory, mbarriers, clusters
+//   7557         Activations: pieces of 16 bytes
+//   7832         each_kernel: a thread for an element
+//   7846         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8002         Swizzle: how rows lie in shared memory
+//   8020         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8222         building blocks of Hopper's kernels (sm_90a)
+//   8493    17. Small operations: resampling, embeddings, diffusion
+//   8496         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8692         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9035         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9534    18. Group norm
+//   9537         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10052         groupnorm_backward_whole: an image's slab in shared memory
+//  10420    19. Attention
+//  10523         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11045         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11180         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11843    20. Convolution
+//  11878         ConvOut: results, 4 channels of a pixel at a time
+//  12106         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12167         conv_halo: 3x3, stride 1, any GPU
+//  12559         conv_gather: any kernel size and stride, any GPU
+//  12812         conv_few: the first and the last layer
+//  12983         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13541         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13643         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14067         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14453         conv_weight_tma: weight gradients (sm_90a)
+//  14734    21. The optimiser
+//  14737         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14965    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14968         groupnorm_backward
+//  15103         attention: forward and, where a has dout, backward
+//  15164         convolution: forward and input gradient
+//  15592         convolution: weight gradients
+//  15927    23. The GPU: memory, copies, repeated work
+//  16141    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7084, run_program 7024, train 6429, run_step 6240, train_step 5299, load_batch 4471;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 15892):
-//     step_gradients 5203: draw_levels 8946, forward_and_loss 5120, q_sample_forward 9131, unet_forward 2701,
-//     forward_layer 2717 (a function of the layer's kind), loss_forward_backward 9273, unet_backward 2791,
-//     sum_gradients 14640;
-//     judge_step 14687, update_slice 5266, adamw_update 14796, next_step 14693, record_step 14698;
-//     later collect_steps 6195
-//   pictures, from noise: sample_batch 3913, plan_route 3687, device_step 3730, euler_step 3485 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15358 draws all of its roads):
-//     forward_conv 2001; conv_forward 15386, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15320 above that; conv_tiles 13950, with conv_tiles_kernel above it;
-//     Accumulators 8373; Wgmma 8012;
-//     on any other GPU pick_conv_halo_bf16 15124; conv_halo 12449, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 7837
-//   why several GPUs compute the bits of one: step_gradients 5203
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7130, with_nonlinearity 7140 (a case); BEHIND_NORMS, in front of
-//     add_norm 2184, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 2934
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 351, and beside each other edm_question 2855,
-//     ask 2873, frame_of 2883, sigma_draws 2889, has_steps_of_t 2895; the head of their section lists the changes
-//   a kind of layer: forward_linear 1922 and what stands beside it, with a list of all places in front of
-//     LayerKind 1894; add_resblock 2258 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7169, run_program 7109, train 6515, run_step 6326, train_step 5384, load_batch 4547;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16051):
+//     step_gradients 5285: draw_levels 9048, forward_and_loss 5200, q_sample_forward 9234, unet_forward 2758,
+//     forward_layer 2746 (a function of the layer's kind), loss_forward_backward 9344, unet_backward 2821,
+//     sum_gradients 14783;
+//     judge_step 14830, update_slice 5350, adamw_update 14939, next_step 14836, record_step 14841;
+//     later collect_steps 6281
+//   pictures, from noise: sample_batch 3987, plan_route 3761, device_step 3804, euler_step 3567 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 15476 draws all of its roads):
+//     forward_conv 2024; conv_forward 15505, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15437 above that; conv_tiles 14052, with conv_tiles_kernel above it;
+//     Accumulators 8441; Wgmma 8071;
+//     on any other GPU pick_conv_halo_bf16 15236; conv_halo 12546, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 7895
+//   why several GPUs compute the bits of one: step_gradients 5285
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7216, with_nonlinearity 7226 (a case); BEHIND_NORMS, in front of
+//     add_norm 2234, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3025
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 368, and beside each other edm_question 2888,
+//     ask 2906, frame_of 2916, sigma_draws 2922, has_steps_of_t 2928; the head of their section lists the changes
+//   a kind of layer: forward_linear 1945 and what stands beside it, with a list of all places in front of
+//     LayerKind 1917; add_resblock 2282 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7107; until they know it, nothing compiles: unpack 7488,
-//     pack 7516, FourOf 7553, mma 7804, with_act 7355, cast_params 14717, adamw_update 14796, tma_type 8087;
-//     which kernels take it: conv_product 15322, act_has_wgmma 7364; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7192; until they know it, nothing compiles: unpack 7575,
+//     pack 7603, FourOf 7640, mma 7895, with_act 7442, cast_params 14860, adamw_update 14939, tma_type 8181;
+//     which kernels take it: conv_product 15476, act_has_wgmma 7451; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
-//     ends in is unknown_word 1035, called by who does not know it
+//     ends in is unknown_word 1060, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -10425,19 +10425,19 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 //   backward   D = rowsum(dout * out)   dP = dout v^T                dS = P (dP - D)
 //              dv = P^T dout            dq = dS k / sqrt(d)          dk = dS^T q / sqrt(d)
 //
-// The forward pass leaves two numbers of each row (SoftmaxRow), from which the backward pass makes P again.
+// The forward pass stores two numbers for each row (SoftmaxRow), from which the backward pass computes P again.
 // S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head, and tiles of the
 // other rows stream past them. Hopper's kernels take bf16 heads of 32 and 64 channels, two portable versions take the
-// rest. In the backward pass of these half of the blocks own queries (and write dq) and half own keys (and write dk and
-// dv), so that every sum has one owner and one order. Both halves are the same code with own rows A1, A2 and streamed
-// rows B1, B2:
+// rest. In the backward pass of the portable versions half of the blocks own queries (and write dq), and half own keys
+// (and write dk and dv). So every sum is computed by one block, in one order. Both halves are the same code with own
+// rows A1, A2 and streamed rows B1, B2:
 //
 //   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
 //   queries q    dout   k    v         dq = dS B1
 //   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
 //
-// Exponentials are powers of 2, which the hardware computes: e^x = 2^(x log2(e)). So kernels keep q k^T undivided as
-// scores, and 1 / sqrt(d) and log2(e) are one factor of the exponent.
+// Exponentials are powers of 2, which the hardware computes: e^x = 2^(x log2(e)). So scores are q k^T without the
+// division by sqrt(d), and 1 / sqrt(d) and log2(e) together are one factor in the exponent.
 
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
@@ -10448,7 +10448,7 @@ struct AttentionCall {
     int all_heads = B * heads; // of all images together
 };
 
-// These are one head's rows of a matrix. pitch: elements from a row to the next one
+// One head's rows of a matrix. pitch: elements from a row to the next one.
 template <class T> struct HeadRows {
     T* p;
     int pitch;
@@ -10457,7 +10457,7 @@ template <class T> struct HeadRows {
 
 enum { Q_PART, K_PART, V_PART }; // of a pixel's 3C channels in qkv and dqkv
 
-// A block's tile of `rows` rows of one head. Blocks of a head are neighbours, so that they find its rows in the L2
+// A block's tile of `rows` rows of one head. The blocks of a head run at the same time, so they find its rows in the L2
 // cache.
 struct HeadTile {
     const AttentionCall& a;
@@ -10468,7 +10468,7 @@ struct HeadTile {
     int b = index / a.heads;
     int h = index % a.heads;
 
-    // Says where row t of the head has its SoftmaxRow and its D, of (B, heads, T).
+    // Returns the index of row t of the head in SoftmaxRows and D, which are (B, heads, T).
     INLINE size_t row_index(int t) const { return (size_t)index * a.T + t; }
     // Returns the head's rows of one part of qkv or dqkv, and of out or dout.
     template <class T> INLINE HeadRows<T> of_qkv(const act* qkv, int part) const {
@@ -10479,7 +10479,7 @@ struct HeadTile {
     }
 };
 
-// The operands of the portable backward kernels, as the table above has them. keys: the block owns keys.
+// The operands of the portable backward kernels, by the table above. keys: the block owns keys.
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
     INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool keys) {
@@ -10492,8 +10492,8 @@ template <class T> struct BackwardOperands {
     }
 };
 
-// Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH), by cp.async. Zeros stand for
-// what lies beyond T rows and d columns. A thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row.
+// Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH), by cp.async. It writes zeros for
+// elements beyond T rows or d columns. A thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row.
 template <class Tile, int ROWS, class T>
 INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionCall& a) {
     constexpr int PIECES = Tile::DIM / VEC<T>; // of a row
@@ -10521,27 +10521,30 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-// Used when: d <= 256, in fp32 128, where Hopper's kernels (below) are not: fp32, other GPUs, other d or T.
+// Used when: d <= 256 (in fp32 d <= 128), and Hopper's kernels (below) can't be used: in fp32, on other GPUs, for
+// another d or T.
 // How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys). The other rows stream past through
 //   two stages of shared memory, N at a time: while one stage is multiplied, the other one is loaded.
 //
 //     S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
 //     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S, packed to bf16
 //
-//   mma.sync's result S has the layout that its A operand needs, so P needs no way through shared memory. The softmax
-//   is taken as rows stream past: each row has its highest score so far and the sum of its exponentials; when a higher
-//   one comes, what was summed before shrinks. In shared memory rows are padded by 16 bytes, so that the eight rows
-//   that ldmatrix reads at once lie in different banks.
-// Costs: 2 products of T x T x d forward; 7 backward, since owners of queries and of keys each compute S and dP.
+//   mma.sync's result S has the layout of its A operand, so P need not go through shared memory. The softmax is
+//   computed while rows stream past: each row keeps its highest score so far and the sum of its exponentials. When a
+//   higher score comes, the earlier sums are made smaller by a factor. In shared memory rows are padded by 16 bytes, so
+//   that the eight rows that ldmatrix reads at once lie in different banks.
+// Costs: 2 products of T x T x d forward; 7 backward, since the blocks that own queries and those that own keys all
+// compute S and dP.
 
-// Rows that stream past at a time. The longer the rows are, the fewer fit into shared memory.
+// Returns how many rows stream past at a time. The longer the rows are, the fewer fit into shared memory.
 constexpr int attention_streamed_rows(int row_bytes, int MT) {
     if (row_bytes > 256) return 16;
     if (row_bytes > 128) return 32;
     if (row_bytes > 64 || MT == 1) return 64;
     return 128;
 }
-// Blocks of a multiprocessor, by the registers that a thread needs: for its warp's 16 MT rows of row_bytes each.
+// Returns how many blocks a multiprocessor has room for. It depends on the registers that a thread needs for its warp's
+// 16 MT rows of row_bytes each.
 constexpr int attention_forward_blocks(int row_bytes, int MT) {
     if (row_bytes > 128) return 1;
     if (row_bytes * MT <= 64) return 6;
@@ -10559,8 +10562,9 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int ROW_BYTES = DIM * sizeof(T);
     static constexpr int V = VEC<T>;
     static constexpr int PARTS = ::PARTS<T>; // 2: floats are multiplied as two fp16 numbers
-    static constexpr bool KEEP = KEEP_;      // fragments of own rows stay in registers; else they are read each time
-    // Own rows. A warp owns 16 MT of them. With MT = 2, what it reads of the streamed rows serves twice.
+    // fragments of own rows stay in registers; otherwise they are read each time
+    static constexpr bool KEEP = KEEP_;
+    // Own rows. A warp owns 16 MT of them. With MT = 2, it uses each streamed row that it has read twice.
     static constexpr int MT = MT_;
     static constexpr int WARP_ROWS = 16 * MT;
     static constexpr int WARPS = ROW_BYTES > 256 ? 2 : 4;
@@ -10600,7 +10604,7 @@ template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
     const typename Tile::T* rows; // where this lane's addresses for ldmatrix begin
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
-    float scale[SLOTS]; // what undoes the scale of floats' parts
+    float scale[SLOTS]; // the factor that undoes the scale of floats' parts
 
     // own: the block's rows in shared memory
     __device__ void load(const typename Tile::T* own) {
@@ -10626,9 +10630,9 @@ template <class Tile> struct OwnRows {
     }
 };
 
-// A warp's results, as mma.sync leaves them: tiles of 16 rows x 8 columns. Of a tile [m][n] a thread has the columns 2q
+// A warp's results, in mma.sync's layout: tiles of 16 rows x 8 columns. Of a tile [m][n] a thread has the columns 2q
 // and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]), with g = lane / 4 and q = lane % 4.
-// Scores: S, P, dP or dS of SUB streamed rows. Sums: what becomes of a warp's own rows in 8 CT columns of d.
+// Scores: S, P, dP or dS of SUB streamed rows. Sums: results for a warp's own rows, in 8 CT columns of d.
 template <class Tile> using Scores = float[Tile::MT][Tile::NT][4];
 template <class Tile, int CT> using Sums = float[Tile::MT][CT][4];
 
@@ -10642,8 +10646,7 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
         const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * Tile::PARTS];
-        // Each ldmatrix takes four matrices of 8 rows x 16 bytes: two beside each other, and the same of the next 8
-        // rows.
+        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two beside each other, and two of the next 8 rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) {
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
@@ -10676,7 +10679,7 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
     constexpr int PARTS = Tile::PARTS;
     constexpr int AT_ONCE = 4; // tiles of 8 columns
     const int lane = threadIdx.x % 32;
-    const T* lane_rows; // what this lane reads first: for bf16 the address that it gives to ldmatrix
+    const T* lane_rows; // the first element that this lane reads; for bf16 the address that it gives to ldmatrix
     if (PARTS == 1) lane_rows = streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
     else lane_rows = streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4;
     const uint32_t lane_address = shared_address(lane_rows);
@@ -10707,7 +10710,7 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
 }
 
 // Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's own rows. They go through the shared memory of these
-// rows, which nobody else reads, so that 16 bytes at a time are written to memory.
+// rows, which nobody else reads, so that each store to memory has 16 bytes.
 template <class Tile, int CT, class T>
 INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums, const HeadTile& tile, int c0,
                        float factor = 1) {
@@ -10743,7 +10746,7 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums
     }
 }
 
-// Scores in columns from `valid` on, of rows beyond T, become -infinity, so that their P is 0.
+// Sets the scores of columns from `valid` on to -infinity, so that their P is 0. These columns are rows beyond T.
 template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) {
     if (valid >= Tile::SUB) return;
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -10754,8 +10757,8 @@ template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) 
             }
 }
 
-// The softmax over the scores that a thread's rows have met so far (FlashAttention, algorithm 1). New scores S come:
-//   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
+// The softmax over all scores of a thread's rows so far (FlashAttention, algorithm 1). With new scores S: top' =
+//   max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
 //   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
 // scale: log2(e) / sqrt(d). [m][0], [m][1]: of rows g and g + 8 of tile m
 template <class Tile> struct RunningSoftmax {
@@ -10763,7 +10766,7 @@ template <class Tile> struct RunningSoftmax {
     float sum[Tile::MT][2] = {}; // over this thread's columns alone
 
     INLINE RunningSoftmax() {
-        for (auto& rows : top) { // any score is higher
+        for (auto& rows : top) { // every score is higher than that
             rows[0] = -INFINITY;
             rows[1] = -INFINITY;
         }
@@ -10785,7 +10788,8 @@ template <class Tile> struct RunningSoftmax {
                     out[m][n][2 * r] *= shrink;
                     out[m][n][2 * r + 1] *= shrink;
                 }
-                // First the difference, then the scale: a large score times scale would be rounded more.
+                // First the difference, then the scale: if large scores were multiplied by the scale, they would be
+                // rounded more.
                 UNROLL_FOR (int n = 0; n < NT; n++)
                     UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
                         p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
@@ -10890,8 +10894,8 @@ template <class T> static __global__ void __launch_bounds__(256) attention_dots_
     if (threadIdx.x % 4 == 0 && t < a.T) D[tile.row_index(t)] = dot;
 }
 
-// Up to this T blocks compute D of all queries themselves, in shared memory; else attention_dots_kernel does it before
-// them. D of rows beyond T is the last row's.
+// Up to this T the blocks compute D of all queries themselves, in shared memory. For a larger T attention_dots_kernel
+// does it before they run. Rows beyond T get the last row's D.
 constexpr int SHORT_T = 64;
 template <class T, int THREADS> INLINE void compute_dots(float* D, const HeadTile& tile, const AttentionCall& a) {
     const auto dout = tile.of_out<const T>(a.dout);
@@ -10904,15 +10908,16 @@ template <class T, int THREADS> INLINE void compute_dots(float* D, const HeadTil
     __syncthreads();
 }
 
-// What a query's row of P and dS is made of: its SoftmaxRow and D.
+// The numbers from which a query's row of P and dS is computed: its SoftmaxRow and D.
 struct Query {
     float top, log_sum, D;
 };
 
 // Scores p become P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum), and dP in ds becomes
 //   dS = P (dP - D)
-// Who owns queries has them as rows (own: of this thread's rows g and g + 8 of each tile). Who owns keys (KEYS) has the
-// streamed queries as columns, whose values lie in shared memory: rows (SUB, 2) and dots (SUB).
+// A block that owns queries has them as rows (own: the Query of this thread's rows g and g + 8 of each tile). A block
+// that owns keys (KEYS) has the streamed queries as columns. Their values lie in shared memory: rows (SUB, 2) and dots
+// (SUB).
 template <class Tile, bool KEYS>
 INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own)[Tile::MT][2], const float* rows,
                              const float* dots, float scale2) {
@@ -10936,8 +10941,8 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
 }
 
 // A block of the backward pass, which owns keys (KEYS) or queries. chunk: which DC columns of their gradients it
-// computes, since heads of more than 128 channels have too many for its registers.
-// Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2, and where they are
+// computes, since the registers have no room for all columns of heads of more than 128 channels.
+// Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2 and, if these are
 // queries, their SoftmaxRow and D. For each stage:
 //   1. the next stage's copies begin
 //   2. S = A1 B1^T and dP = A2 B2^T of SUB streamed rows     3. P and dS
@@ -10962,7 +10967,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, operands.B1, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, operands.B2, first, a);
         if (!KEYS) return;
-        // The streamed rows are queries: their top, log_sum and D. Beyond T it is the last one's.
+        // The streamed rows are queries: load their top, log_sum and D. Rows beyond T get those of the last row.
         float* values = query_values + stage * Tile::QUERY_VALUES;
         for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
             const int t = min(first + i, a.T - 1);
@@ -10984,7 +10989,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
         }
 
     const float scale = rsqrtf((float)a.d);
-    const float scale2 = scale * LOG2E; // of scores in the exponent of 2
+    const float scale2 = scale * LOG2E; // the factor of scores in the exponent of 2
     OwnRows<Tile> a1, a2;
     Sums<Tile, CT> sum1 = {};              // dq or dk, before the division by sqrt(d)
     float sum2[KEYS ? MT : 1][CT][4] = {}; // dv
@@ -10997,7 +11002,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             a2.load(own2);
         }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
-        // Says where this stage's rows lie, and, if they are queries, what else of them is needed.
+        // Where this stage's rows lie and, if they are queries, their SoftmaxRow and D.
         const T* b1 = streamed + stage * 2 * Tile::STREAMED;
         const T* b2 = b1 + Tile::STREAMED;
         const float* stage_rows = query_values + stage * Tile::QUERY_VALUES;
@@ -11019,7 +11024,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
-// grid (B * heads * tiles of T, 1, 2 * chunks of d): blocks that own keys come first, since they have more to do.
+// grid (B * heads * tiles of T, 1, 2 * chunks of d): blocks that own keys start first, since they have more work.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
@@ -11038,10 +11043,10 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_general and attention_backward_general: heads of any size, any GPU
-// Used when: nothing else fits: d > 256 in bf16, d > 128 in fp32.
-// How: a warp owns a row, and each of its lanes 8 columns of what becomes of it. Rows of more than 256 columns are
-//   computed by several warps, each of which computes P anew.
-// Costs: fp32 units; every row reads all the others, from the caches.
+// Used when: no other kernel can be used: d > 256 in bf16, d > 128 in fp32.
+// How: a warp owns a row, and each of its lanes computes 8 columns of the row's result. Rows of more than 256 columns
+//   are computed by several warps, each of which computes P again.
+// Costs: the work of the fp32 units; every row reads all other rows, from the caches.
 
 constexpr int GENERAL_WARPS = 8;   // of a block
 constexpr int GENERAL_COLUMNS = 8; // of a lane: 256 of a warp, 32 apart
@@ -11081,7 +11086,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     for (int j = 0; j < a.T; j++) {
         const float S = warp_dot(q.row(row), k.row(j), a.d);
         const float highest = fmaxf(top, S);
-        // A higher score shrinks what was summed before it.
+        // If the score is higher than all before, the earlier sums are made smaller.
         const float shrink = exp2f((top - highest) * scale);
         const float P = exp2f((S - highest) * scale);
         top = highest;
@@ -11091,7 +11096,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
             out[i] = out[i] * shrink + P * value;
         });
     }
-    // P was not divided by its row's sum yet.
+    // P has not been divided by its row's sum yet.
     T* to = tile.of_out<T>(a.to).row(row);
     each_column(a.d, [&](int i, int c) { to[c] = (T)(out[i] / sum); });
     a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
@@ -11137,7 +11142,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     });
 }
 
-// Launches forward or, where a has dout, backward, as all launch functions of attention do.
+// Launches the forward pass or, if a has dout, the backward pass, as all launch functions of attention do.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
     const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // of 256 columns, a warp each
@@ -11147,11 +11152,11 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
     launch(attention_backward_general_kernel<T>, grid, threads, 0, a, launch_attention_dots<T>(a));
 }
 
-// Forward or backward, for heads of up to DIM channels. Where there are enough rows, and they are short, a warp has 32
-// of them (MT = 2), else 16.
+// Forward or backward, for heads of up to DIM channels. If there are enough rows, and they are short, a warp has 32 of
+// them (MT = 2), otherwise 16.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
-    // Small images have too few rows for that: there would not be enough blocks.
+    // Small images have too few rows for MT = 2: there would not be enough blocks.
     const int few_rows = a.dout ? 64 : 256;
     if (MT == 2 && a.T <= few_rows) {
         launch_attention<T, DIM, 1>(a);
@@ -11173,15 +11178,15 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128, 256 to 1024;
-//   other heads go back by attention_backward_kernel.
+// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128 from 256 to
+//   1024; otherwise attention_backward_kernel computes the backward pass.
 // How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies them;
-//   P or dS, which were just computed, are its A operand straight from the registers.
-//   Forward: queries own, and keys and values stream past.
-//   Backward: keys own, and queries stream past in chunks of 64. A head lies in a cluster of blocks, each of which has
-//   128 of its keys in shared memory. A chunk visits one block after the other, and its sum of dq, in fp32, is handed
-//   on from block to block through their shared memory. Each block begins at another chunk, so all of them always have
-//   work; the order in which a chunk's sum grows is fixed, so the bits repeat:
+//   P or dS, which were just computed in registers, are its A operand.
+//   Forward: warpgroups own queries, and keys and values stream past.
+//   Backward: warpgroups own keys, and queries stream past in chunks of 64. A head lies in a cluster of blocks, each of
+//   which has 128 of its keys in shared memory. A chunk visits one block after the other, and its sum of dq, in fp32, is sent
+//   from block to block through their shared memory. Each block begins at another chunk, so all of them always have
+//   work. A chunk's sum is always computed in the same order, so the bits of a run can be repeated:
 //
 //         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
 //       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
@@ -11198,7 +11203,7 @@ struct AttentionTma : AttentionCall {
     CUtensorMap keys;                // forward: boxes of KEYS rows
 };
 
-// Forward blocks of a multiprocessor: what their registers and shared memory allow.
+// Returns how many forward blocks a multiprocessor has room for, by registers and shared memory.
 constexpr int attention_wgmma_blocks(int warpgroups, int keys) {
     if (warpgroups == 1) return 4;
     return keys == 32 ? 3 : 2;
@@ -11210,7 +11215,8 @@ template <int DIM_, int WARPGROUPS_, int KEYS_, int CHUNKS_> struct AttentionFor
     static constexpr int DIM = DIM_; // channels of a head
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int KEYS = KEYS_;
-    static constexpr int CHUNKS = CHUNKS_; // all of a head's are in shared memory at once; 0: they pass through a ring
+    // of a head, if all are in shared memory at once; 0: they pass through a ring
+    static constexpr int CHUNKS = CHUNKS_;
     static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // of keys, and as many of values
     static constexpr int THREADS = 128 * WARPGROUPS;
     static constexpr int BLOCKS = attention_wgmma_blocks(WARPGROUPS, KEYS); // on a multiprocessor
@@ -11222,8 +11228,8 @@ template <int DIM_, int WARPGROUPS_, int KEYS_, int CHUNKS_> struct AttentionFor
 };
 
 // A block of the backward pass: WARPGROUPS warpgroups, each with 64 keys, and one more for the queries' gradients.
-// With one warpgroup for keys, the block has a whole head of 64 rows, alone, without a cluster; a multiprocessor takes
-// two such blocks.
+// With one warpgroup for keys, the block has a whole head of 64 rows and needs no cluster (ALONE). A multiprocessor has
+// room for two such blocks.
 template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int DIM = DIM_; // channels of a head
     static constexpr int WARPGROUPS = WARPGROUPS_;
@@ -11256,7 +11262,7 @@ template <int DIM> INLINE Operand head_rows(uint32_t address) {
     constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // the descriptor's numbers for 128 and for 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
 }
-// Products that are put on their way, as one group of wgmma each:
+// Each of these starts products, as one group of wgmma:
 //   multiply_abt   d += a b^T, both in shared memory
 //   multiply_ab    d += a b, or with K_MAJOR d += a b^T, a in registers; ADD = 0: d =
 //   multiply_atb   d += a^T b, a in rows of 64 in shared memory
@@ -11329,13 +11335,13 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
 // uniform tells the compiler that this is the same for a whole warp.
 INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 
-// The softmax of a thread's two rows (the second one lies 8 rows on) over chunks of N scores:
+// The softmax of a thread's two rows (the second one is 8 rows below the first) over chunks of N scores:
 //   P = e^((S - top) / sqrt(d))      sum += rowsum(P)
-// Any top would do, since bf16 has fp32's exponents. So top is the highest score of the first chunk, and is not raised
-// with each higher score, as it is in FlashAttention. Only where a sum grows beyond 2^60 is it raised, and the sums are
-// rescaled.
-// Of a row's 4 neighbouring lanes each has two of every 8 columns: s[4 j], s[4 j + 1] are the first row's, s[4 j + 2],
-// s[4 j + 3] the second one's.
+// bf16 has fp32's range of exponents, so `top` need not be the highest score of all. It is the highest score of the
+// first chunk, and is not raised for each higher score, as in FlashAttention. Only when a sum grows beyond 2^60, top is
+// raised and the sums are rescaled.
+// Four neighbouring lanes share a row, and each has two of every 8 columns: s[4 j], s[4 j + 1] belong to the first row,
+// s[4 j + 2], s[4 j + 3] to the second one.
 template <int N> struct Softmax {
     float scale;           // log2(e) / sqrt(d)
     float top[2];          // of the two rows
@@ -11366,7 +11372,7 @@ template <int N> struct Softmax {
             p[j / 4][j % 4] = pack_bf16(a, b);
         }
     }
-    // P of a chunk. o: the sums of P v before it.
+    // Computes P of a chunk. o: the sums of P v of the chunks before.
     template <int M> INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool first) {
         const float before[2] = {sum[0], sum[1]};
         exponentials(p, s);
@@ -11390,12 +11396,12 @@ template <int N> struct Softmax {
 // Shared memory: the block's queries; rings of keys and of values, a chunk of KEYS rows to a stage.
 //   1. The first thread starts the loads: queries, then as many chunks as there are stages.
 //   2. Each warp loads its queries into registers, and S of chunk 0 is computed.
-//   3. In turn i a warpgroup takes the softmax of chunk i, and then multiplies twice at once: out += P v of chunk i,
-//      and the scores of chunk i + 1. The first thread loads the chunk that takes the place of chunk i - 1: one turn
-//      later than it might, so that no warpgroup waits for the other one.
+//   3. In turn i a warpgroup computes the softmax of chunk i, and then two products at the same time: out += P v of
+//      chunk i, and the scores of chunk i + 1. The first thread loads the chunk that takes the place of chunk i - 1:
+//      one turn later than possible, so that no warpgroup waits for the other one.
 //   4. out / sum is stored, and SoftmaxRow for the backward pass.
 // The compiler must see every wait for wgmma in the same turn of the loop, and between fence and wait no other
-// instruction may touch its registers. Else it overlaps none of them, and ptxas says so (C7510 to C7520).
+// instruction may touch its registers. Otherwise it overlaps none of them, and ptxas prints a warning (C7510 to C7520).
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -11416,7 +11422,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
     const HeadTile tile{p, 64 * T::WARPGROUPS};
     await_previous_kernel();
-    // The first thread has a second position in both rings: where it loads.
+    // The first thread has a second position in both rings: the stage that it loads next.
     auto keys_to_load = keys;
     auto values_to_load = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int part, int row) {
@@ -11469,7 +11475,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
-    // A row's P was summed by four lanes. Each stores its part of out / sum; the first one stores the row's SoftmaxRow.
+    // Four lanes have parts of the sum of a row's P. Each stores its part of out / sum; the first lane stores the row's
+    // SoftmaxRow.
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
@@ -11481,8 +11488,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 }
 
 // A block of the backward pass. It owns KEYS keys of a head, each of its warpgroups 64 of them, and it takes the heads
-// of its cluster one after the other. For each head it takes as many steps as the head has chunks of 64 queries, a
-// chunk in a step. It comes to each chunk WARPGROUPS steps after the block before it in the cluster.
+// of its cluster one after the other. For each head it takes as many steps as the head has chunks of 64 queries, one
+// chunk in each step. It processes each chunk WARPGROUPS steps after the previous block of the cluster.
 //
 //   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
 //   the last warpgroup                query_gradients: dq, and -D; its first thread loads keys and chunks
@@ -11494,9 +11501,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 //   sums     the block before: a chunk's dq so far        query_gradients
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
-// `sums` and `dots` go from block to block. There the `full` barriers that count are the receiver's, and the `empty`
-// ones the sender's. Where a role needs a second position in a ring, one to read at and one to write at, it has a copy
-// of the ring (keys_to_load, sums_to_send, dots_to_send).
+// `sums` and `dots` go from block to block. For these the receiver's `full` barriers and the sender's `empty` barriers
+// are used. If a role both reads and writes a ring, it needs two positions in it. So it has a copy of the ring
+// (keys_to_load, sums_to_send, dots_to_send).
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
@@ -11506,7 +11513,7 @@ template <class T> struct BackwardBlock {
     int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // of the cluster
     int rank = T::ALONE ? 0 : blockIdx.x % blocks; // of this block among them
     int first_head = blockIdx.x / blocks;          // of this cluster
-    int head_stride = gridDim.x / blocks;          // to its next head: so many clusters there are
+    int head_stride = gridDim.x / blocks;          // to its next head; it is the number of clusters
     int steps = blocks * WARPGROUPS;               // of a head
     int lane = threadIdx.x % 32;
     int thread = threadIdx.x % 128; // of the warpgroup
@@ -11520,7 +11527,7 @@ template <class T> struct BackwardBlock {
     Pipeline<T::SUM_BYTES> sums_to_send = sums;
     Pipeline<T::DOT_BYTES> dots{shared, 2, blocks, T::ALONE ? 4 : 1};
     Pipeline<T::DOT_BYTES> dots_to_send = dots;
-    int load_head = first_head; // head and step of the chunk that is loaded next
+    int load_head = first_head; // the head and the step of the chunk that is loaded next
     int load_step = 0;
 
     INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
@@ -11556,8 +11563,8 @@ template <class T> struct BackwardBlock {
             tma_load(to.address + i * T::TILE_BYTES, &p.qkv_rows, to.full, part * p.C + c, row, image);
         }
     }
-    // Loads the next chunk in order. It goes into the stage of the chunk before the one whose dS has just arrived:
-    // nobody reads that one any more.
+    // Loads the next chunk. It goes into the stage of an earlier chunk, the one before the chunk whose dS has just
+    // arrived: nobody reads that stage any more.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -11575,8 +11582,8 @@ template <class T> struct BackwardBlock {
             load_head += head_stride;
         }
     }
-    // -D of 64 queries, D = rowsum(dout * out). Each block computes its share of a head's and sends it to all blocks of
-    // the cluster. Two neighbouring threads have a row.
+    // These compute -D of 64 queries, D = rowsum(dout * out). Each block computes its share of a head's and sends it to
+    // all blocks of the cluster. Two neighbouring threads share a row.
     INLINE void load_dots(Dots& d, int head, int part) const {
         const int row = rank * T::KEYS + part * 64 + thread / 2;
         const size_t i = element(head, row, 1) + thread % 2 * (DIM / 2);
@@ -11606,14 +11613,15 @@ template <class T> struct BackwardBlock {
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
-        if (T::ALONE) warp_stored(full); // st.async is for clusters alone
+        if (T::ALONE) warp_stored(full); // st.async exists only in clusters
         for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4) {
             store_to_block(at_block(to, r), at_block(full, r), two);
         }
         __syncwarp();
         if (part + 1 == WARPGROUPS) dots_to_send.hand_over();
     }
-    // Waits for a stage that other blocks fill, and at once announces the bytes of its next round to its barrier.
+    // Waits for a stage that other blocks fill. Then it immediately announces to the stage's barrier the bytes of the
+    // next round.
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
@@ -11624,9 +11632,9 @@ template <class T> struct BackwardBlock {
 
     // Role: the queries' gradients, in a warpgroup of its own; one of its threads also loads. In each step:
     //   1. dq = the sum from the block before, if this is not the chunk's first block
-    //   2. dq += dS k of this block's keys (dS^T arrives in `ds`); meanwhile the next chunk is loaded
+    //   2. dq += dS k of this block's keys (dS^T arrives in `ds`); at the same time the next chunk is loaded
     //   3. dq goes on to the next block, or, if this is the chunk's last block, to memory
-    // In between, -D of the next head is computed.
+    // Between these, -D of the next head is computed.
     INLINE void query_gradients() {
         const int before = (rank ? rank : blocks) - 1;
         const int next = rank + 1 == blocks ? 0 : rank + 1;
@@ -11643,7 +11651,7 @@ template <class T> struct BackwardBlock {
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
             const uint32_t own = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
-                const bool begun = !T::ALONE && i >= WARPGROUPS;       // the block before has begun this sum
+                const bool begun = !T::ALONE && i >= WARPGROUPS;       // the previous block has begun this sum
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // here
                 const int part = i - max(steps / 2 - 1, 0);            // of the next head's -D
                 const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
@@ -11689,7 +11697,7 @@ template <class T> struct BackwardBlock {
                 }
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
-            // -D of this head has been read (by way of dS): tell it all its senders.
+            // dS has arrived, so -D of this head has been read: tell this to the blocks that sent it.
             const int stage = dots.hand_over();
             if (thread < blocks) {
                 if (T::ALONE) dots.free(stage);
@@ -11701,7 +11709,7 @@ template <class T> struct BackwardBlock {
 
     // Role: dk and dv of a warpgroup's 64 keys. Keys are rows here, and queries columns, so P^T and dS^T, computed in
     // registers, are A operands. In each step:
-    //   1. dP^T = v dout^T - D: it is accumulated from -D on
+    //   1. dP^T = v dout^T - D: the sum begins as -D
     //   2. P^T, while dP^T is multiplied, and dv += P^T dout
     //   3. dS^T = P^T dP^T (dP is dP - D already), which also goes to `ds`
     //   4. S^T = k q^T of the next chunk, and dk += dS^T q
@@ -11775,7 +11783,8 @@ template <class T> struct BackwardBlock {
     }
 };
 
-// grid (clusters of T / KEYS blocks): as many clusters as the GPU holds at once, or as there are heads.
+// grid (clusters of T / KEYS blocks): as many clusters as can run on the GPU at the same time, but not more than there
+// are heads.
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionBackward
     attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -11783,8 +11792,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     BackwardBlock<T> block(p);
     if (threadIdx.x == 0) block.init();
     cluster_sync();
-    const int role = block.first_head < p.all_heads ? this_warpgroup() : -1; // -1: there is no head for this cluster
-    if (role == T::WARPGROUPS && block.thread == 0) block.load_keys(block.first_head); // the forward pass made them
+    const int role = block.first_head < p.all_heads ? this_warpgroup() : -1; // -1: this cluster has no head
+    // the forward pass wrote them, so no wait is needed
+    if (role == T::WARPGROUPS && block.thread == 0) block.load_keys(block.first_head);
     await_previous_kernel();
     if (role == T::WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::DQ_REGISTERS));
@@ -11798,7 +11808,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 }
 
 static AttentionTma attention_tma(const AttentionCall& a, int keys) {
-    // Makes the map of boxes of n rows of one head, of a matrix (B, T, parts C).
+    // Makes a tensor map for boxes of n rows of one head of a matrix (B, T, parts C).
     auto rows = [&](const act* x, int parts, int n) {
         const int channels = parts * a.C;
         return tensor_map(x, {channels, a.T, a.B}, {a.d, n});
@@ -11810,7 +11820,7 @@ template <class Tile> static void launch_attention_forward_wgmma(const Attention
     auto kernel = attention_forward_wgmma_kernel<Tile>;
     launch(kernel, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
 }
-// Says how many clusters, each with a head of T rows at a time, the GPU holds at once. It may hold none (MIG).
+// Returns how many clusters can run on the GPU at the same time, each with one head of T rows. It may be 0 (MIG).
 template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
@@ -11842,10 +11852,10 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //
 // Words of this section (tile, stage, ring, fragment and swizzle stand at the head of this file):
 //   tap     a position (kh, kw) of the filter, of which there are 1 or 9; its number is kh * kernel + kw
-//   halo    the pixels of a tile and the border that taps reach: what all nine taps read (drawn at conv_halo)
+//   halo    the pixels of a tile and the border that taps reach: all that the nine taps read (drawn at conv_halo)
 //   slice   the input channels of a halo (16 to 64) that are in shared memory at a time
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
-//   k       the side of a product that is summed: input channels here, pixels for weight gradients. An instruction of
+//   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
 //           the tensor cores sums 16 of them.
 //
 // The kernels (conv_product and conv_weight_batch in section 22 choose; conv_forward there lists the whole road from a
@@ -11857,18 +11867,18 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
 // An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
-// what goes in is dout, Cout and Cin change places, and the taps come in reverse. The weights stay in memory as they
-// are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
+// its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights stay in memory as
+// they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
 //
-// All kernels end alike. The fp32 sums of a tile go through shared memory and become rows of pixels x channels. There
-// bias, embedding, residual or addends are added, and the result is rounded to bf16, once. The sums for the next group
-// norm are taken of the rounded values, since these are what it will read.
+// All kernels end in the same way. The fp32 sums of a tile go through shared memory and become rows of pixels x
+// channels. Then bias, embedding, residual or addends are added, and the result is rounded to bf16, once. The
+// statistics for the next group norm are sums of the rounded values, because the norm will read those.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// Where results go, and what is added to them. Channels [0, C1) go to part1, the C2 behind them to part2: these are the
-// gradients of two concatenated inputs. In the forward pass the addend is the residual. In the backward pass bias, emb
-// and stats are null.
+// Where results go, and what is added to them. Channels [0, C1) go to part1, and the C2 channels behind them go to
+// part2. (There are two parts if the results are the gradients of two concatenated inputs.) In the forward pass the
+// addend is the residual. In the backward pass bias, emb and stats are null.
 struct ConvOut {
     Grad part1, part2 = {};
     int C1, C2 = 0;
@@ -11881,13 +11891,13 @@ struct ConvOut {
     ConvSkip skip = {};      // computed and added instead of an addend
 };
 
-// One convolution, as every kernel for it is told. BACKWARD, what goes in is dout: C1 is then the layer's Cout, and
-// Cout its number of input channels.
+// The arguments of every kernel for a convolution. If BACKWARD, the input is dout: then C1 is the layer's Cout, and
+// Cout is the layer's number of input channels.
 struct ConvCall {
     ConvShape s;
-    int B = 0, H = 0, W = 0;     // images, rows and columns of what comes out
+    int B = 0, H = 0, W = 0;     // images, rows and columns of the output
     int C1 = 0, C2 = 0;          // channels of the inputs x1 and x2 (x2: 1x1 only)
-    int Cout = 0;                // channels of what comes out
+    int Cout = 0;                // channels of the output
     const act* x1 = nullptr;     // (s.B, s.H, s.W, C1)
     const act* x2 = nullptr;     // (s.B, s.H, s.W, C2)
     const act* weight = nullptr; // (s.Cout, taps, s.C1 + s.C2), of the layer
@@ -11903,10 +11913,10 @@ struct ConvCall {
 // What one thread knows to store channels c .. c + 3 of image n.
 template <class T> struct OutputLane {
     int pitch;            // channels of a pixel, in the part that these channels go to
-    int count;            // 4; fewer at the end of channels that are no multiple of 4; 0: nothing is stored
+    int count;            // 4, or fewer if the channels end before that; 0: nothing is stored
     T* out;               // where channel c of pixel 0 goes
     const T *add1, *add2; // the same place in the addends, or null
-    float shift[4];       // bias + embedding, added to all pixels alike
+    float shift[4];       // bias + embedding, which is added to all pixels
 
     INLINE OutputLane(const ConvOut& o, int c, int n) {
         const bool second = c >= o.C1;
@@ -11926,8 +11936,8 @@ template <class T> struct OutputLane {
 
 // Who does what in a block of conv_halo and conv_gather. A block computes one tile: CHANNELS output channels for pixels
 // of IMAGES images. A warp computes 64 pixels x WARP_CHANNELS channels, so a set of PIXEL_WARPS x (CHANNELS /
-// WARP_CHANNELS) warps covers the tile. Small images have too few pixels for many warps. There K_GROUPS such sets share
-// the input channels, and their sums are added at the end.
+// WARP_CHANNELS) warps covers the tile. Small images have too few pixels for many warps. So there are K_GROUPS such
+// sets for them, which share the input channels; their sums are added at the end.
 //
 //   warp of a block = pixel_warp + PIXEL_WARPS * (channel_warp + CHANNELS / WARP_CHANNELS * k_group)
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
@@ -11935,8 +11945,8 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_;
     static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS); // warps of a K group
     static constexpr int THREADS = POSITIONS * K_GROUPS * 32;
-    // Results on their way out. A warp that stores has LANES lanes for a pixel, of 4 channels each, and so stores STEP
-    // pixels at once. PITCH: floats of a pixel in shared memory, with 4 that nobody uses, against bank conflicts.
+    // How results are stored. A warp has LANES lanes for a pixel, with 4 channels each, and so stores STEP pixels at
+    // once. PITCH: floats of a pixel in shared memory; 4 of them are unused, which avoids bank conflicts.
     static constexpr int LANES = WARP_CHANNELS / 4;
     static constexpr int STEP = 32 / LANES;
     static constexpr int PITCH = WARP_CHANNELS + 4;
@@ -11948,12 +11958,12 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
 };
 
-// Stores what a lane has of a round: 4 channels of N pixels. Pixel i of them goes to pixel index_of(i) of the output;
-// -1: nowhere.
-//   staged    the fp32 sums of the lane's first pixel in shared memory, of the first K group; those of the other K
-//             groups lie k_group_floats further on, twice as far, ...
-//   addends   what lies in l.add1 at these pixels; it was loaded long before, to hide the latency
-//   sum, square   the values as stored are added here, for the statistics
+// Stores a lane's part of a round: 4 channels of N pixels. Pixel i of them goes to pixel index_of(i) of the output; if
+// that is -1, it is not stored.
+//   staged    the fp32 sums of the lane's first pixel in shared memory, of the first K group; those of K group i lie i
+//             * k_group_floats further on
+//   addends   the values of l.add1 at these pixels; they were loaded much earlier, to hide the latency
+//   sum, square   the stored (rounded) values are added to these, for the statistics
 // An addend may be the output itself. So all loads of a batch come before its first store.
 template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
@@ -11964,7 +11974,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0);
     if (l.count == 0) return;
 
-    // The network's output: channels are no multiple of 4, and nothing is added.
+    // The network's output: the number of channels is not a multiple of 4, and there are no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -11990,7 +12000,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
         if (BACKWARD && l.add2)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + load4(l.add2 + (size_t)index_of(first + k) * l.pitch);
-        UNROLL_FOR (int k = 0; k < BATCH; k++) // v becomes what was stored, as it was rounded
+        UNROLL_FOR (int k = 0; k < BATCH; k++) // v becomes the stored value, which was rounded
             v[k] = index_of(first + k) >= 0 ? store4(l.out + (size_t)index_of(first + k) * l.pitch, v[k]) : float4{};
         if (!BACKWARD && stats)
             UNROLL_FOR (int k = 0; k < BATCH; k++) {
@@ -12000,8 +12010,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     }
 }
 
-// The block's sums for the statistics: each channel's are added up, in double, over the STAT_ROWS threads that had some
-// of its pixels. These threads have put their sums into shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2).
+// Computes the block's sums for the statistics. STAT_ROWS threads have sums of a channel, each of some of its pixels,
+// and have written them to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). They are added up in double.
 template <class Tile>
 INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
     constexpr int CHANNELS = Tile::CHANNELS;
@@ -12018,8 +12028,8 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 }
 
 // The end of conv_halo and conv_gather. A warp's fragments acc[8 pixels][16 channels] hold neighbouring pixels in each
-// thread. Through shared memory, in ROUNDS rounds, they become rows of neighbouring channels, and there the sums of the
-// K groups meet.
+// thread. They go through shared memory, in ROUNDS rounds, and become rows of neighbouring channels. There the sums of
+// the K groups are added.
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
@@ -12041,14 +12051,14 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
     const int k_group = Tile::k_group(warp);
     const int image = pixel_warp / IMAGE_WARPS;
 
-    // What this lane stores: 4 channels, from `channel` of the tile on, of the N pixels first, first + STEP, ... of
-    // each round. The K groups share the pixels of a round.
+    // This lane stores 4 channels, from `channel` of the tile on, of the N pixels first, first + STEP, ... of each
+    // round. The pixels of a round are divided among the K groups.
     const int row = lane / Tile::LANES;
     const int first = k_group * (N * Tile::STEP) + row;
     const int lane_channel = lane % Tile::LANES * 4;
     const int channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS + lane_channel;
     OutputLane<TO> l(o, c0 + channel, n0 + image);
-    if (row >= Tile::STEP) l.count = 0; // lanes are left over if LANES does not divide 32
+    if (row >= Tile::STEP) l.count = 0; // if LANES does not divide 32, some lanes have no work
 
     float* const staged = (float*)shared + warp % Tile::POSITIONS * WARP_FLOATS;
     float4 sum = {};
@@ -12110,15 +12120,16 @@ template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 // Says where a chunk lies in a swizzled row of shared memory, in bytes. key: the swizzle_key of the row.
 template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
 
-// The place in the same row that is `channels` further on. It is found by XOR, for any key: a place is chunk ^ key, and
-// (chunk ^ key) ^ step = (chunk ^ step) ^ key. The row has to begin at a multiple of its length or of 128 bytes, and
-// `channels` may only set bits that are 0 in the chunk of `place`.
+// Returns the place in the same row that is `channels` further on. It is found by XOR, for any key: a place is chunk ^
+// key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. The row has to begin at a multiple of its length or of 128
+// bytes, and `channels` may only set bits that are 0 in the chunk of `place`.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
 
-// Loads a fragment by ldmatrix. place: where this lane's row begins, of the four matrices of 8 x 8 that ldmatrix loads.
-// TRANSPOSED: a row in shared memory runs along the fragment's rows, not along k, and each matrix is transposed.
+// Loads a fragment by ldmatrix, which loads four matrices of 8 x 8. place: the address of the row that this lane gives
+// to ldmatrix. TRANSPOSED: a row in shared memory runs along the fragment's rows, not along k, and each matrix is
+// transposed.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
         const uint32_t from = (place ^ part * 16) + offset;
@@ -12137,9 +12148,9 @@ INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, i
     }
 }
 
-// Takes apart what has been copied of both operands: each_a(f) and each_b(f) call f(address) for the chunks that this
+// Splits the floats that were copied of both operands: each_a(f) and each_b(f) call f(address) for the chunks that this
 // thread has copied. All threads of the block's WARPS warps must call it, since floats need a barrier. a_scale and
-// b_scale become what undoes the scale. a_is_new = false: operand A was taken apart before, and its scale stays.
+// b_scale become the factors that undo the scales. a_is_new = false: operand A was split before, and its scale stays.
 template <class T, int WARPS, class A, class B>
 INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
     if constexpr (PARTS<T> == 2) {
@@ -12174,7 +12185,7 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //     | slice s   | slice s + 1   | taps with kw = 0 | taps with kw = 1 | taps with kw = 2 |         |
 //     +-----------+---------------+------------------+------------------+------------------+---------+
 //
-//   A slice takes three steps, one for each kw. What later steps need is copied by cp.async meanwhile:
+//   A slice takes three steps, one for each kw. At the same time cp.async copies what later steps need:
 //
 //     step of slice s    kw = 0                   kw = 1                   kw = 2
 //     multiplies         kh = 0, 1, 2             kh = 0, 1, 2             kh = 0, 1, 2
@@ -12183,12 +12194,12 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //
 //   A warp computes 8 x 8 pixels x WARP_CHANNELS channels as products weights (A) x pixels (B): 8 neighbouring pixels
 //   of an image row and 16 input channels are one fragment B, of two registers. In a step the warp loads the 10 rows
-//   that its pixels need under this kw, and uses each for three taps. (If pixels were A, one fragment would be two
-//   image rows, and each kh would need other pairs of rows.)
+//   that its pixels need under this kw, and uses each for three taps. (If pixels were A, one fragment would have two
+//   image rows, and each kh would need different pairs of rows.)
 //   The copies stand between the products and have no branches, so that the tensor cores do not wait for them.
-//   A pixel's row is swizzled with a key that depends on its halo COLUMN alone. So any 8 neighbouring pixels of an
-//   image row can be read without bank conflicts, whatever kw is; and the next image row is a constant number of bytes
-//   on.
+//   A pixel's row is swizzled with a key that depends only on its COLUMN in the halo. So any 8 neighbouring pixels of
+//   an image row can be read without bank conflicts, whatever kw is; and the next image row is a constant number of
+//   bytes on.
 //   From the top down: conv_halo launches conv_halo_kernel, whose main loop calls multiply_step for each step, and that
 //   calls multiply_tap for each tap and 16 output channels: eight mma_bf16 (or 24 mma_fp16), one for each image row.
 // Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 of its pixels, once for nine taps, and all weights of its channels.
@@ -12238,7 +12249,7 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(column);
 }
 
-// The halos in shared memory, and what one thread copies of them: its chunk of every PIXELS_AT_ONCE-th pixel.
+// The halos in shared memory, and the part of them that one thread copies: its chunk of every PIXELS_AT_ONCE-th pixel.
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
     static constexpr int CHUNKS = Tile::SLICE / 8;                          // of a pixel
@@ -12264,7 +12275,7 @@ template <class Tile> struct HaloCopies {
     // Says where copy i of this thread goes, i < 2 HALF.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
-        asm volatile("" : "+r"(first)); // or the compiler keeps a register for every i
+        asm volatile("" : "+r"(first)); // otherwise the compiler keeps a register for every i
         const int key = sources[first_pixel + i * PIXELS_AT_ONCE] & 7;
         const uint32_t halo = first + slice % 2 * Tile::HALO_BYTES;
         return halo + chunk_place<T>(chunk, key) + i * PIXELS_AT_ONCE * Tile::PIXEL_BYTES;
@@ -12300,8 +12311,8 @@ template <class Tile> struct HaloCopies {
     }
 };
 
-// The ring of weights in shared memory, a stage for each kw, and what one thread copies of them: its chunk of every
-// ROWS_AT_ONCE-th row. A stage has three matrices, of the taps kh = 0, 1, 2:
+// The ring of weights in shared memory, with a stage for each kw, and the part that one thread copies: its chunk of
+// every ROWS_AT_ONCE-th row. A stage has three matrices, of the taps kh = 0, 1, 2:
 //   forward    weight is (Cout, taps, C1) in global memory: a row is an output channel, its chunks are the slice
 //   BACKWARD   weight is (C1, taps, Cout), and the taps come in reverse: a row is an input channel of the slice, its
 //              chunks are the block's output channels (C1, Cout: of this product, of the gradient's input and output)
@@ -12338,7 +12349,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         return NO_THREAD_LEFT_OVER || (first_row < ROWS_AT_ONCE && row(i) + first_row < ROWS);
     }
     INLINE uint32_t place(int kw, int i) const {
-        // If rows that the block copies at once are a multiple of 8, all rows of a thread have the same key.
+        // If the block copies a multiple of 8 rows at once, all rows of a thread have the same key.
         const bool same_key = ROWS_AT_ONCE % 8 == 0;
         const uint32_t toggled = same_key ? 0 : (key(first_row) ^ key(row(i) + first_row)) << 4;
         return (first_place ^ toggled) + kw * Tile::WEIGHT_BYTES + kh(i) * TAP_BYTES + row(i) * ROW_BYTES;
@@ -12351,7 +12362,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
         const bool valid = k < p.C1 && c < p.Cout;                      // not valid: zeros
         int C = BACKWARD ? p.Cout : p.C1;                               // channels of a tap in global memory
-        asm volatile("" : "+r"(C)); // or the compiler keeps all its multiples in registers
+        asm volatile("" : "+r"(C)); // otherwise the compiler keeps all its multiples in registers
         const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
         const T* const weight = (const T*)p.weight;
         const uint32_t index = valid ? first_weight + further : 0;
@@ -12371,8 +12382,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = row_of_matrix + upper_c * 8;
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
-    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels, m * 16 and on, and 16 input channels,
-    // k * 16 and on. lane: the shared-memory address of this lane's row in the first fragment.
+    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on and 16 input channels from
+    // k * 16 on. lane: the shared-memory address of this lane's row in the first fragment.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
@@ -12380,8 +12391,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
             return;
         }
         // The next channels of the same row. With 2 or 6 chunks to a row its key is 0 or 1, and 16 channels are an even
-        // number of chunks: an addition leaves the key alone. With more chunks it is an XOR within 128 bytes, as in
-        // channels_on.
+        // number of chunks: so an addition does not change the key. With more chunks it is an XOR within 128 bytes, as
+        // in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
@@ -12398,7 +12409,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
 };
 
 // acc[r][m] += a (weights of tap kh) x b[r + kh] (pixels), for the warp's image rows r = 0 .. 7.
-// Floats: the tensor cores' sum of all three taps is added by fp32 units (see multiply). kh has to go 0, 1, 2 then.
+// Floats: the tensor cores sum all three taps, and fp32 units add this sum to acc (see multiply). So kh has to be 0, 1,
+// 2 in this order.
 template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
                          const FragmentB<T> (&b)[10], float scale) {
@@ -12407,7 +12419,7 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
             mma<T>(acc[r][m], a, b[r + kh]);
         }
     } else
-        UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums are under way, as in multiply
+        UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums take turns, as in multiply
             UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) {
                 sum[first + i / 4][i % 4] = 0;
             }
@@ -12421,7 +12433,7 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
         }
 }
 
-// A step: a warp's products of one kw with a slice. Copies stand between them: copy_in_gap(0), copy_in_gap(1), ...
+// A step: a warp's products of one kw with a slice. Between them it calls copy_in_gap(0), copy_in_gap(1), ...
 template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
@@ -12440,7 +12452,7 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
         }
         float sum[8][4];
         UNROLL_FOR (int i = 0; i < 3 * M; i++) {
-            const int next = i + 1; // its weights are on their way during this product
+            const int next = i + 1; // its weights are loaded during this product
             if (next < 3 * M) Weights::load(a[next % 2], weights, kw, kh_of(next), m_of(next), k);
             multiply_tap<T, M>(acc, sum, m_of(i), kh_of(i), a[i % 2], b, scale);
             if (next % M == 0) copy_in_gap(k * 3 + i / M);
@@ -12451,7 +12463,7 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
 // A block computes a tile of pixels x CHANNELS channels. A warp computes 8 x 8 of these pixels; with K groups it
 // multiplies only its part of each slice. Phases:
 //   1. The first copies are started.
-//   2. For each slice three steps: wait for the operands, multiply, and meanwhile copy for later steps.
+//   2. Each slice has three steps: wait for the operands, then multiply and copy for later steps at the same time.
 //   3. store_product: sums become results.
 // TO: the type of the output.
 template <class Tile, bool BACKWARD, class TO>
@@ -12484,7 +12496,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     }
     copies_committed();
 
-    // The warp's pixels within the tile, and its part of a slice; where this lane's rows for ldmatrix lie.
+    // The warp's pixels within the tile, and its part of a slice; then the addresses of this lane's rows for ldmatrix.
     constexpr int M = Tile::WARP_CHANNELS / 16;
     const int warp = (int)threadIdx.x >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -12545,10 +12557,10 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_gather: any kernel size and stride, any GPU
-// Used when: conv_halo and Hopper's kernels do not take the shape: 1x1, and stride 2.
+// Used when: conv_halo and Hopper's kernels can't be used: for 1x1, and for stride 2.
 // How: A block computes PIXELS neighbouring pixels of one image (counted row by row) for CHANNELS channels. It goes
 //   through all taps, and for each tap through the input channels slice by slice: one step each. For a step it copies
-//   (cp.async) what each of its pixels reads under this tap, wherever that lies in the image, and the tap's weights:
+//   (cp.async) the pixels that its pixels read under this tap, wherever they lie in the image, and the tap's weights:
 //
 //     a stage of shared memory; STAGES of them are a ring
 //     +------------------------+----------------------+
@@ -12561,8 +12573,8 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 // Costs: the input is read once for every tap; after the first time from the L2 cache.
 
 // The offset of tap: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
-// BACKWARD, the other way round: input pixel (h, w) is read by the output pixel (y, x) with (y, x) * stride =
-// (h + dy, w + dx), if there is one.
+// BACKWARD reverses this: input pixel (h, w) is read by the output pixel (y, x) with (y, x) * stride =
+// (h + dy, w + dx), if there is such a pixel.
 struct TapOffset {
     int dy, dx;
 };
@@ -12572,8 +12584,8 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Which pixel does the output pixel read that lies i pixels behind (h, w)? Returns its index within its image, or -1 if
-// it is in the padding or if there is no such output pixel. Instead of dividing by W this multiplies by W_inverse. The
+// Returns which pixel is read for the output pixel that lies i pixels behind (h, w): its index within its image, or -1
+// if it is in the padding or if there is no such output pixel. It multiplies by W_inverse instead of dividing by W. The
 // result is exact, since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
@@ -12582,7 +12594,7 @@ INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i
     w += i - rows_down * (BACKWARD ? s.W : s.out_W());
     const int y = (BACKWARD ? h : h * s.stride) + offset.dy;
     const int x = (BACKWARD ? w : w * s.stride) + offset.dx;
-    // BACKWARD with stride 2: only even (y, x) belong to an output pixel, the one at half the coordinates.
+    // BACKWARD with stride 2: only even (y, x) have an output pixel, which has half the coordinates.
     const int odd = s.stride - 1;
     const int halve = BACKWARD ? odd : 0;
     const int rows = BACKWARD ? s.out_H() : s.H;
@@ -12608,13 +12620,13 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int SLICE = ROW / sizeof(T); // channels of a slice
     static constexpr int WEIGHTS_AT = PIXELS * ROW;
     static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * ROW;
-    // Blocks on a multiprocessor: the compiler limits registers so that they fit.
+    // How many blocks shall fit on a multiprocessor: the compiler limits registers accordingly.
     static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
 };
 
-// The weights of a stage, as HaloWeights has them: forward, a row is an output channel and its chunks are the slice;
-// BACKWARD, a row is an input channel of the slice and its chunks are the block's output channels.
+// The weights of a stage, arranged as in HaloWeights. Forward: a row is an output channel, and its chunks are the
+// slice. BACKWARD: a row is an input channel of the slice, and its chunks are the block's output channels.
 template <class Tile, bool BACKWARD> struct GatherWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
@@ -12625,7 +12637,7 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
     static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread have the same swizzle key");
 
     // A thread copies its rows of a stage: the first one goes to place + stage. k0: the slice's first channel in its
-    // input, which has C channels; weight_k0: the same channel among those of both inputs, as weights count them.
+    // input, which has C channels; weight_k0: the same channel counted over both inputs, as in the weights.
     static INLINE void copy(const ConvCall& p, uint32_t place, uint32_t stage, int c0, int tap, int k0, int weight_k0,
                             int C) {
         const int chunk = (int)threadIdx.x % CHUNKS;
@@ -12699,7 +12711,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         base + Tile::WEIGHTS_AT + w_row * Weights::ROW_BYTES + chunk_place<T>(w_chunk, w_row & 7);
     const bool direct = p.taps == 1 && p.s.stride == 1; // each pixel reads the one in its place
 
-    int source[COPIES]; // of the pixels that this thread copies, under this tap
+    int source[COPIES]; // the pixels that this thread copies, under this tap
     int tap = -1;
     int slice = 0;
     auto start_tap = [&] {
@@ -12718,7 +12730,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         if (slice == 0) start_tap();
         const bool second = slice >= slices1;                      // a slice of the second input
-        const int k0 = (second ? slice - slices1 : slice) * SLICE; // its first channel, in its input
+        const int k0 = (second ? slice - slices1 : slice) * SLICE; // its first channel in its input,
         const int weight_k0 = (second ? p.C1 : 0) + k0;            // and in the weights
         const int C = second ? p.C2 : p.C1;
 
@@ -12751,7 +12763,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     uint32_t lane_pixels = base + lane_pixel * ROW + chunk_place<T>(upper_k, row_of_matrix);
     const int first_channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS;
     uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_channel);
-    asm volatile("" : "+r"(lane_pixels), "+r"(lane_weights)); // or the compiler makes them anew in every step
+    // otherwise the compiler computes them again in every step
+    asm volatile("" : "+r"(lane_pixels), "+r"(lane_weights));
 
     constexpr int M = Tile::WARP_CHANNELS / 16;
     float acc[8][M][4] = {}; // [8 pixels][16 channels]
@@ -12783,7 +12796,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     store_product<Tile, T, ROUNDS, BACKWARD>(acc, shared, p.out, n, c0, tile, p.tiles_w, output_pixel);
 }
 
-// Tiles lie within one image, so that all their pixels have the same embedding and count for the same statistics.
+// A tile lies within one image, so that all its pixels have the same embedding and belong to the same statistics.
 template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) {
     ConvCall p = c;
     p.tiles_w = ceil_div(p.H * p.W, Tile::PIXELS);
@@ -12804,9 +12817,9 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 //     first layer                      forward = weights (C, 9 F) x rows of the input
 //     last layer's input gradient      weights, turned (C, 9 F), x rows of the output's gradient
 //     weight gradients of both         rows^T x the tensor of C channels
-//   bf16 has 8 bits, fp32 values have more. So a value v becomes two bf16 numbers, upper = bf16(v) and lower = bf16(v -
-//   upper); their sum differs from v by 2^-17 at most, less than the result's rounding. The weights stand in both
-//   halves of their rows.
+//   A bf16 has 8 bits of mantissa, and fp32 values have more. So a value v becomes two bf16 numbers, upper = bf16(v)
+//   and lower = bf16(v - upper); their sum differs from v by 2^-17 at most, less than the result's rounding. A row of
+//   weights has the same weights in both halves.
 //
 //     a row of a pixel, R values     bf16:  | 9 F upper parts, 0 ... | 9 F lower parts, 0 ... |
 //                                    fp32:  | 9 F values, 0 ... |
@@ -12824,13 +12837,13 @@ struct ConvFew {
     int R;     // values of a row
     int parts; // how many numbers a value becomes: 1, or 2 in bf16
     bool last; // the network's last layer, else its first
-    // What the product of a weight gradient gives. First layer: product (C, R). Last: product (R, C), bias (R).
+    // The results of the product for a weight gradient. First layer: product (C, R). Last: product (R, C), bias (R).
     float *product, *bias;
     float *dweight, *dbias; // where the gradients belong
 };
 
-// Says where weight k = tap * F + f of channel c lies in the layer's own weights. The last layer's rows serve its input
-// gradient, so its taps are counted from the end.
+// Says where weight k = tap * F + f of channel c lies in the layer's own weights. The last layer's rows are for its
+// input gradient, so its taps are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.last) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
@@ -12838,8 +12851,8 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     return (f * 9 + 8 - tap) * p.C + c;
 }
 
-// Writes the rows of all pixels and, if there are weights, those of the weights. A thread writes the same V values, or
-// their upper and their lower parts, of many pixels' rows.
+// Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes the same V values
+// of the rows of many pixels, or their upper and lower parts.
 //   threadIdx.x   which V values of a half of the row
 //   threadIdx.y   which of the pixels that the block writes at once
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
@@ -12847,7 +12860,7 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     const int first = threadIdx.x * V;
     const int half = p.R / p.parts;
     int tap[V];      // of each value; from tap 9 on there is none
-    int distance[V]; // from the pixel's own first value in x, in floats
+    int distance[V]; // to the value in x, in floats from the pixel's own first value
     int t = first / p.F;
     int f = first % p.F;
     UNROLL_FOR (int j = 0; j < V; j++) {
@@ -12866,7 +12879,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         const uint32_t line = pixel / W;
         const uint32_t h = line % H;
         const uint32_t w = pixel - line * W;
-        // A bit for each tap: does it lie inside the image? Of a row of the filter, and of all three rows.
+        // A bit for each tap says whether it lies inside the image: first for one row of the filter, then for all three
+        // rows.
         const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W);
         const uint32_t upper_row = h > 0 ? columns : 0;
         const uint32_t upper_and_middle = upper_row + (columns << 3);
@@ -12891,8 +12905,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     }
 }
 
-// Makes the weight gradient from its product: those of the upper and of the lower parts add up. A thread computes
-// weight k of channel c, neighbouring threads what lies side by side in the product.
+// Makes the weight gradient from the product, by adding the results of the upper and of the lower parts. A thread
+// computes weight k of channel c; neighbouring threads read neighbouring elements of the product.
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
@@ -12915,8 +12929,8 @@ static bool conv_is_first(const ConvShape& s) { return s.in != act_element || s.
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
-// Fills in all of a ConvFew but its inputs and gradients. Rows, then the rows of the weights or the product and the
-// bias (never both) lie in `memory`.
+// Sets all members of a ConvFew except its inputs and gradients. `memory` gets the rows, and behind them either the
+// rows of the weights or the product and the bias.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
@@ -12931,12 +12945,12 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
     p.weight_rows = memory + (size_t)p.B * p.H * p.W * p.R * act_bytes();
-    p.product = (float*)p.weight_rows; // in the same place: no call needs both
+    p.product = (float*)p.weight_rows; // in the same place, since no call needs both
     p.bias = p.product + (size_t)p.C * p.R;
     return p;
 }
-// What the layer becomes: a 1x1 convolution of the rows, or, for the weight gradient of the last layer, one to the
-// rows.
+// Returns the 1x1 convolution that replaces the layer. The rows are its input or, for the weight gradient of the last
+// layer, its output.
 static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const ConvFew p = plan_few(s, nullptr);
     const bool to_rows = p.last && weight_gradient;
@@ -12969,11 +12983,11 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // --- conv_weight_halo, conv_weight_gather: weight gradients, any GPU
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// Used when: conv_weight_tma (below) does not take the shape. conv_weight_halo: 3x3 with stride 1; conv_weight_gather:
-//   everything else.
-// How: This is a product of matrices whose summed side, the pixels, is long, and whose result is small. A block owns a
-//   tile of 64 x 64 weights (output x input channels), of one tap or of all nine, and a RANGE of the pixels, which it
-//   goes through in pixel tiles of 64. Four warps share the 64 x 64 weights, 32 x 32 each: 2 x 4 fragments of mma.
+// Used when: conv_weight_tma (below) can't be used for the shape. conv_weight_halo: 3x3 with stride 1;
+//   conv_weight_gather: everything else.
+// How: This is a product of matrices that sums over many pixels and whose result is small. A block owns a tile of 64 x
+//   64 weights (output x input channels), of one tap or of all nine, and a RANGE of the pixels, which it goes through
+//   in pixel tiles of 64. Four warps share the 64 x 64 weights, 32 x 32 each: 2 x 4 fragments of mma.
 //
 //     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
 //     +----+----+----+             +----+----+----+          range 0   range 1   range 2
@@ -12982,19 +12996,19 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //     +----+----+----+             +----+----+----+
 //
 //   With more than one range the blocks write partial sums to the workspace, and conv_weight_sum adds them up in a
-//   fixed order. The bias gradient, the sum of dout over all pixels, is dout^T times a matrix of ones. Those warps
-//   compute it that see each dout once; there is one partial for each (range, image). Small layers share a launch
-//   (WeightBatch).
+//   fixed order. The bias gradient, the sum of dout over all pixels, is dout^T times a matrix of ones. It is computed
+//   by warps that together read each dout once; there is one partial for each (range, image). Small layers share a
+//   launch (WeightBatch).
 // Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
-// A layer's weight gradient, as its kernels are told. In the code "split" is the number of a range.
+// The arguments of the kernels for a layer's weight gradient. In the code "split" is the number of a range.
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
     // (splits + B, Cout). Row s + n: the sum of dout over the pixels that are both in range s and in image n. Two pairs
-    // (s, n) that have pixels never share a row: both follow the order of the pixels, so from one such pair to the next
-    // s or n grows, and neither shrinks.
+    // (s, n) with pixels never have the same row: in the order of the pixels, s and n never decrease, and from one such
+    // pair to the next at least one of them grows.
     float* bias_partial;
-    int bias_images;        // B; or 1 if all images count as one, because nobody wants demb
+    int bias_images;        // B; or 1 if all images are treated as one, because demb is not needed
     int taps;               // of the filter
     int tiles1;             // tiles of 64 channels of x1
     int channel_tiles;      // of x1 and x2
@@ -13008,9 +13022,9 @@ struct ConvWeight : WeightWork {
     int input_groups;       // groups of block_ci tiles of Cin
 };
 
-constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // 25 us: a launch that takes so long does not wait for further layers
-// The most partial sums, of 16 KB, that a launch of conv_weight_tma may write; one for each of the H200's 132 blocks
-// and their nine tiles of 64 x 64 weights.
+constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // 25 us: if a launch takes so long, it does not wait for further layers
+// The most partial sums, of 16 KB, that a launch of conv_weight_tma may write; it is enough for 132 blocks (on an H200)
+// with nine tiles of 64 x 64 weights each.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
 // Several layers' works in one launch: work i has the blocks from first_block[i] on.
@@ -13029,11 +13043,11 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     }
 };
 
-// Range `split` goes from this pixel tile to that of split + 1.
+// Returns the first pixel tile of range `split`; the range ends before the first one of range split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Says where the four weights of a thread's fragment lie in dweight: v.x, v.y are (co, ci), (co, ci + 1); v.z, v.w are
-// those of co + 8. A row is null if it is beyond the last channel.
+// Where the four weights of a thread's fragment lie in dweight: v.x, v.y are (co, ci), (co, ci + 1); v.z, v.w are the
+// same of channel co + 8. A row is null if it is beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -13061,8 +13075,8 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
                        inside && co + 8 < p.shape.Cout ? (float2*)row8 : nullptr};
 }
 
-// The end of a portable kernel. each(put) calls put(tile, tap, i, v) for all of a thread's fragments; whether that goes
-// to dweight or to the partials is decided once, outside the loop.
+// The end of a portable kernel: stores a thread's fragments, in dweight or in the partials. each(put) calls put(tile,
+// tap, i, v) for all of them; the place is chosen once, outside the loop.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -13072,9 +13086,9 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
         });
 }
 
-// The second kernel adds up the partials: a work's first blocks those of the bias, the others those of the weights.
-// Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. `groups` rows share the ranges of the same
-// 32 fragments, so that a thread adds up about 8 ranges.
+// The second kernel adds up the partials: the first blocks of a work add up those of the bias, and the others those of
+// the weights. Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. Each row of a group of
+// `groups` rows adds up other ranges of the same 32 fragments, about 8 ranges for each thread.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -13105,8 +13119,8 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     }
     to.set(sum);
 }
-// dbias = the sum of the partials of all (range, image), demb = that of one image's. A block has 8 channels; 32 threads
-// of each share the images, or the ranges.
+// dbias = the sum of the partials of all (range, image); demb = the sum of one image's partials. A block has 8
+// channels, and 32 threads for each. Each of these threads adds up some of the images, or of the ranges.
 INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
     const int x = threadIdx.x;
@@ -13114,7 +13128,7 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     const int part = threadIdx.y * 4 + x / 8;
     const int Cout = p.shape.Cout;
     const int image_tiles = p.pixel_tiles / p.bias_images;
-    auto split_of = [&](int tile) { // the range that has this pixel tile
+    auto split_of = [&](int tile) { // returns the range that has this pixel tile
         return (int)(((unsigned)tile * p.splits + p.splits - 1) / (unsigned)p.pixel_tiles);
     };
     await_previous_kernel();
@@ -13143,8 +13157,8 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums of dout over each image's pixels, in the main loops of the two kernels below: of a warp's 16 M channels from co
-// on, if the warp owns them. They are a product, too: dout^T times a matrix of ones.
+// Sums dout over each image's pixels, in the main loops of the two kernels below, for a warp's 16 M channels from co
+// on, if this warp has to sum them. The sums are a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool own;
@@ -13152,10 +13166,10 @@ template <class T, int M> struct BiasSum {
     int first;                                // the block's first pixel tile
     int per_image = p.tiles_h * p.tiles_w;    // pixel tiles
     int image = first / per_image;            // that is being summed
-    int left = per_image - first % per_image; // its pixel tiles that are still to come
+    int left = per_image - first % per_image; // how many of its pixel tiles follow
     float acc[M][4] = {};
 
-    // A pixel tile begins. If it is the first one of an image, the sums of the image before are stored.
+    // Is called for each new pixel tile. If it is the first one of an image, the sums of the previous image are stored.
     INLINE void next_tile() {
         if (left == 0) {
             put();
@@ -13177,7 +13191,7 @@ template <class T, int M> struct BiasSum {
     }
     INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // dout times ones
         FragmentB<T> ones[1] = {};
-        ones[0][0] = ElementOf<T>::TWO_ONES; // of the high parts of floats
+        ones[0][0] = ElementOf<T>::TWO_ONES; // for floats these are the high parts
         ones[0][1] = ElementOf<T>::TWO_ONES;
         if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
     }
@@ -13205,8 +13219,8 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // of shared memory: 4 stages of bf16 or 2 of floats
 
-// What one thread copies of each pixel tile: a chunk of one column, of x in every X_ROWS-th row, of dout in every
-// DOUT_ROWS-th row. The copies have no branches.
+// The part of each pixel tile that one thread copies: a chunk of one column, in every X_ROWS-th row of x and in every
+// DOUT_ROWS-th row of dout. The copies have no branches.
 template <class T> struct WeightHaloCopies {
     static constexpr int CHUNKS = 8;           // of a pixel, 64 channels
     static constexpr int ROW = 64 * sizeof(T); // bytes of a pixel
@@ -13336,8 +13350,8 @@ static __global__ void __launch_bounds__(384, 1)
         copies.copy_tile(pixel_tile + STAGES - 1);
         bias.next_tile();
 
-        // bf16 keeps what it has loaded for kh = 2: two image rows further down it is what kh = 0 needs. With floats it
-        // would be too many registers.
+        // bf16 keeps the rows that it has loaded for kh = 2: two image rows further down kh = 0 needs the same rows.
+        // Floats would need too many registers for that.
         constexpr bool KEEP_ROWS = PARTS<T> == 1;
         FragmentB<T> below[4];
         UNROLL_FOR (int r = 0; r < 4; r++) { // two image rows each
@@ -13373,7 +13387,8 @@ static __global__ void __launch_bounds__(384, 1)
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
 
-// What one thread copies of each pixel tile: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of dout. A
+// The part of each pixel tile that one thread copies: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of
+// dout. A
 // chunk of x belongs to a tile of 64 channels, and the tile to one of the two inputs.
 template <class T, int N> struct WeightGatherCopies {
     static constexpr int CHUNKS = 8 * N;                // of a pixel, 64 N channels
@@ -13453,7 +13468,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
     const int ci_warp = warp >> 1 & 1;
 
     // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1. Blocks with neighbouring
-    // numbers have the same range and tap, so that the L2 cache serves their pixels.
+    // numbers have the same range and tap, so they find these pixels in the L2 cache.
     const auto [p, block] = batch.own();
     const int co_tiles = p.tiles / p.channel_tiles;
     const int ci_blocks = ceil_div(p.channel_tiles, N);
@@ -13524,13 +13539,14 @@ static __global__ void __launch_bounds__(128, 4 - N)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-// The idea they rest on: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read
-// it in place. TMA brings a box of 64 channels x pixels as rows of 128 bytes, one row a pixel. What lies outside the
-// image arrives as zeros, which is the padding.
-// To wgmma an operand is groups of 8 rows of 128 bytes, and the distance between the groups. Here a group is 8
-// neighbouring pixels of an image row, and the distance is one row of the halo (its pitch). So another tap is the same
-// operand with another start. This start need not be a multiple of the swizzle's 1024 bytes: TMA and wgmma both compute
-// the full address first, then XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix descriptor".)
+// The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read it in
+// place. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel. Pixels outside the image
+// become zeros, which is the padding.
+// For wgmma an operand consists of groups of 8 rows of 128 bytes, at a fixed distance from group to group. Here a group
+// is 8 neighbouring pixels of an image row, and the distance is one row of the halo (its pitch). So the operands of
+// different taps differ only in their start address. This start need not be a multiple of the swizzle's 1024 bytes: TMA
+// and wgmma both compute the full address first, then XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix
+// descriptor".)
 //
 //   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each tap and slice
 //
@@ -13542,11 +13558,11 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //      +----+----+----+----+ channels              +---------------+                  +--------+--------+  t % 32 / 4
 //       four products of k = 16: + 32 bytes each, in A and in B alike                                     and 8 more
 //
-// Names of section 16 that these kernels are built of: Halo::shifted is B for a tap, Operand::rows is A, and
+// These kernels are built of blocks in section 16: Halo::shifted is B for a tap, Operand::rows is A, and
 // Accumulators::multiply starts the four products, each one Wgmma<N>::add = one instruction wgmma.m64nNk16.
 
 // A tensor of one part or two (concatenated inputs, and their gradients), counted in slices of 64 channels. A slice
-// belongs to one part alone.
+// belongs to only one part.
 struct TmaParts {
     CUtensorMap map1, map2;
     int C1;      // channels of the first part
@@ -13554,13 +13570,13 @@ struct TmaParts {
     int slices;  // of both
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // These return a slice's first channel: within its part, and among the channels of both parts, as weights count
-    // them.
+    // These return a slice's first channel: channel counts it within its part, and row counts it over both parts, as in
+    // the weights.
     INLINE int channel(int slice) const { return (is_second(slice) ? slice - slices1 : slice) * SLICE_CHANNELS; }
     INLINE int row(int slice) const { return (is_second(slice) ? C1 : 0) + channel(slice); }
 };
-// What conv_tiles and conv_small are told. A CUtensorMap is aligned to 64 bytes; it has to lie in the launch's
-// parameters (__grid_constant__), where TMA can read it.
+// The arguments of the kernels of conv_tiles and conv_small. A CUtensorMap is aligned to 64 bytes; it has to be a
+// parameter of the kernel (__grid_constant__), so that TMA can read it.
 struct ConvTma {
     TmaParts x;                // in boxes with a border of one pixel, if the filter is 3x3
     TmaParts skip;             // the skip connection's input, if it is computed here
@@ -13571,7 +13587,7 @@ struct ConvTma {
     int tiles_h, tiles_w;      // tiles of an image, down and across
     int tiles;                 // of all images
     int ring, weight_slots;    // stages of pixels and of weights in shared memory
-    bool whole;                // all pixels of a tile are of one image: they are one part of the statistics
+    bool whole;                // all pixels of a tile belong to one image, so they are one part of the statistics
     ConvOut out;
 };
 
@@ -13590,13 +13606,13 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     return t;
 }
 
-// The box of pixels that a block works on, and what passes through shared memory at once.
+// The box of pixels that a block works on, and the boxes in which TMA moves results and weights.
 struct TmaBoxes {
     int rows, columns, images; // of a tile
     int result_channels;       // of a box of results
     int weight_rows;           // forward: output channels of a box of weights
 };
-// Fills in all of a ConvTma but ring, weight_slots and whole.
+// Sets all members of a ConvTma except ring, weight_slots and whole.
 static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
@@ -13627,15 +13643,15 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: images are larger than 32 x 32 (conv_small's costs decide below that); 1x1.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and 64 BLOCKS channels. D[64 BLOCKS channels][8 x ROWS pixels],
-//   with A = weights and B = pixels, as drawn above: the pixels are the wide side, so that 64 channels still make wide
-//   products. Blocks are persistent: as many as there are multiprocessors, each with its output channels and every
-//   so-and-so-many-th tile. A block's roles:
+//   with A = weights and B = pixels, as drawn above: the pixels are the wide side (N), so that even 64 channels give
+//   wide products. Blocks are persistent: there are as many as multiprocessors, and each has some output channels and
+//   walks over its share of the tiles. A block's roles:
 //
 //     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
 //     warpgroup 1  (warps 4-7)    the same, of other tiles
 //     warp 8                      one thread loads pixels, addends and weights (TMA)
 //     warps 9, 10                 one thread each stores the results of one warpgroup (TMA)
-//     warp 11                     idle: setmaxnreg, which gives its registers away, wants whole warpgroups
+//     warp 11                     idle: setmaxnreg, which gives its registers away, works on whole warpgroups
 //
 //   Shared memory: | barriers | a ring of stages of pixels: slices of x, addends, then results | stages of weights |
 //   Template parameters:
@@ -13643,8 +13659,8 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //     BACKWARD     the input's gradient
 //     STEPS        products of 16 channels for each tap: 4; 2 if there is one slice, of 32 channels
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
-//                  turns with tiles and with the tensor cores. A 3x3 may compute the skip connection that is to be
-//                  added to it as well: further slices, of one tap each.
+//                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
+//                  to its result: further slices, of one tap each.
 //                  false: weights stream past both warpgroups, and a stage has pixels of two tiles, one for each
 //   From the top down: conv_tiles launches conv_tiles_kernel, whose warpgroups call Accumulators::multiply for each
 //   slice and tap: STEPS x BLOCKS times Wgmma<8 ROWS>::add.
@@ -13676,20 +13692,22 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int
     // Statistics: image rows of a part, unless a tile is one part as a whole (ConvTma::whole).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
-    static constexpr int BARRIERS = 128;                     // at most 5 for a stage of pixels, 2 for one of weights
-    static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1; // behind it the stage of the slice before is released
+    static constexpr int BARRIERS = 128; // at most 5 for a stage of pixels, 2 for one of weights
+    // after this tap the stage of the previous slice is released
+    static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;
 
-    // Blocks that share the tiles of some output channels.
+    // Returns how many blocks share the tiles of some output channels.
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
-    // Says how many stages of pixels there is room for beside so many weights.
+    // Returns how many stages of pixels there is room for beside so many weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
         return std::min(room / STAGE, MAX_STAGES);
     }
     using Pixels = Pipeline<STAGE, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
-    static INLINE int half(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; } // of a stage: this one's pixels
+    // where in a stage this warpgroup's pixels begin
+    static INLINE int half(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; }
 };
 
 // A block's tiles, and the pieces that pass through the stages of pixels for each tile: the slices of x, those of the
@@ -13698,9 +13716,9 @@ template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int
 //   piece    0 .. x.slices - 1 | .. products - 1  | results .. pieces - 1 (the last BLOCKS)
 //            slices of x       | skip connection  | addends come in, results go out
 //
-// A tile's results go out through the stages of its last BLOCKS pieces: an addend's own stage if there is one, since
-// each thread reads it in just the places where it then writes. If a tile has fewer than BLOCKS pieces, some stages are
-// passed on empty.
+// A tile's results go out through the stages of its last BLOCKS pieces: if there are addends, these are the addends'
+// stages, since each thread reads an addend in the same places in which it then writes. If a tile has fewer than BLOCKS
+// pieces, some of these stages are never loaded.
 template <class T> struct TileWork {
     const ConvTma& p;
     const int out0 = blockIdx.y * T::BLOCKS;                             // first slice of the output
@@ -13708,7 +13726,7 @@ template <class T> struct TileWork {
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
     const int results = pieces - T::BLOCKS;      // pieces in front of the results
-    const int others = T::RESIDENT ? pieces : 0; // stages of the other warpgroup's tile, between two of one's own
+    const int others = T::RESIDENT ? pieces : 0; // stages of the other warpgroup's tile, between two of its own tiles
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
         return (second ? p.out.part2 : p.out.part1).add1;
@@ -13718,8 +13736,8 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
         return any;
     }
-    // Walks over every second tile from g on. Of pairs of tiles, the last one may lie outside. Blocks that run at the
-    // same time are at neighbouring tiles, whose halos overlap: the L2 has what they share.
+    // Returns a walk over this block's tiles for warpgroup g. If tiles come in pairs, the last one may lie outside.
+    // Blocks work on neighbouring tiles at the same time. Their halos overlap, and the L2 cache has the common pixels.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
@@ -13767,7 +13785,7 @@ template <class T> struct PixelLoader {
         if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES);
         else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::PIXEL_BYTES);
         else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::PIXEL_BYTES);
-        else mbarrier_arrive(to.full); // nothing is loaded: the stage is passed on empty
+        else mbarrier_arrive(to.full); // nothing is loaded into this stage
         if (++piece < work.pieces) return;
         piece = 0;
         owner ^= 1;
@@ -13778,11 +13796,11 @@ template <class T> struct PixelLoader {
 
 // Role: load.
 // Resident weights are loaded before the previous kernel has ended, since it does not write them.
-// Streamed weights: half way through the weights of slice i, the thread asks for the pixels of slice i + 1. These go
-// into a stage that slice i - 1 or an earlier one had (there are two stages or more), which is released after the first
-// tap of slice i. The weights of that tap have been asked for by then, so the thread never waits for products whose
-// weights it has still to load. When all weights of a tile are on their way, it asks for the tile's addends and for the
-// first slice of the next tile.
+// Streamed weights: half way through the weights of slice i, the thread loads the pixels of slice i + 1. They go into a
+// stage of slice i - 1 or of an earlier one (there are at least two stages), which is released after the first tap of
+// slice i. The weights of that tap were loaded before, so the thread never waits for products whose weights it has not
+// loaded yet. When it has started the loads of all weights of a tile, it loads the tile's addends and the first slice
+// of the next tile.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -13805,8 +13823,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store. One thread for each of the two warpgroups: when a result is complete in its stage, it goes out by TMA,
-// and then the stage is free for the loading thread.
+// Role: store. One thread for each of the two warpgroups: when a result is complete in its stage, the thread stores it
+// by TMA, and then the stage is free for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -13837,9 +13855,9 @@ template <class T> struct Epilogue {
     const TileWork<T>& work;
     const ConvTma& p;
     int c;                    // this thread's first channel
-    int lane_place;           // where its row for ldmatrix and stmatrix lies in a result
+    int lane_place;           // where this lane's row for ldmatrix and stmatrix lies in a result
     float bias[T::BLOCKS][2]; // of the channels c, c + 8 of each block
-    float emb[2];             // of one block's
+    float emb[2];             // of the channels of one block
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
@@ -13855,8 +13873,8 @@ template <class T> struct Epilogue {
                 if (T::CAN_SKIP && p.skip.slices && channel < p.C) bias[b][k] += p.out.skip.bias[channel];
             }
     }
-    // Loads the embedding of block b of 64 channels. The first block's is loaded while products run, another one's when
-    // its turn comes, since registers are scarce.
+    // Loads the embedding of block b of 64 channels. That of the first block is loaded while products run. The others
+    // are loaded later, when they are needed, to save registers.
     INLINE void load_embedding(int n, int b) {
         UNROLL_FOR (int k = 0; k < 2; k++) {
             const int channel = c + b * SLICE_CHANNELS + 8 * k;
@@ -13868,7 +13886,7 @@ template <class T> struct Epilogue {
     // + 8), two neighbouring pixels each. A column of D is a pixel. In shared memory a pixel is a row, so ldmatrix and
     // stmatrix transpose blocks of 8 x 8. An image row of 8 pixels is 1024 bytes there.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
-        constexpr int BATCH = 4; // loads on their way together
+        constexpr int BATCH = 4; // loads that are started together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
             uint32_t v[4 * BATCH];
             UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) {
@@ -13920,8 +13938,7 @@ template <class T> struct Epilogue {
             if (channel + 8 < p.out.C1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
         }
     }
-    // Does all of this for a tile, block after block of 64 channels. Each result is handed over to the warp that
-    // stores.
+    // Finishes a tile, one block of 64 channels after the other. Each result is handed over to the warp that stores.
     INLINE void finish(auto& acc, const TileWalk& tile, auto& pixels, const Results& results, int warpgroup) {
         const int h = tile.h * T::ROWS;
         const int w = tile.w * 8;
@@ -13941,7 +13958,7 @@ template <class T> struct Epilogue {
     }
 };
 
-// The life of one stage of pixels, which holds slice s of a tile. Time goes from left to right, a line is an actor:
+// The life of one stage of pixels, which holds slice s of a tile. Time goes from left to right; each line is one actor:
 //
 //   warp 8         acquire, tma_load                                                       acquire: waits .... tma_load
 //                         |                                                                                   ^
@@ -13953,9 +13970,9 @@ template <class T> struct Epilogue {
 //                                                                                                             v
 //   empty barrier  ..... phase m ............................................................................ | m + 1
 //
-// The warpgroup releases the stage while the next slice's products run: wgmma_wait<1> leaves only the latest tap on its
-// way, so all taps of s have ended. In the stages of a tile's last BLOCKS pieces results go out, so nobody releases
-// these. The warpgroup hands them over, and the warp that stores frees them:
+// The warpgroup releases the stage while the next slice's products run: after wgmma_wait<1> only the latest tap may
+// still run, so all taps of s have ended. The stages of a tile's last BLOCKS pieces are used for results, so the
+// warpgroup does not release them. It hands them over, and the warp that stores frees them:
 //
 //   warpgroup      acc.wait | epilogue: writes results into the stage | warp_stored
 //                                                                           v
@@ -13965,8 +13982,8 @@ template <class T> struct Epilogue {
 
 // A warpgroup's phases, for each of its tiles:
 //   1. The sums begin as the bias. With resident weights it waits for its turn at the tensor cores.
-//   2. For each slice and tap: wait for pixels and weights, start their products, release what earlier ones have read.
-//   3. The same for the slices of the skip connection, one tap each.
+//   2. For each slice and tap: wait for pixels and weights, start their products, release stages that earlier products
+//   have read. 3. The same for the slices of the skip connection, which have one tap each.
 //   4. Pass the turn on, wait for the products, finish the tile (Epilogue).
 template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
@@ -14005,8 +14022,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
             for (int tap = 0; tap < T::TAPS; tap++) {
                 const uint32_t weight = T::RESIDENT ? weights.kept(s * T::TAPS + tap, first) : weights.arrived();
                 acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
-                // These products may still run while the next ones are issued. Those before them have ended after the
-                // wait, and the stages that they have read are released, except those where results will go.
+                // These products may still run while the next ones are issued. After the wait the earlier ones have
+                // ended, so the stages that they have read are released, except those for results.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
@@ -14048,20 +14065,21 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-// Used when: images are too small for conv_tiles: too few tiles for persistent blocks (conv_small's costs decide).
+// Used when: images are so small that there are too few tiles for conv_tiles' persistent blocks (pick_conv_small
+// decides by costs).
 // How: A block has one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup has a
 //   square of 8 x 8 pixels: D[64 pixels][N channels], A = pixels, B = weights. One more warp loads.
 //
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
-//   A step is one tap of a slice, or GROUP = 3 taps if the products of one are short. The steps' weights pass through a
-//   ring of SLOTS, while the next slice's halo is on its way:
+//   A step is one tap of a slice, or GROUP = 3 taps if the products of one are short. The weights of the steps pass
+//   through a ring of SLOTS; at the same time the next slice's halo is loaded:
 //
 //     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
 //
-//   SPLIT = 2: the two blocks of a cluster take half of the steps each. At the end each sends the other one half of its
-//   sums, and finishes the other half:
+//   SPLIT = 2: each of the two blocks of a cluster computes half of the steps. At the end each block sends half of its
+//   sums to the other block, and finishes the other half:
 //
 //     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  gets the same from 1
 //     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  gets the same from 0
@@ -14086,7 +14104,7 @@ template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int 
     static constexpr int HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
     static constexpr int HALO = whole_swizzles(HALO_BYTES);
-    // Results: OUT_N channels that a block finishes (OUT_BLOCKS of 8), in boxes of 64 pixels x BOX channels.
+    // Results: a block finishes OUT_N channels (OUT_BLOCKS of 8), in boxes of 64 pixels x BOX channels.
     static constexpr int OUT_N = N / SPLIT;
     static constexpr int OUT_BLOCKS = OUT_N / 8;
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
@@ -14095,7 +14113,8 @@ template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int 
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // from the cluster's other block
     static constexpr int SHIFTS_BYTES = CONSUMERS * 8;                                // bias + embedding
-    // What remains is for weights. A step is GROUP taps of a slice. BACKWARD, a tap is CHUNKS boxes of 64 channels.
+    // The remaining memory is for weights. A step is GROUP taps of a slice. BACKWARD: a tap is CHUNKS boxes of 64
+    // channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     static constexpr int CHUNKS = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
@@ -14109,7 +14128,7 @@ template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int 
     static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "the statistics are summed there at last");
 };
 
-// What a block does: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all, or half of
+// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all, or half of
 // them).
 template <class T> struct SmallWork {
     const ConvTma& p;
@@ -14120,7 +14139,7 @@ template <class T> struct SmallWork {
     const int first = steps * half / T::SPLIT;
     const int end = steps * (half + 1) / T::SPLIT;
     const int c0 = blockIdx.y * T::N;
-    const int out_c0 = c0 + half * T::OUT_N; // of the channels that it finishes
+    const int out_c0 = c0 + half * T::OUT_N; // the first one of the channels that it finishes
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
     // Says where a warpgroup's square of 8 x 8 pixels lies.
     INLINE Origin in_image(int wg) const {
@@ -14141,8 +14160,9 @@ template <class T> struct SmallWork {
     }
 };
 
-// Role: load. The first SLOTS steps of weights are on their way already. A slice's halo is asked for after six taps of
-// the slice before: by then the products that free a stage for it have all that they need, so the wait for it ends.
+// Role: load. The loads of the first SLOTS steps of weights have been started already. A slice's halo is loaded after
+// six taps of the previous slice: by then the products that free a stage for it have all their operands, so the wait
+// for the stage ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::GROUPS;           // the slice to load
@@ -14176,17 +14196,18 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
 template <int K, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
-    // Steps that are on their way while the next one is issued. With fewer products the round trip of wait, arrival and
-    // issue starves the tensor cores.
+    // How many steps still run while the next one is issued. With fewer products in flight the tensor cores would be
+    // idle while a warpgroup waits, sees the arrival, and issues the next step.
     constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
     constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
     constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's
     const int image = wg / T::ACROSS;
     const int square = wg % T::ACROSS;
-    const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES; // this warpgroup's begin here in a halo
+    // this warpgroup's pixels begin here in a halo
+    const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
     int group = work.first % T::GROUPS; // the next step, counted within its slice
-    int group_done = group;             // the same of the next step to be released
+    int group_done = group;             // the same for the next step to be released
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || group == 0) halo = halos.arrived() + own_pixels;
@@ -14211,14 +14232,15 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     multiplied<0>(d);
 }
 
-// What a warpgroup does with its sums, (pixels, channels) here: it adds those of the cluster's other block, addend,
-// bias and embedding, rounds, puts the results together in boxes of BOX channels, and sums them for the statistics.
+// What a warpgroup does with its sums, which are (pixels, channels) here: it adds the sums of the cluster's other
+// block, the addend, bias and embedding, rounds, writes the results to boxes of BOX channels, and sums them for the
+// statistics.
 //
 //   d of a thread, for each block j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
 //   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each
 //
-// This code runs once in a block, so its time is that of fetching it (20 bytes a cycle): what needs no accumulators is
-// not unrolled, but loops over each warp's own 16 pixels.
+// This code runs once in a block, so its time is the time to fetch it (20 bytes a cycle). So only the part that needs
+// the accumulators is unrolled; the rest loops over each warp's own 16 pixels.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -14227,7 +14249,7 @@ template <class T> struct SmallEpilogue {
     const int lane = tid & 31;
     const Origin at;    // this warpgroup's square of 8 x 8 pixels
     float bias[2] = {}; // of this block's channels tid, tid + 128
-    float emb[2] = {};  // likewise; the two are added up when they have arrived
+    float emb[2] = {};  // of the same channels; both are added when their loads have arrived
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -14238,13 +14260,14 @@ template <class T> struct SmallEpilogue {
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
-    // Bias + embedding go to shared memory, where each thread finds those of its channels.
+    // Writes bias + embedding to shared memory, where each thread finds those of its channels.
     INLINE void put_shifts(uint32_t shifts) const {
         for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128) {
             PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
         }
     }
-    // SPLIT = 2: the half of the sums that the other block finishes goes there; what comes from there is added to ours.
+    // SPLIT = 2: sends the half of the sums that the other block finishes, and adds the half that the other block has
+    // sent.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
         const uint32_t theirs = at_block(mine, 1 - work.half);
@@ -14266,7 +14289,7 @@ template <class T> struct SmallEpilogue {
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    // Adds the addend, which lies where the results will go, bias and embedding, and rounds.
+    // Adds the addend, bias and embedding, and rounds. The addend lies where the results will go.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
         // Says where this lane's row for ldmatrix and stmatrix lies, of the four matrices (pixels 0-7, block j),
         // (pixels 8-15, block j), (pixels 0-7, block j + 1), (pixels 8-15, block j + 1); blocks of 8 channels.
@@ -14302,7 +14325,7 @@ template <class T> struct SmallEpilogue {
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
         constexpr int LOADS = 8 / PIXELS_AT_ONCE;
         const int c = lane % WORDS * 2;
-        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // of the warp's two image rows, so many lie inside
+        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // how many of the warp's two image rows lie inside
         const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
             float t[4] = {}; // channel: sum, sum of squares; next channel
@@ -14329,7 +14352,7 @@ template <class T> struct SmallEpilogue {
             if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack<float>(t));
         }
     }
-    // The four warps' sums are added up. Each square of 8 x 8 pixels is a part of the statistics.
+    // Adds up the four warps' sums. Each square of 8 x 8 pixels is a part of the statistics.
     INLINE void store_stats(uint32_t sums) const {
         const int across = ceil_div(p.W, 8);
         const int parts = across * ceil_div(p.H, 8);
@@ -14364,7 +14387,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     const SmallWork<T> work{p};
     if (threadIdx.x == T::CONSUMERS) {
         init_barriers(halos, weights, addends);
-        for (int i = 0; i < T::SLOTS && work.first + i < work.end; i++) // no kernel near this one writes them
+        // no recent kernel writes them, so no wait is needed
+        for (int i = 0; i < T::SLOTS && work.first + i < work.end; i++)
             work.load_weights(weights.stage(i), work.first + i);
         prefetch_tensor_map(&p.x.map1);
         prefetch_tensor_map(&p.results.map1);
@@ -14381,7 +14405,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     if (warp == T::WARPGROUPS * 4) {
         if ((threadIdx.x & 31) == 0) load_small(work, halos, weights, addends);
         __syncwarp();
-        if (T::SPLIT == 2) cluster_sync(); // the one in exchange counts all threads of both blocks
+        if (T::SPLIT == 2) cluster_sync(); // the cluster_sync in exchange needs all threads of both blocks
         return;
     }
 
@@ -14403,7 +14427,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     if (p.out.stats) epilogue.sum_pixels(results, sums);
     fence_async();
     warps_sync(2 + wg, 128);
-    // All have written their part of the results: one thread stores them.
+    // All threads have written their part of the results: one thread stores them.
     for (int c = 0; epilogue.tid == 0 && c < T::OUT_N; c += T::BOX) {
         const auto [n, h, w] = epilogue.at;
         const uint32_t from = results + c / T::BOX * T::BOX_BYTES;
@@ -14430,8 +14454,8 @@ template <class T> static void conv_small(const ConvCall& p) {
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
 // Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
-// How: A = dout and B = x, both as they lie in memory, one pixel a row of 64 channels: the pixels are k of this
-//   product. A warpgroup's D[64 Cout][192] is
+// How: A = dout and B = x, both in the order of memory, where a pixel is a row of 64 channels: this product sums over
+//   pixels (k). A warpgroup's D[64 Cout][192] is
 //     3x3   three taps of a filter row x 64 Cin: the three thirds of B are the same halo under kw = 0, 1, 2, so the
 //           "leading" distance between them is ONE PIXEL
 //     1x1   up to 192 Cin: the thirds of B are three slices of x
@@ -14441,14 +14465,15 @@ template <class T> static void conv_small(const ConvCall& p) {
 //
 //   A block has GROUPS warpgroups and a range of pixel tiles:
 //     1     one of these products
-//     3     3x3: all three filter rows; 1x1: up to 192 Cout. It reads a third of the bytes, which is what large tensors
-//           wait for, but there are fewer blocks, so more ranges and up to three times the partials.
+//     3     3x3: all three filter rows; 1x1: up to 192 Cout. It reads a third of the bytes, which is good for large
+//           tensors. But there are fewer blocks, so there are more ranges and up to three times as many partials.
 //   One warp loads. In the blocks of filter row 0 and input tile 0 further warps sum dout over the pixels, for the
-//   bias. If one range is all, TMA puts the sums into dweight; else they are partials, for conv_weight_sum.
-//   One launch does several layers: small ones alone would leave most of the GPU idle.
+//   bias. If there is only one range, TMA stores the sums in dweight; otherwise they are partials, for conv_weight_sum.
+//   One launch computes several layers, since a small layer alone would leave most of the GPU idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
-// Costs: the time of its bytes from the L2 (large tensors: from memory), or of its products; and the partials.
+// Costs: the time to read its bytes from the L2 (large tensors: from memory), or the time of its products, whichever is
+// longer; and the partials.
 template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_;
     static constexpr int GROUPS = GROUPS_;
@@ -14459,7 +14484,7 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr bool TAPS = KERNEL == 3;          // a product is three taps of a filter row
     static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
-    // Warps: those that multiply, the one that loads, those that sum for the bias.
+    // The order of the warps: those that multiply, the one that loads, those that sum for the bias.
     static constexpr int LOADER = 4 * GROUPS;
     static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // with three warpgroups
     static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
@@ -14487,7 +14512,7 @@ struct ConvWeightTma {
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-// What a block does: which products, and of which range of pixel tiles.
+// A block's work: which products it computes, and for which range of pixel tiles.
 //
 //   block (of this layer's) = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
@@ -14509,7 +14534,7 @@ template <class T> struct WeightBlock {
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // its sums are the gradients, not partials of them
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
-    // The sum of channel c over image n, or over what this range has of it.
+    // Stores the sum of channel c over image n, or over the part of the image that is in this range.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -14517,7 +14542,7 @@ template <class T> struct WeightBlock {
     }
 };
 
-// Role: load. One thread: everything waits for it, so it divides nothing (TileWalk).
+// Role: load. This is one thread for which all others wait, so it does no divisions (TileWalk).
 template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
     TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
@@ -14542,15 +14567,15 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
 }
 
 // Sums of 64 channels of dout over the pixels of an image, and over all images. Each of WARPS warps has CHUNKS chunks
-// of 8 channels. A lane adds up one chunk, of every 4 WARPS-th pixel; the pixels are dealt out so that any 8
-// neighbouring lanes read all banks. At an image's end the lanes that have the same chunk share its sums out among them
-// (halve), until each has those of VALUES channels, from c on.
+// of 8 channels. A lane adds up one chunk, of every 4 WARPS-th pixel; the pixels are distributed so that any 8
+// neighbouring lanes read from all banks. At an image's end the lanes with the same chunk add up their sums by halves
+// (halve), until each lane has those of VALUES channels, from c on.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
     static constexpr int CHUNKS = 8 / WARPS;
     static constexpr int VALUES = WARPS == 1 ? 2 : 1;
     const WeightBlock<T>& work;
-    const int own; // number of this warp among those that sum
+    const int own; // this warp's number among those that sum
     const int lane = threadIdx.x & 31;
     const int eight = lane >> 3;
     const int tile = WARPS == 1 ? own : 0; // of 64 channels
@@ -14580,7 +14605,7 @@ template <class T> struct ChannelSums {
     }
 };
 
-// Role: sum dout for the bias, as the pixel tiles come by.
+// Role: sum dout for the bias, one pixel tile after the other.
 template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages, ChannelSums<T> sums) {
     const int image_tiles = work.p.pixel_tiles / work.p.bias_images;
     int n = work.first / image_tiles;
@@ -14594,7 +14619,7 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
         left = image_tiles;
     }
     if (!work.final) return;
-    warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // the tiles have been read
+    warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // says that the tiles have been read
     UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
         if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
@@ -14622,7 +14647,7 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// Writes a range's sums to the partials, in the order of weight_place: (splits, tiles, taps, 1024 fragments).
+// Writes a range's sums to the partials (splits, tiles, taps, 1024 fragments), in the order of weight_place.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
@@ -14634,10 +14659,10 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// Puts all sums into dweight, by TMA. In shared memory, where the pixel tiles were, they become boxes of 32 Cin, with
-// rows of 128 bytes: a row for each (Cout, tap) of a 3x3, for each Cout of a 1x1. Fragment f of this thread is the
-// output channels co and co + 8, third f / 8 (a tap, or 64 Cin), and the input channels f % 8 * 8 + lane % 4 * 2 and
-// the next one.
+// Stores all sums in dweight, by TMA. First they are written to shared memory, over the pixel tiles, as boxes of 32 Cin
+// with rows of 128 bytes: a row for each (Cout, tap) of a 3x3, or for each Cout of a 1x1. Fragment f of this thread is
+// the output channels co and co + 8, third f / 8 (a tap, or 64 Cin), and the input channels f % 8 * 8 + lane % 4 * 2
+// and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::TAPS ? 3 : 1) * BLOCK_BYTES;
     const ConvWeight& p = work.p;
@@ -14666,8 +14691,8 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     tma_stores_read();
 }
 
-// Roles by warp: 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, the BIAS_WARPS behind it sum dout. When all pixel tiles
-// of the range are done, each warpgroup puts its sums into dweight or into the partials.
+// Roles by warp: 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, the BIAS_WARPS behind it sum dout. After all pixel
+// tiles of the range, each warpgroup writes its sums to dweight or to the partials.
 template <class T> // a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
@@ -14711,18 +14736,18 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
-// How: the gradient is summed in pieces of a fixed size (step_gradients says why); whether and how to update is decided
-//   on the GPU (judge_step), so that the host need not wait for it.
+// How: the gradient is summed in pieces of a fixed size (step_gradients says why); the GPU decides whether and how to
+//   update (judge_step), so that the host need not wait.
 // Costs: memory traffic: five arrays in, four and the bf16 copy out.
 
-// sum = the ranks' gradients added up in their order [added to what is in sum]; squares = |sum|^2 of each piece.
+// sum = the ranks' gradients added up in their order [plus the old sum]; squares = |sum|^2 of each piece.
 // grid (pieces of this rank's slice): a block has one piece, PIECE floats. A thread has QUADS quads of it (4 neighbours
 // each), 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // flat
                          const __grid_constant__ Everywhere<double> squares, // (all pieces), at every rank
                          RankGradients grads,
-                         bool add,     // to what is in sum
+                         bool add,     // whether the old sum is added
                          bool write) { // false: there is one rank, and sum is the array that is read
     await_previous_kernel();
     constexpr int QUADS = PIECE / 4 / 1024;
@@ -14731,7 +14756,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const size_t first = at / 4 + threadIdx.x;              // this thread's first quad
     // Says how many quads there are from this thread's first one on. No array may be read behind its n floats.
     const int quads_left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
-    const int first_source = -(int)add; // source -1: what is in sum; then the ranks, in their order
+    const int first_source = -(int)add; // source -1 is the old sum; then the ranks follow, in their order
     float4 g[QUADS];
     for (int r = first_source; r < grads.slice.ranks; r++) {
         const float* source = r < 0 ? sum : grads.of(r);
@@ -14763,14 +14788,14 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
 }
 
 // Computes the gradient's norm, the batch's losses (both of all ranks) and the verdict: is this step good, or is it
-// left out? One block adds up, in a fixed order: first each thread, then each warp, then thread 0 the 8 warps' sums.
+// skipped? One block adds up, in a fixed order: first each thread, then each warp, then thread 0 the 8 warps' sums.
 // Thread 0 decides (judge_batch).
 static __global__ void __launch_bounds__(256)
-    judge_step_kernel(StepState* state,      // its norm and its verdict are written
+    judge_step_kernel(StepState* state,      // the norm and the verdict are written to it
                       const double* squares, // (pieces): |gradient|^2 of each
                       size_t pieces,
                       const double* loss,  // (B) of all ranks
-                      const int* quarters, // (B): the quarter of the noise levels that a sample's is in
+                      const int* quarters, // (B): in which quarter of the noise levels a sample's level lies
                       AdamW h, int B) {
     await_previous_kernel();
     __shared__ LossSums warps[8];
@@ -14807,7 +14832,7 @@ static void judge_step(StepState* state, const double* squares, size_t pieces, /
     launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
 }
 
-// Called behind every kernel that draws random numbers for this step.
+// Is called after all kernels that draw random numbers for this step.
 static void next_step(int64_t* step) {
     each(1, [=] __device__(size_t) { ++*step; });
 }
@@ -14817,7 +14842,7 @@ static void record_step(StepState* records, const StepState* state, int count) {
     each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
 
-// copy = params, rounded to bf16: a thread rounds 8 of them, one piece.
+// copy = params, rounded to bf16. A thread rounds 8 of them, one piece.
 static void cast_params(bf16* to, const float* params, size_t n) {
     each((n + 7) / 8, [=] __device__(size_t eight) {
         const size_t i = eight * 8;
@@ -14839,7 +14864,7 @@ static void cast_params(act* copy, const float* params, size_t n) {
     }
 }
 
-// What is the same for all parameters in an update. t: how many updates there were, with this one
+// Factors that are the same for all parameters in an update. t: the number of updates, including this one.
 struct AdamWFactors {
     float clip;      // of the gradient, as torch's clip_grad_norm_
     float decay;     // 1 - lr weight_decay
@@ -14873,7 +14898,7 @@ static __global__ void __launch_bounds__(256)
     await_previous_kernel();
     __shared__ AdamWFactors shared;
     if (!state->ok) return;
-    if (threadIdx.x == 0) shared = adamw_factors(state, h); // in double, which is slow: once a block
+    if (threadIdx.x == 0) shared = adamw_factors(state, h); // in double, which is slow, so once for each block
     __syncthreads();
     const AdamWFactors f = shared;
     float4* const ema = (float4*)u.ema;
@@ -14903,7 +14928,7 @@ static __global__ void __launch_bounds__(256)
         ms[i] = m;
         vs[i] = v;
         // The new weights go to this rank, and to those whose memory it can write to. These ranks read the first
-        // `plain` weights (all but the convolutions') in fp32, and the others from the copy alone.
+        // `plain` weights (all but the convolutions') in fp32, and the others only from the copy.
         const uint2 rounded = from_floats<bf16>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -14944,24 +14969,24 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // How long groupnorm_backward_whole_kernel takes with a plan, in microseconds. The model was fitted to 2,700
 // measurements on an H200; the plan that it picks takes 3 % more than the best one, on average.
 //
-//   time = START + blocks, in waves, each of which takes hypot(latency, throughput)
+//   time = START + (number of waves of blocks) * hypot(latency, throughput)
 //
-// latency: what a block waits for, however few blocks there are: loads, the rounds in which sums are folded and
-// exchanged. throughput: what the blocks on one multiprocessor take together: bytes, instructions. A block that has
-// much of one hides much of the other, and hypot lies between their maximum and their sum.
-// tensors: how many of the size of x are moved.
+// latency: the time that a block waits even if there are few blocks: for loads, and for the rounds in which sums are
+// added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their bytes and
+// instructions. The two overlap in part, and hypot lies between their maximum and their sum.
+// tensors: how many tensors of the size of x are moved.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
     constexpr double START = 1.9;    // a launch, and the wait for the kernel in front
     constexpr double CLUSTER = 0.65; // blocks of a cluster wait for each other
-    constexpr double PART = 0.1;     // one sum more to be folded: a warp's or another block's
-    constexpr double SLOT = 0.394;   // one vector more of a thread: its latency
-    constexpr double SLOTS = 0.081;  // the same of 1,024 threads: their instructions
-    constexpr double PER_KB = 0.037; // of memory traffic of a multiprocessor
+    constexpr double PART = 0.1;     // one more sum to be added: a warp's or another block's
+    constexpr double SLOT = 0.394;   // the latency of one more vector for each thread
+    constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
+    constexpr double PER_KB = 0.037; // each KB that a multiprocessor reads or writes
     constexpr double WARPS = 0.34;   // what each 256 threads add to a block's time
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8
 
-    // Memory moves whole sectors of 32 bytes, and rows of 128 bytes best.
+    // Memory moves whole sectors of 32 bytes; whole rows of 128 bytes are the most efficient.
     const int row_bytes = w.slab / act_vec() * 16; // a slab's channels of one pixel
     double loss = 0;
     if (row_bytes < 128) loss += 0.07;
@@ -14977,7 +15002,8 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
     const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * throughput;
 
-    // Blocks: how many fit on a multiprocessor, how many there are, how many of them run there together.
+    // Blocks: how many fit on a multiprocessor, how many there are, and how many of them run on a multiprocessor
+    // together.
     const int fit_threads = 2 * MAX_WHOLE_THREADS / w.threads;
     const int fit = std::min(gpu.blocks_of(w.bytes(), 16), fit_threads);
     const int blocks = s.B * (C / w.slab) * w.chunks;
@@ -14998,7 +15024,7 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int group_channels = C / s.groups;
     const int tensors = add ? 4 : 3;
 
-    // Says how many microseconds two passes take. moved: the kilobytes that they move, for each multiprocessor.
+    // How many microseconds two passes take. moved: the kilobytes that they move, for each multiprocessor.
     const double pieces = (double)s.B * s.HW * C / V; // of 16 bytes, of one tensor
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -15060,8 +15086,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_LANE, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
-        // Two passes: sums of chunks of the pixels, then the gradient. All blocks of the second pass read all chunks'
-        // sums, so there are 64 chunks at most. With addends the second pass has its own chunks.
+        // Two passes: sums of chunks of the pixels, then the gradient. All blocks of the second pass read the sums of
+        // all chunks, so there are at most 64 chunks. With addends the second pass has other chunks than the first.
         auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
         auto second = norm_second_pass<T>(drop, addends);
         float2* const partial = (float2*)device.workspace;
@@ -15076,8 +15102,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
 // Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels and T a multiple of 64. Backward, a head of 64 rows fits
-// a block; one of 256 to 1,024 rows lies in a cluster of blocks of 128 rows. Other heads go back by the portable
-// kernel.
+// a block; one of 256 to 1,024 rows lies in a cluster of blocks of 128 rows. For other heads the portable kernel
+// computes the backward pass.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -15146,10 +15172,10 @@ static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
-// Hopper's kernels know neither strides nor upsampling. So the input is upsampled in the workspace, or for stride 2 the
-// output's gradient is spread out there, with zeros between. Then the convolution is one of stride 1 and the same size.
-// That moves more bytes, and is two to four times as fast with wgmma. With mma.sync only the gradient of an upsampled
-// input goes this way: it takes 17 to 33 % less time.
+// Hopper's kernels know neither strides nor upsampling. So the input is upsampled into the workspace or, for stride 2,
+// the output's gradient is spread out there, with zeros in between. Then the convolution has stride 1 and does not
+// change the size. This moves more bytes, but with wgmma it is two to four times as fast. With mma.sync only the
+// gradient of an upsampled input goes this way: it takes 17 to 33 % less time.
 static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
     s.H <<= s.upsample;
     s.W <<= s.upsample;
@@ -15170,20 +15196,21 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return (bytes + 255) / 256 * 256;
 }
 
-// Weight gradients that first go through something else, alone; then they are those of conv_weight_shape.
+// These weight gradients are never batched: the layer is first replaced by another convolution, of shape
+// conv_weight_shape.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
-// The number of tiles that cover what comes out: a tile has so many images, rows and columns.
+// Returns how many tiles of so many images, rows and columns cover the output.
 static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
     const int tiles_of_image = ceil_div(c.H, rows) * ceil_div(c.W, columns);
     return ceil_div(c.B, images) * tiles_of_image;
 }
 
-// Returns a measure of conv_halo's time with this tile: rounds of blocks, as many at once as fit, times a block's
-// channels. The last round takes as long as the others even if it is nearly empty.
+// Returns a measure of conv_halo's time with this tile: the number of rounds of blocks times a block's channels. In a
+// round all multiprocessors are full of blocks; the last round takes as long as the others even if it is nearly empty.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
@@ -15217,25 +15244,25 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     using Few48 = HaloTile<bf16, 1, 48, 2, 1>;
     const bool small = halo_is_small(c);
     const bool many = halo_fills_gpu(c);
-    // 48 channels waste less of some numbers of channels.
+    // For some numbers of channels, tiles of 48 waste less.
     const bool small_48 = small && halo_is_faster<Small48, Small32>(c);
     const bool large_48 = many && halo_is_faster<Large48, Large64>(c);
     const Way<ConvCall> ways[] = {
         // the network's last convolution has few channels
         {halo_is_last(c), conv_halo<Last, false, float>},
-        // images of 8 x 8: two to a block; K groups make up for few pixels
+        // images of 8 x 8: a block has two of them; K groups give it more warps
         {small_48, conv_halo<Small48, BACKWARD>},
         {small, conv_halo<Small32, BACKWARD>},
         // enough tiles: the largest one
         {large_48, conv_halo<Large48, BACKWARD>},
         {many, conv_halo<Large64, BACKWARD>},
-        // few tiles: the channels are cut finer, and two K groups share a tile
+        // few tiles: a block has fewer channels, and two K groups share a tile
         {c.Cout <= 128, conv_halo<Few32, BACKWARD>},
         {true, conv_halo<Few48, BACKWARD>},
     };
     decide(c, ways);
 }
-// Picks the tile in fp32, by the same reasons.
+// Picks the tile in fp32, for the same reasons.
 template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     using Last = HaloTile<float, 1, 16, 1, 2>;
     using Small = HaloTile<float, 2, 32, 2, 2>;
@@ -15262,7 +15289,8 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     if constexpr (std::is_same_v<T, bf16>) { // 128 x 128 needs the fewest bytes for its products
         using Wide = GatherTile<T, 2, 128, 64, 2>;
         const int blocks_of_128 = ceil_div(c.Cout, 128);
-        const bool little_wasted = blocks_of_128 * 512 <= c.Cout * 5; // at most a fifth of the channels is none
+        // at most a fifth of the tiles' channels do not exist
+        const bool little_wasted = blocks_of_128 * 512 <= c.Cout * 5;
         const bool wide = HW > 64 && little_wasted && tiles_of_128 * blocks_of_128 >= 4 * gpu.sms;
         if (wide) return conv_gather<Wide, BACKWARD>(c);
     }
@@ -15270,22 +15298,22 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// conv_tiles' tiles for 3x3: taps, rows, blocks of 64 channels, resident weights. Up to 128 input channels all weights
-// stay in shared memory, and the two warpgroups take turns; of more channels the weights stream past.
+// conv_tiles' tiles for 3x3: taps, rows, blocks of 64 channels, resident weights. With up to 128 input channels all
+// weights stay in shared memory, and the two warpgroups take turns; with more channels the weights stream past.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
 template <bool BACKWARD> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD>;
 template <bool BACKWARD> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD>;
 template <bool BACKWARD> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD>;
 template <bool BACKWARD> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD>;
 
-// What a block of conv_small takes, in ns as measured on an H200.
+// The time of a block of conv_small, in ns, as measured on an H200.
 struct SmallCosts {
-    int block;     // beside its taps
+    int block;     // without its taps
     int tap_alone; // one tap of one slice, if there is no more than one block for each multiprocessor
     int tap_full;  // the same, if there are more blocks
 };
 
-// Picks for 3x3 on images of up to 32 x 32 the kernel (conv_small or conv_tiles) and the tile that end soonest.
+// Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32.
 template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
     const int taps = ceil_div(p.C1, 64) * 9; // of all slices
     Cheapest<void (*)(const ConvCall&)> way;
@@ -15316,8 +15344,8 @@ template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
     }
     if (p.H <= 8) return way.best(p);
 
-    // conv_tiles, whose blocks are persistent. Time = once + tiles of the busiest block / n * each (n tiles), in ns.
-    // (Here a tile is 8 x 16 pixels, whatever the kernel's own tiles are.)
+    // conv_tiles, whose blocks are persistent. Time, in ns = once + (tiles of the busiest block / n) * each, where
+    // `each` is the time of n tiles. (Here a tile is 8 x 16 pixels, whatever the kernel's own tiles are.)
     const int tiles = count_tiles(p, 1, 16, 8);
     auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
@@ -15333,48 +15361,51 @@ template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
 // Returns how many cycles a tile T of conv_tiles takes for p, which is 1x1, as measured on an H200. It is infinite if
 // its results do not fit into shared memory.
 template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
-    constexpr int64_t L2_BYTES = 36; // that a multiprocessor gets from the L2 or writes there in a cycle, at most
+    constexpr int64_t L2_BYTES = 36; // the most that a multiprocessor reads from or writes to the L2 in a cycle
     const bool add = p.out.part1.add1 || p.out.part2.add1;
     const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS;
     const int stages = T::stages(weights);
     const bool results_fit = stages > T::BLOCKS && (T::RESIDENT || slices >= T::BLOCKS);
     if (!results_fit) return INFINITY; // a tile's results take BLOCKS stages
 
-    // A unit is what passes through a stage at once: a tile, or one for each of two warpgroups.
+    // A unit is what a stage holds: a tile, or two tiles, one for each warpgroup.
     const int tiles = count_tiles(p, 1, T::ROWS, 8);
     const int units = ceil_div(tiles, T::UNIT);
     const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
 
-    // Says how many cycles a unit's products take. Each slice and block of channels has 4 products of k = 16, and to
-    // start one takes 6 cycles.
+    // The cycles of a unit's products. Each slice and block of channels has 4 products of k = 16, and it takes 6 cycles
+    // to start one.
     const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
 
-    // These are the cycles of a unit's bytes: slices and streamed weights in, results out, addends in.
+    // The cycles of a unit's bytes: slices, streamed weights and addends are read, and results are written.
     const int64_t tile_bytes = T::UNIT * T::PIXEL_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
     const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
-    // Few stages beside a tile's results and the slice in work: less is on its way, over a latency of 1800 cycles.
+    // If few stages remain beside a tile's results and the current slice, fewer bytes can be loaded at the same time. A
+    // load takes 1800 cycles.
     const int64_t ahead = std::max(1, stages - T::BLOCKS - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
 
-    // These are the cycles after a unit's products: adding, rounding, storing. If stages are short, the next unit waits
-    // for that.
+    // The cycles after a unit's products, for adding, rounding and storing. If there are few stages, the next unit has
+    // to wait for that.
     const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
     int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
 
-    // Resident: one warpgroup ends a tile while the other multiplies. Streamed: one after the other.
+    // Resident: one warpgroup finishes a tile while the other one multiplies. Streamed: both multiply, and then both
+    // finish.
     const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
     const int64_t first_weights = T::RESIDENT ? slices * T::WEIGHT_BYTES / L2_BYTES : 0;
     return first_weights + end + rounds * unit;
 }
 
-// Picks for 1x1 the tile of conv_tiles that ends soonest.
+// Picks the fastest tile of conv_tiles for 1x1.
 template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     ConvCall p = c;
-    // To a 1x1 convolution all images are one, of width 8: it fills its tiles. Not with an embedding, which differs
-    // from image to image; and with statistics, which are of 64 pixels or more, only if these are pixels of one image.
+    // A 1x1 convolution can treat all images as one image of width 8, which fills all tiles. This is impossible with an
+    // embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels has
+    // pixels of two images.
     const int HW = p.H * p.W;
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) {
@@ -15401,7 +15432,8 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     way.best(p);
 }
 
-// Picks for 3x3 on larger images the tile of conv_tiles. Skip connections come here whatever the size of their images.
+// Picks the tile of conv_tiles for 3x3 on larger images. Convolutions with a skip connection come here for any size of
+// images.
 template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.C1, 64);
     const bool skip = c.out.skip.weight; // computes the skip connection as well: only resident weights can
@@ -15415,7 +15447,8 @@ template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD>>},
         // up to two slices of weights fit into shared memory beside the pixels
         {slices <= 2, conv_tiles<Resident16<BACKWARD>>},
-        // more stream past; 32 rows use them for more pixels, where few rows lie outside the image
+        // more weights stream past; a tile of 32 rows uses them for more pixels, if few of its rows lie outside the
+        // image
         {fills_32_rows, conv_tiles<Streamed32<BACKWARD>>},
         {true, conv_tiles<Streamed16<BACKWARD>>},
     };
@@ -15451,7 +15484,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool all_parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
-    // Small images are too few tiles for persistent blocks. But only conv_tiles computes a skip connection as well.
+    // Small images have too few tiles for conv_tiles' persistent blocks. But only conv_tiles can compute a skip
+    // connection.
     const bool small = c.H <= 32 && c.W <= 32 && !o.skip.weight;
 
     const bool bf16_is_it = act_element == Element::BF16;
@@ -15479,7 +15513,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape one = conv_without_detour(s);
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    // Stride 2: compute all pixels with stride 1 and pick every fourth. That pays if there are so few pixels that
+    // Stride 2: compute all pixels with stride 1 and pick every fourth. This is faster if there are so few pixels that
     // launches cost more than products.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
@@ -15512,8 +15546,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     conv_product<false>(call);
 }
 
-// Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can where all
-// its weights stay in shared memory, beside those of the skip connection and one stage more than a tile takes.
+// Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can if shared
+// memory has room for all its weights, those of the skip connection, and one stage more than a tile takes.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
@@ -15533,8 +15567,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(workspace, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
-    // unet_backward asks for no gradient of a tensor without needs_grad (add_layer). So this ends a program whose
-    // network has a layer with a backward pass in front of the first convolution.
+    // unet_backward asks for no gradient of a tensor without needs_grad (add_layer). So this ends the program only if
+    // somebody adds a layer with a backward pass in front of the first convolution.
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
@@ -15542,7 +15576,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         const ConvShape rows = few_shape(s);
         return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, rows);
     }
-    // What goes in is dout, what comes out has the channels of both inputs.
+    // The input is dout, and the output has the channels of both inputs.
     ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
     call.C1 = s.Cout;
     call.C2 = 0;
@@ -15563,19 +15597,19 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //                             as a whole (plan_weights), gives out the workspace (put_partials), and launches:
 //       conv_weight_tma, conv_weight_halo or conv_weight_gather     once for each kind
 //       conv_weight_sum                                             once, for the partials of all
-//     conv_weight_one         layers that go through something else first: few channels, stride 2, upsampling
+//     conv_weight_one         layers that are first replaced by others: few channels, stride 2, upsampling
 //
-// A plan answers: into how many ranges (splits) are the pixels cut? More ranges keep more multiprocessors busy, but
+// A plan says into how many ranges (splits) the pixels are divided. More ranges keep more multiprocessors busy, but
 // each range writes partial sums, which a second kernel has to add up.
 
 // What weight gradients cost, in cycles as measured on an H200 while all blocks are at work.
 struct WeightCosts {
     int slots;          // blocks that the GPU holds at once
     int tile;           // cycles of a block for one pixel tile
-    int filter;         // blocks that all taps need
-    int beside;         // cycles of a block beside its tiles, if it writes partials
+    int filter;         // how many blocks all taps need together
+    int beside;         // cycles of a block in addition to its tiles, if it writes partials
     int beside_dweight; // the same, if it writes dweight itself
-    int sums;           // cycles of the second kernel, conv_weight_sum, beside PARTIAL_CYCLES for each partial
+    int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
     int most_partials = MAX_WEIGHT_PARTIALS;
 };
 constexpr int PARTIAL_CYCLES = 10;
@@ -15588,8 +15622,8 @@ static int weight_tile_cycles(const ConvWeight& p) {
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
-    // A narrow block reads x and dout for one filter row: the more so, the fewer tiles of channels share them. Tensors
-    // of more than 100 MB do not stay in the L2.
+    // A narrow block reads x and dout for only one filter row. This costs more if fewer tiles of channels share them.
+    // Tensors of more than 100 MB do not stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }
@@ -15601,7 +15635,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
-    // The portable kernels. Floats take three products where bf16 takes one, and twice the time.
+    // The portable kernels. Floats need three products where bf16 needs one, and take twice the time.
     const int slow = act_parts();
     const int most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
@@ -15609,11 +15643,11 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// How conv_weight_tma's blocks share the tiles of 64 channels, if they have so many warpgroups. A block of a 3x3 has
-// one tile of Cin and one of Cout; a block of a 1x1 has up to three tiles of Cin, and a tile of Cout for each
-// warpgroup.
+// Sets how the tiles of 64 channels are divided among conv_weight_tma's blocks, if these have so many warpgroups. A
+// block of a 3x3 has one tile of Cin and one of Cout; a block of a 1x1 has up to three tiles of Cin, and a tile of Cout
+// for each warpgroup.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
-    // For a 1x1: at most `most` tiles for each block, as equal as can be.
+    // For a 1x1: at most `most` tiles for each block, divided as equally as possible.
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
     p->warpgroups = warpgroups;
     p->co_tiles = p->tiles / p->channel_tiles;
@@ -15627,8 +15661,8 @@ static int64_t range_blocks(const ConvWeight& p) {
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
 
-// For layers of one kind, that share a launch: what ends soonest. Tries all numbers of pixel tiles for a range, and for
-// conv_weight_tma one or three warpgroups.
+// Finds the fastest plan for layers of one kind, which share a launch. It tries all numbers of pixel tiles for a range,
+// and for conv_weight_tma one and three warpgroups.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
@@ -15649,14 +15683,14 @@ static void plan_weights(std::span<ConvWeight> works) {
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
             if (partials > cost.most_partials) break;
-            // Time = rounds of blocks * (a block's tiles + what it does beside them) + the second kernel's.
+            // Time = rounds of blocks * (the time of a block's tiles + its other work) + the second kernel's time.
             const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // of blocks
             const int64_t block = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
             const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
             cut.consider(rounds * block + second_kernel, {warpgroups, range});
         }
     }
-    // The cheapest cut is what all of them get.
+    // All layers get the cheapest plan.
     const auto [warpgroups, range] = cut.best;
     for (ConvWeight& p : works) {
         if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
@@ -15664,7 +15698,7 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
 }
 
-// Plans a layer that is alone: fills in all of a ConvWeight but its tensors.
+// Plans one layer alone: sets all members of a ConvWeight except its tensors.
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H();
     const int Wo = s.out_W();
@@ -15703,7 +15737,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-// Gives a work the place of its partials. Returns their bytes. A single range has no partials of weights.
+// Gives a work the memory for its partials. Returns their bytes. A single range has no partials of weights.
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
@@ -15712,8 +15746,8 @@ static size_t put_partials(ConvWeight* p, char* memory) {
     p->bias_partial = (float*)(memory + bytes);
     return bytes + (bias_bytes + 255) / 256 * 256;
 }
-// Bytes of the side lane's workspace that conv_backward_weights needs. (conv_detour_bytes: what conv_forward and
-// conv_backward_input need of the main lane's.)
+// Returns the bytes of the side lane's workspace that conv_backward_weights needs. (conv_detour_bytes: those of the
+// main lane's that conv_forward and conv_backward_input need.)
 static size_t conv_workspace(ConvShape s) {
     if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
@@ -15721,7 +15755,8 @@ static size_t conv_workspace(ConvShape s) {
 }
 
 typedef std::vector<ConvWeight> WeightPlans;
-// One launch for all works: work_of(p) is what the kernel is told of each, blocks_of(p) how many blocks it gets.
+// Launches a kernel once for all works. work_of(p): the kernel's argument for a work; blocks_of(p): how many blocks it
+// gets.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Lane* lane, dim3 threads,
                            int bytes, auto work_of, auto blocks_of) {
@@ -15751,7 +15786,7 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane
     };
     launch_weights(conv_weight_tma_kernel<Tile>, works, lane, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
 }
-// A layer alone has a kernel of its own, in which the compiler knows where its shape lies.
+// For a single layer there is another version of the kernel, in which the compiler knows where the shape lies.
 static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Lane* lane, int threads, int bytes) {
     lane->joined = true; // they do not call await_previous_kernel
     if (works.size() == 1) launch_weights(alone, works, lane, threads, bytes, std::identity(), all_blocks);
@@ -15778,8 +15813,8 @@ static WeightKind weight_kind(const ConvWeight& p) {
     return p.block_co == 2 ? GATHER_WIDE : GATHER;
 }
 
-// Launches the kernel of a kind. conv_weight_tma comes with one warpgroup or with three. WeightTile: kernel,
-// warpgroups, pixels across a tile, stages
+// Launches the kernel of a kind. conv_weight_tma has one warpgroup or three. WeightTile: kernel, warpgroups, pixels
+// across a tile, stages
 static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Lane* lane) {
     const bool three = works[0].warpgroups == 3;
     switch (kind) {
@@ -15815,7 +15850,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
         kinds[weight_kind(p)].push_back(p);
     }
-    // Each kind is planned as a whole, and its works get their places in the workspace.
+    // Plan each kind as a whole, and give its works their places in the workspace.
     size_t workspace_used = 0;
     for (auto& [kind, plans] : kinds) {
         if (plans.size() > 1) plan_weights(plans);
@@ -15838,11 +15873,12 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     });
 }
 
-// A weight gradient that goes through something else first (conv_weight_alone): the layer of few channels becomes a 1x1
-// convolution of rows, and its product is put together afterwards; x is upsampled, or dout spread out.
+// Computes a weight gradient of a layer that is first replaced by another one (conv_weight_alone): a layer of few
+// channels becomes a 1x1 convolution of rows, whose product is turned into the gradient afterwards; or x is upsampled,
+// or dout is spread out.
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
-    char* const detour = lane->workspace + conv_workspace(w.shape); // behind what that convolution needs
+    char* const detour = lane->workspace + conv_workspace(w.shape); // behind the workspace of that convolution
     if (conv_is_few(s)) {
         const act*& few = conv_is_last(s) ? w.dout : w.x1;
         ConvFew p = make_few_rows(s, few, nullptr, detour, lane);
@@ -15862,7 +15898,7 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     conv_weight_batch({w}, lane);
 }
 
-// Returns the share of a large enough launch that a weight gradient makes up. 1 means that it does not go with others.
+// Returns which part of a large enough launch a weight gradient fills. 1 means that it needs no others beside it.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -15873,13 +15909,14 @@ static double conv_weight_load(const ConvShape& s) {
         if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
         else cost.tile = s.out_W() > 8 ? 830 : 430;
     }
-    // Blocks of the portable kernels take longer, so that their launches must be larger for the last round to be full.
+    // Blocks of the portable kernels take longer. So their launches must be larger: otherwise a last round that is not
+    // full costs too much.
     const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
     const double cycles = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / cost.slots;
     return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
 }
 
-// This is the operation. It computes first all layers that can share launches, then the others one by one.
+// The operation of the interface. First it computes all layers that can share launches, then the others one by one.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     conv_weight_batch(works, lane);
     for (const WeightWork& w : works)
@@ -15890,12 +15927,12 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
 // 23. The GPU: memory, copies, repeated work
 //
 // Three streams. The main lane's has a high priority and runs nearly everything. The side lane's has a low one: its
-// kernels fill multiprocessors that the main lane leaves free. The copy stream brings the next batch to the GPU while
-// the current one is computed. Events order them: a stream waits for a moment in another one, the host waits for
-// neither.
+// kernels fill multiprocessors that the main lane leaves free. The copy stream copies the next batch to the GPU while
+// the current one is computed. Events order the streams: a stream waits for a moment in another one, and the host does
+// not wait.
 
-// The most parts in which a tensor's Stats come: one for each tile of a convolution, and no tile has fewer than 8 x 8
-// pixels.
+// Returns the largest number of parts of a tensor's Stats: one for each tile of a convolution, and no tile is smaller
+// than 8 x 8 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
 // start_device asks the runtime about this kernel's code, and so about this binary's.
@@ -15904,13 +15941,13 @@ static __global__ void nothing_kernel() { await_previous_kernel(); }
 static cudaDeviceProp properties; // of the GPU of this process
 static cudaStream_t side_stream;  // the side lane's
 
-// Says how many GPUs the program can use; 0 without a driver, too.
+// Returns how many GPUs the program can use; 0 also if there is no driver.
 static int count_gpus() {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// The GPU number `number`, or ends with a sentence about what is in the way: the driver, or no GPU at all.
+// Chooses GPU `number`, or ends the program with a sentence about the reason: the driver, or no GPU at all.
 static int choose_device(int number) {
     int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
@@ -15923,7 +15960,7 @@ static int choose_device(int number) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
             cudaGetErrorString(error));
-    // Of several processes on a machine each takes another GPU.
+    // If a machine has several processes, each takes a GPU of its own.
     if (world.size > 1 && count == 1) number = 0; // some launchers show each process a GPU of its own
     else if (world.size > 1) number += world.local_rank;
     if (world.size > 1 && number >= count)
@@ -15934,8 +15971,8 @@ static int choose_device(int number) {
     return number;
 }
 
-// What this binary's code is for on GPU `number`: 80 for compute capability 8.0, and so on. This is what the code was
-// compiled for, also where the driver translates it for a newer GPU.
+// Returns for which architecture the code was compiled that this binary runs on GPU `number`: 80 for compute capability
+// 8.0, and so on. It is the same even if the driver translates this code for a newer GPU.
 static int code_version(int number) {
     cudaFuncAttributes code;
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
@@ -15950,7 +15987,7 @@ static int code_version(int number) {
     return code.ptxVersion;
 }
 
-// Chooses the GPU, asks for all that decisions depend on (struct gpu), and makes the streams.
+// Chooses the GPU, finds out all that decisions depend on (`gpu`), and makes the streams.
 static void start_device(const std::string& precision, int number) {
     number = choose_device(number);
     CUDA_CHECK(cudaSetDevice(number));
@@ -15961,7 +15998,7 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .overlap = version >= 90,
            .clusters = version >= 90 && allowed.clusters,
-           // Code for 9.0 is always sm_90a's, which has wgmma: the #error at the head of section 16 sees to that.
+           // Code for 9.0 is always sm_90a's, which has wgmma: the #error at the head of section 16 makes sure of that.
            .wgmma = version == 90 && allowed.hopper};
     act_element = element_named(precision, Element::BF16);
     int low, high; // priorities
@@ -15974,7 +16011,7 @@ static void start_device(const std::string& precision, int number) {
 
 static std::string device_name() { return properties.name; }
 
-// Gives memory that the main stream fills with zeros.
+// Returns memory that the main stream fills with zeros.
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     const cudaError_t error = cudaMalloc(&p, bytes);
@@ -15997,7 +16034,7 @@ static size_t device_available() {
     return available;
 }
 
-// Both copies wait: for what the main stream has still to do, and for the copy itself.
+// Both copies wait until the main stream has done its work, and until the copy is complete.
 static void copy_to_device(void* to, const void* host, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, device.stream));
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
@@ -16008,8 +16045,8 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
 }
 
 // Runs work() as a CUDA graph: the first call records its launches, without running them, and every call then launches
-// the whole recording at once. A training step is hundreds of launches, each of which costs the host microseconds. What
-// a launch was told (pointers, sizes) stays as it was recorded, so all that changes from step to step lies on the
+// the whole recording at once. A training step is hundreds of launches, each of which costs the host microseconds. The
+// arguments of a launch (pointers, sizes) stay as they were recorded, so all that changes from step to step lies on the
 // device.
 template <class F> static void replay(Graph* g, F work) {
     if (!allowed.graphs) return work();
@@ -16032,13 +16069,13 @@ static void free_graph(Graph* g) {
     g->exec = nullptr;
 }
 
-// Records in *moment how far a stream has come: what is in it now is before the moment. The event is made at first use.
+// Records a moment of a stream in *moment: all work that is in the stream now is before the moment. The event is made
+// at the first use.
 static void record(cudaEvent_t* moment, cudaStream_t stream) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, stream));
 }
-// What this lane does from here on waits for that moment; or, in the second form, for all that the other lane has been
-// told so far.
+// The lane's later work waits for that moment or, in the second form, for all work that the other lane has got so far.
 static void follow(Lane* lane, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(lane->stream, moment));
     lane->joined = true;
@@ -16049,8 +16086,8 @@ static void follow(Lane* lane, const Lane& other) {
     follow(lane, moment);
 }
 
-// work(the side lane) may begin when the main lane has come to here. Its end gets a ticket: wait_for_side(ticket) makes
-// the main lane wait for it.
+// Runs work(side lane). It may begin when the main lane has done all its work so far. Its end gets a ticket:
+// wait_for_side(ticket) makes the main lane wait for it.
 static std::map<int, cudaEvent_t> side_events; // by ticket
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
@@ -16060,8 +16097,8 @@ template <class F> static void run_beside(int ticket, F work) {
 static void wait_for_side(int ticket) { follow(MAIN_LANE, side_events[ticket]); }
 
 // An Upload's buffers go back and forth: the host fills u->host; send copies it to u->device in the copy stream, as
-// soon as the work before the last release has read what is there; the main stream waits for the copy, uses it and
-// releases.
+// soon as all work before the latest release has been done, which reads it; the main stream waits for the copy, uses it
+// and releases it.
 //
 //   host           fill        fill (waits until `sent`)
 //   copy stream        copy         copy (waits until `released`)
@@ -16082,14 +16119,14 @@ static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.stream, (cudaEvent_t)u->sent));
 }
 
-// Memory grows to at least `wanted` bytes. What was in it is lost.
+// Makes memory grow to at least `wanted` bytes. Its content is lost.
 static void grow(char** memory, size_t* bytes, size_t wanted) {
     if (wanted <= *bytes) return;
     if (*memory) device_free(*memory);
     *bytes = wanted;
     *memory = device_alloc<char>(wanted);
 }
-// Gives memory for all operations to come: each lane's workspace, which they share, and the norms' sums.
+// Allocates memory for all later operations: each lane's workspace, which they share, and the norms' sums.
 static void reserve(const Workspace& most, bool training) {
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes
     if (training) {
@@ -16122,7 +16159,8 @@ static const char* ranks_need() {
 }
 
 #ifdef USE_NCCL
-static ncclComm_t communicator = nullptr; // never destroyed: that would wait for the graphs that it was recorded in
+// it is never destroyed, since that would wait for the graphs in which it was recorded
+static ncclComm_t communicator = nullptr;
 
 static void leave_devices() {} // a process just ends
 
@@ -16133,7 +16171,8 @@ static void nccl_check(ncclResult_t error) {
     if (error != ncclSuccess) die("%s", nccl_error(error).c_str());
 }
 
-// What has gone wrong in calls that NCCL still works on; "": nothing. The watch of host/ranks.h asks now and then.
+// Returns what has gone wrong in calls that NCCL still works on, or "". The watch of host/ranks.h asks for it from time
+// to time.
 static std::string device_trouble() {
     ncclResult_t error = ncclSuccess;
     if (communicator) ncclCommGetAsyncError(communicator, &error);
@@ -16141,21 +16180,21 @@ static std::string device_trouble() {
 }
 
 // Ranks of one machine open memory for each other (CUDA's interprocess communication): a rank's pointer table then says
-// where each other rank's piece of memory appears in its own address space. Copy engines write there beside the
-// kernels, where NCCL's would take multiprocessors from them; and kernels write there what they write anyway.
+// where each other rank's piece of memory appears in its own address space. Copy engines write there while kernels run,
+// whereas NCCL's kernels would take multiprocessors from them. And kernels can write their results there directly.
 struct Opened {
     size_t bytes;
     std::vector<char*> at; // by rank: where its piece of memory lies for this process
 };
 static std::vector<Opened> opened;
-static Lane sender;          // of copies to others
-static bool sending = false; // it has to be waited for
-// Says how many meetings (meet_kernel) each rank has come to, as it has told this one; and, at index NEAR, this rank's
-// own number.
+static Lane sender;          // the lane of copies to others
+static bool sending = false; // copies have begun, and somebody has to wait for them
+// How many meetings (meet_kernel) each rank has reached, as it has told this rank; at index NEAR, the number of this
+// rank's own meetings.
 static unsigned* meetings;
 
-// Says where at rank r the same thing lies as at p here; null: it is not in opened memory. A p before a piece makes the
-// offset negative, and so, as a size_t, larger than any piece.
+// Returns the address at rank r that corresponds to p here, or null if p is not in opened memory. If p lies before a
+// piece, the offset is negative, and so, as a size_t, larger than any piece.
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened) {
         const size_t offset = (char*)p - o.at[world.rank];
@@ -16168,7 +16207,7 @@ static void* at_rank(void* p, int r) {
 // call this together. If one of them can't open memory of another one, all go on by NCCL: world.direct becomes false.
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
-    bytes = std::max<size_t>(bytes, 2 << 20); // less could lie in one page with what is not to be opened
+    bytes = std::max<size_t>(bytes, 2 << 20); // a smaller piece could share a page with memory that must not be opened
     char* const own = (char*)device_alloc_bytes(bytes);
     std::vector<char*> at(world.size, own);
     cudaIpcMemHandle_t handle = {};
@@ -16179,7 +16218,7 @@ static void* open_alloc(size_t bytes) {
         if (r == world.rank) continue;
         error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     }
-    cudaGetLastError(); // forgets the error, which is dealt with here
+    cudaGetLastError(); // clears the error, which is handled here
     world.direct = !any_rank("opening others' memory", error != cudaSuccess);
     if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
@@ -16187,8 +16226,8 @@ static void* open_alloc(size_t bytes) {
     return own;
 }
 
-// Connects the ranks' GPUs: by NCCL, whose ranks find each other by an id that rank 0 makes and the hosts send around;
-// and by opened memory, if `direct` asks for it and all are on one machine.
+// Connects the ranks' GPUs: by NCCL, whose ranks find each other by an id that rank 0 makes and the hosts send to each
+// other; and by opened memory, if `direct` asks for it and all are on one machine.
 static void join_devices(bool direct) {
     if (world.size < 2) return;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // no NVLink multicast, unless the user has set the variable
@@ -16203,8 +16242,8 @@ static void join_devices(bool direct) {
 }
 
 // One warp, in which thread 0 counts this meeting, and thread k tells it to the k-th rank of `meetings` and waits until
-// that rank has come to the same meeting. Both fences are for what was written before: the first makes this rank's
-// writes visible to the others before they hear of the meeting; after the second one this rank sees theirs.
+// that rank has come to the same meeting. The fences concern what was written before: the first one makes this rank's
+// writes visible to the others before they learn of the meeting; after the second one this rank sees theirs.
 // The difference of the numbers is compared with 0, so that they may overflow.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
@@ -16225,8 +16264,8 @@ static void meet() {
     if (world.direct) launch(meet_kernel, 1, 32, 0, everywhere(meetings), world.rank);
 }
 
-// What stands between these two calls becomes one launch of NCCL's. Direct copies are waited for here, and then all
-// ranks meet: behind that everyone's copies have arrived everywhere.
+// All calls between these two become one launch of NCCL's. end_exchange waits for direct copies, and then all ranks
+// meet. After that the copies of all ranks have arrived.
 static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
@@ -16237,11 +16276,12 @@ static void end_exchange() {
 }
 
 // Copies piece(r) into the memory that each other rank r has opened, to the place that is reserved there for this rank.
-// The copies begin when the lane has done what it was told so far.
+// The copies begin when the lane has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Lane& lane, F piece) {
     follow(&sender, lane);
     for (int k = 1; k < world.size; k++) {
-        const int r = (world.rank + k) % world.size; // each rank begins with another one, so no link is crowded
+        // each rank begins with another rank, so that no link has several copies at once
+        const int r = (world.rank + k) % world.size;
         char* const there = (char*)at_rank(to, r) + world.rank * bytes;
         CUDA_CHECK(cudaMemcpyAsync(there, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.stream));
     }
@@ -16258,7 +16298,7 @@ static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
         nccl_check(ncclSend(piece(r), bytes, ncclInt8, r, communicator, lane->stream));
         nccl_check(ncclRecv((char*)recv + r * bytes, bytes, ncclInt8, r, communicator, lane->stream));
     }
-    lane->joined = true; // NCCL may put more than a kernel there
+    lane->joined = true; // NCCL may add more than a kernel to the lane
 }
 
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane) {
@@ -16266,7 +16306,7 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane* lane) {
     nccl_check(ncclAllGather(own, all, bytes, ncclInt8, communicator, lane->stream));
     lane->joined = true;
 }
-#else // nobody reaches another one's memory
+#else // no rank can access another one's memory
 // MPI's calls are complete when they return, so nothing has to be begun, ended or waited for.
 static void begin_exchange() {}
 static void end_exchange() {}
@@ -16278,7 +16318,7 @@ static std::string device_trouble() { return ""; }
 // Starts MPI. Only this thread calls it (FUNNELED), and its errors come back to us (mpi_check).
 static void join_devices(bool) {
     if (world.size < 2) return;
-    any_rank("the start of MPI", false); // a rank that has ended for a mistake before is noticed here, and named
+    any_rank("the start of MPI", false); // finds out here if a rank has ended because of an error, and names it
     int level, size;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
@@ -16294,17 +16334,18 @@ static void leave_devices() {
     if (joined) MPI_Finalize();
 }
 
-// An error of MPI ends the run. But if a rank has ended, that is the reason to be said, and the watch finds it earlier.
+// An error of MPI ends the run. But if a rank has ended, that is the reason that has to be told, and the watch finds it
+// earlier.
 static void mpi_check(int error) {
     if (error == MPI_SUCCESS) return;
-    sleep(3); // the watch ends the program meanwhile, if a rank is gone
+    sleep(3); // during this time the watch ends the program, if a rank has ended
     char why[MPI_MAX_ERROR_STRING] = "";
     int length;
     MPI_Error_string(error, why, &length);
     die("MPI: %s", why);
 }
 
-// Pieces are counted in floats. The own piece is not sent, so its count is 0.
+// Pieces are counted in floats. A rank does not send its own piece, so its count is 0.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
     const int floats = (int)(bytes / sizeof(float)); // of a piece
     std::vector<int> count(world.size, floats);
