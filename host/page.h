@@ -4,8 +4,8 @@
 // runs' numbers in JSON; the scripts in the page draw all curves and tables from them. So a page is one file that needs
 // no server, and the page of several runs is the same page with more runs in it.
 //
-// train_unet.cu includes this file behind what it shows: Run, Config and its FLAGS, LogSummary, describe. It needs
-// files.h and ranks.h, too.
+// train_unet.cu includes this file behind what it shows: Run, Config and its FLAGS, LogSummary, describe, BEST. It
+// needs files.h and ranks.h, too.
 #pragma once
 
 #include <cmath>
@@ -119,7 +119,8 @@ static std::string json_run(const Run& run, const char* state, const std::string
     out += "\"path\":\"\",";
     out += "\"flags\":" + json_flags(c) + ",";
     out += "\"grids\":" + json_steps(run.folder, "samples_", ".png") + ",";
-    out += "\"checkpoints\":" + json_steps(run.folder, "model_", ".bin") + ",\n";
+    out += "\"checkpoints\":" + json_steps(run.folder, "model_", ".bin") + ",";
+    out += text("\"best\":%s,\n", run.folder.has(BEST) ? "true" : "false");
     out += "\"rows\":" + json_rows(run.summary);
     return out + "}";
 }

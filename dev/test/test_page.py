@@ -244,6 +244,22 @@ def test_it_follows_a_run_that_draws_and_saves_nothing(long_run: subprocess.Pope
     assert then["written"] - first["written"] >= 9 and then["seconds"] - first["seconds"] == pytest.approx(then["written"] - first["written"], abs=2)
 
 
+@pytest.mark.long  # the page is written every ten seconds
+def test_an_open_page_follows_a_run_to_its_end(long_run: subprocess.Popen, open_page: Callable, tmp_path: Path) -> None:
+    """It reads itself again as often as the file says, without anybody's help; and then no more."""
+    page = open_page(tmp_path / "out", query="")
+    step = page.evaluate("run.step")
+    page.wait_for_function(f"run.step > {step}", timeout=40_000)
+    assert page.locator("#state").inner_text() == "training"
+    assert f"{page.evaluate('run.step')} of 100000000" in page.locator("#figures").inner_text()
+    long_run.send_signal(signal.SIGTERM)
+    page.wait_for_function("run.state === 'stopped'", timeout=40_000)
+    assert page.locator("#state").inner_text() == "stopped" and "stopped by SIGTERM" in page.locator("#why").inner_text()
+    page.evaluate("window.unread = true")
+    time.sleep(12)
+    assert page.evaluate("window.unread")
+
+
 def test_it_says_why_a_run_was_stopped(long_run: subprocess.Popen, tmp_path: Path) -> None:
     long_run.send_signal(signal.SIGTERM)
     long_run.wait()
@@ -359,11 +375,17 @@ def test_its_command_can_be_pasted(run: Callable, open_page: Callable, data: Pat
         assert words[0::2] == sorted(given[0::2], key=words[0::2].index) and dict(zip(words[::2], words[1::2])) == dict(zip(given[::2], given[1::2]))
 
 
-def test_its_links(open_page: Callable, trained: Path) -> None:
-    """To the log and the checkpoints."""
-    page = open_page(trained)
-    linked = page.evaluate("[...document.querySelectorAll('#links a')].map((a) => a.href)")
-    assert linked == [(trained / name).as_uri() for name in ("log.csv", model_name(10), model_name(12))]
+def test_its_links(run: Callable, open_page: Callable, data: Path, trained: Path) -> None:
+    """To the log, the checkpoints, and the best of them, if the run keeps that."""
+
+    def linked() -> list[str]:
+        return open_page(trained).evaluate("[...document.querySelectorAll('#links a')].map((a) => a.href)")
+
+    names = ["log.csv", model_name(10), model_name(12)]
+    assert linked() == [(trained / name).as_uri() for name in names]
+    run(flags("--resume_checkpoint", trained / model_name(12), "--max_steps 14 --keep_best True --val_data_file", data, "--output_dir", NAME))
+    assert (trained / "best.bin").exists()
+    assert linked() == [(trained / name).as_uri() for name in [*names, model_name(14), "best.bin"]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
