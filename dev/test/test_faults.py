@@ -568,6 +568,19 @@ def test_a_disk_that_is_full_for_a_while_ends_no_run(program: list[str], data: P
     assert not leftovers(tmp_path / "out")
 
 
+def test_a_stopped_run_keeps_the_checkpoint_before_its_last(program: list[str], data: Path, tmp_path: Path) -> None:
+    """No step has shown that the last one is good: that is for the run that goes on to find."""
+    process = start([*program, *flags(LONG, "--sample_interval 0 --save_interval 5 --keep_checkpoints 1 --data_file", data)], tmp_path)
+    wait_for(process, "step 8/")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    saved = checkpoints(tmp_path / "out")
+    assert saved[-1] % 5 == 0 or (len(saved) == 2 and saved[0] == saved[-1] // 5 * 5), saved
+    words = flags("--resume_checkpoint latest --sample_interval 0 --keep_checkpoints 1 --max_steps", saved[-1] + 2)
+    assert not call([*program, *words], tmp_path).stderr
+    assert checkpoints(tmp_path / "out") == [saved[-1] + 2]
+
+
 def test_a_checkpoint_that_never_fits_ends_the_run(
     program: list[str], data: Path, tmp_path: Path, full: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
