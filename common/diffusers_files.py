@@ -380,6 +380,9 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
 # autoencoders
 
 
+MOST = 1e30  # what an autoencoder's latents may be scaled or moved by
+
+
 class Autoencoder:
     """An AutoencoderKL in a folder of its own or in one of a pipeline's. Latents are scaled as its configuration says, to train on."""
 
@@ -403,12 +406,20 @@ class Autoencoder:
         def by_channel(values: Any) -> torch.Tensor:
             return torch.tensor(values, device=self.device, dtype=torch.float32).view(1, -1, 1, 1)
 
-        means, stds, scale = vae.config.latents_mean or [vae.config.shift_factor or 0.0], vae.config.latents_std or [1.0], vae.config.scaling_factor
-        for name, values, low in ("latents_mean", means, -math.inf), ("latents_std", stds, 0.0), ("scaling_factor", [scale], 0.0):
-            usable = all(isinstance(v, (int, float)) and math.isfinite(v) and v > low for v in values)
-            if not usable or len(values) not in (1, vae.config.latent_channels):
-                raise UserError(f"{folder}: its {name} is {json.dumps(values):.60}, which scales no latents of {vae.config.latent_channels} channels")
+        moved_by = "latents_mean" if vae.config.latents_mean else "shift_factor"
+        means = self.scaling(moved_by, -MOST) if vae.config[moved_by] else [0.0]
+        stds = self.scaling("latents_std", 1 / MOST) if vae.config.latents_std else [1.0]
+        scale = self.scaling("scaling_factor", 1 / MOST)[0]
         self.mean, self.std = by_channel(means), by_channel(stds) / scale
+
+    def scaling(self, name: str, least: float) -> list[float]:
+        """What the configuration says of this name: a number for all channels, or one for each. Latents must stay numbers in float32."""
+        said, channels = self.config[name], self.config.latent_channels
+        values = said if isinstance(said, (list, tuple)) else [said]
+        numbers = all(isinstance(value, (int, float)) and least < value < MOST for value in values)
+        if not numbers or len(values) not in (1, channels):
+            raise UserError(f"{self.path}: its {name} is {json.dumps(said):.60}, which scales no latents of {channels} channels")
+        return list(values)
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Images (N, C, H, W) in [-1, 1] to latents: the means of what it draws from, so that the same images give the same file."""

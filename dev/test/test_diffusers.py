@@ -450,10 +450,21 @@ def test_what_decodes_nothing(tmp_path: Path, vae: Any, pictures: np.ndarray, ca
     make_model(tmp_path / "m.bin", in_channels=4)
     monkeypatch.setattr(Autoencoder, "decode", lambda *_: torch.empty(1 << 60))
     assert "can't decode latents of 4x16x16" in told(*start, "--decode", tmp_path / "vae")
-    for wrong in {"scaling_factor": None}, {"scaling_factor": 0}, {"latents_mean": [0.0] * 16}, {"latents_std": [1.0, 0.0, 1.0, 1.0]}:
+    wrong_values: list[tuple[str, Any]] = [
+        ("scaling_factor", None),
+        ("scaling_factor", 0),
+        ("scaling_factor", 1e-320),
+        ("scaling_factor", 10**400),
+        ("shift_factor", float("nan")),
+        ("latents_mean", 5e40),
+        ("latents_mean", [0.0] * 16),
+        ("latents_std", [1.0, 0.0, 1.0, 1.0]),
+        ("latents_std", "1"),
+    ]
+    for name, value in wrong_values:
         before = json.loads((tmp_path / "vae/config.json").read_text())
-        change(tmp_path / "vae/config.json", **wrong)
-        assert f"its {[*wrong][0]} is " in told(*start, "--decode", tmp_path / "vae")
+        change(tmp_path / "vae/config.json", **{name: value})
+        assert f"its {name} is {json.dumps(value):.60}, which" in told(*start, "--decode", tmp_path / "vae")
         (tmp_path / "vae/config.json").write_text(json.dumps(before))
     assert "is for --show" in told(*start, "--decode", tmp_path / "vae", "--data_file", tmp_path / "pictures.bin")
 
