@@ -183,6 +183,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     make_objective(c);
     plan_memory(&net, c.guided() ? 2 : 1, false);
     Sampler sampler = make_sampler(c, net.B);
+    sampler.pictures.assign((size_t)c.H * c.W * c.cond_channels, 0.25f); // of one image
     sample_images(&net, Weights{params, (act*)params}, &sampler, 1);
 }
 
@@ -234,6 +235,10 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
                             "--use_scale_shift_norm True --resblock_updown True",
                             "--class_cond True --num_classes 3 --class_dropout 0.1",
                             "--cond_dim 3 --class_dropout 0.1 --augment 0.12 --objective edm",
+                            "--cond_channels 2 --cond_dropout 0.1",
+                            "--cond lowres:2 --cond_noise 0.2 --objective edm",
+                            "--cond gray --in_channels 3 --class_cond True --num_classes 3",
+                            "--cond mask --cond_dim 2 --learn_sigma True",
                             "--channel_mult 1,1 --attention_resolutions 2 --conv_resample False",
                             "--num_head_channels -1 --num_heads 2 --use_new_attention_order False"};
     for (const char* more : models) {
@@ -255,6 +260,7 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
         memcpy(&h.slot[SLOT_GUARD], &guard, sizeof guard);
         h.slot[SLOT_UPDATES] = 5;
         strcpy((char*)&h.slot[SLOT_PATH], "data/fashion32.bin");
+        if (c.cond_channels) h.slot[SLOT_COND_CRC] = 0x1234;
         seed('\1' + std::string((char*)h.slot, 1024) + body);
     }
     if (target == "model") {
