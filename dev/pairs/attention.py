@@ -130,9 +130,10 @@ CASES = [
 ]
 # Each of Hopper's kernels, and what takes their places
 RINGS = [
-    # dq and dk end with a factor 1 / sqrt(32). It is no float, and a GPU's rsqrtf is off by up to 2 ulp (CUDA's guide).
-    *(dict(B=1, T=T, C=64, heads=2, exact="hopper", rounded_last="dqkv", on="H200 bf16") for T in (64, 128)),
-    *(dict(B=1, T=T, C=64, heads=2, exact="clusters,hopper", rounded_last="dqkv", on="H200 bf16") for T in (256, 512)),
+    # dq and dk end with a factor 1 / sqrt(32). It is no float, and a GPU's rsqrtf is off by up to 2 ulp (CUDA's guide). attention_v0 multiplies by it
+    # before the last product, whose large terms cancel then but for their rounding: bf16's tolerance covers that, and fp32's does not.
+    *(dict(B=1, T=T, C=64, heads=2, exact="hopper", rounded_last="dqkv", only="bf16", on="H200 bf16") for T in (64, 128)),
+    *(dict(B=1, T=T, C=64, heads=2, exact="clusters,hopper", rounded_last="dqkv", only="bf16", on="H200 bf16") for T in (256, 512)),
     *(dict(B=1, T=T, C=64, heads=1, exact="hopper", on="H200 bf16") for T in (64, 128)),
     *(dict(B=1, T=T, C=64, heads=1, exact="clusters,hopper", on="H200 bf16") for T in (256, 512)),
     *(dict(B=1, T=192, C=64, heads=heads, on="H200 bf16") for heads in (1, 2)),

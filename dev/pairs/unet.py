@@ -14,7 +14,9 @@ from common.flags import FLAGS, PRESETS, Config, parse_flags
 from common.model import UNetModel, parameter_shapes
 
 STEP, SAMPLE0 = 3, 2
-CANCELLED: dict[str, float] = {}  # by the latest reference: of each bias, how much larger the gradients are whose sum its gradient is
+# By the latest reference, of each bias, whose gradient is a sum over pixels: how large the summed gradients are, and how many times larger than their sum.
+SUMMED: dict[str, float] = {}
+CANCELLED: dict[str, float] = {}
 
 
 def config_of(flags: str) -> Config:
@@ -52,6 +54,7 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
 def watch_gradient(name: str, _module: torch.nn.Module, _inputs: Any, out: torch.Tensor) -> None:
     def note(gradient: torch.Tensor) -> None:
         over_pixels = [k for k in range(gradient.dim()) if k != 1]
+        SUMMED[name] = float(gradient.norm() / gradient.shape[1] ** 0.5)
         CANCELLED[name] = float(gradient.norm() / gradient.sum(over_pixels).norm())
 
     out.register_hook(note)
@@ -82,12 +85,18 @@ def inside(case: Case, name: str, all: Arrays) -> float:
     """Every convolution and norm stores an output, an attention rounds P as well; backward as many gradients. No path has more of them.
 
     The errors of a bias's gradient are in proportion to what was added up: to more than the sum where that cancels, as the gradients of
-    attention's keys do (one number added to all scores of a query changes nothing). Sums that are nothing but rounding: see error().
+    attention's keys do (one number added to all scores of a query changes nothing). A bias before a norm with one channel a group has no
+    gradient at all, and what is computed is nothing but the rounding of what was summed. compare() takes the weight's gradient for the size of that.
+    But a weight's gradient sums products with the layer's input, and behind SiLU that is about 0.6, not 1: so here the size is the one that it has.
     """
     shapes = shapes_of(case["flags"]).items()
     stored = sum(len(shape) > 2 or len(shape) == 1 and n.endswith("weight") or "qkv.weight" in n for n, shape in shapes)
     cancelled = CANCELLED.get(name, 1)
-    return rounding_bf16(stored if name == "out" else 2 * stored) * (max(cancelled, 1) if cancelled < 1e6 else 1)
+    factor = max(cancelled, 1)
+    if cancelled > 1e6:
+        weight = all[name.removesuffix("bias") + "weight"]
+        factor = max(SUMMED[name] / max(1, float(np.linalg.norm(weight) / weight.size**0.5)), 1)
+    return rounding_bf16(stored if name == "out" else 2 * stored) * factor
 
 
 def bench(s: dict[str, int]) -> Timed:

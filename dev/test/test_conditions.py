@@ -97,9 +97,9 @@ def test_damaged_numbers_are_refused(refused: Callable, numbered: Path, tmp_path
     given = [*TINY, "--cond_dim", 3, "--data_file", "bad.bin"]
     cases = {
         "is 2960 bytes long": whole[:-4],
-        "-1 numbers an image": with_slot(whole, 10, -1),
-        "5000 numbers an image": with_slot(whole, 10, 5000),
-        "7 bytes of names": with_slot(whole, 11, 7),
+        "numbers an image: -1": with_slot(whole, 10, -1),
+        "numbers an image: 5000": with_slot(whole, 10, 5000),
+        "bytes of names: 7": with_slot(whole, 11, 7),
         "field 12": with_slot(whole, 12, 1),
         "not finite": whole.replace(VALUES[5].tobytes(), np.array([1, np.nan, 1], "<f4").tobytes()),
     }

@@ -504,7 +504,7 @@ def test_generate_takes_a_picture(run: Callable, tmp_path: Path, monkeypatch: py
         generate.run(flags(given, "--output s.bin"))
         drawn = read_samples(tmp_path / "s.bin")
         assert drawn.shape == (2, 3, 8, 8) and not np.array_equal(drawn[0], drawn[1])
-        generate.run(flags(given, "--output n.bin --backend native"))
+        generate.run(flags(given, "--output n.bin --backend native --precision fp32"))
         assert abs(drawn - read_samples(tmp_path / "n.bin")).max() < 2e-3
     assert widths["lowres", "large"] == widths["gray", "large"] == widths["lowres", "small"] + 68 == widths["file", "large"] + 68
     model = [*flags("--num_samples 1 --device cpu"), "--model_filename"]
