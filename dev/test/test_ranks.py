@@ -176,3 +176,20 @@ def test_a_signal_at_one_rank_stops_all(program: Path, data: Path, tmp_path: Pat
             assert p.returncode == 128 + signal.SIGTERM and "stopped by SIGTERM after step" in rest and checkpoints(tmp_path / "out")
         finally:
             p.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_mpirun_itself(program: Path, data: Path, tmp_path: Path, how: signal.Signals) -> None:
+    """As docs/SCALING.md says of Open MPI: after a while it sends SIGTERM, whatever it was sent, and it returns 1."""
+    words = flags(TINY, "--data_file", data, "--max_steps 1000000 --log_interval 1")
+    command = ["mpirun", "--mca", "odls_base_sigkill_timeout", "4", *MPIRUN[1:], "2", str(program), *words]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment() | ROOT_MAY, stdout=subprocess.PIPE, text=True) as p:
+        try:
+            assert p.stdout
+            while "step " not in p.stdout.readline():
+                assert p.poll() is None
+            p.send_signal(how)
+            rest = p.communicate(timeout=60)[0]
+            assert p.returncode == 1 and "stopped by SIGTERM after step" in rest and checkpoints(tmp_path / "out")
+        finally:
+            p.kill()
