@@ -351,7 +351,7 @@ struct NoiseLevel {
     float signal, sigma;           // its input x = signal x0 + sigma noise
     float target_x0, target_noise; // its target = target_x0 x0 + target_noise noise
     float x0_x, x0_out;            // what it says about x0: x0_x x + x0_out output
-    float weight;                  // of the squared error
+    float weight;                  // the weight of the squared error
     float kl = 0;                  // this and the next three: of the variational bound, see bound_term
     float log_var = 0;
     float log_ratio = 0;
@@ -392,7 +392,7 @@ struct Augmentation {
 
 // How the sigma of a training sample is drawn (draw_level), unless it is that of a t of the table.
 struct SigmaDraws {
-    float P_mean, P_std; // of ln(sigma), which is normal
+    float P_mean, P_std; // mean and standard deviation of ln(sigma), which is normal
     bool uniform_t;      // instead, t = sigma / (1 + sigma) is uniform between 0 and 1
 };
 
@@ -486,7 +486,7 @@ struct RankGradients {
 
 // An array of this rank, and the same array of the other ranks whose memory this one can write to. What is written goes
 // to all of them.
-constexpr int NEAR = 8; // ranks at the most
+constexpr int NEAR = 8; // the largest number of such ranks
 template <class T> struct Everywhere {
     T* at[NEAR]; // this rank's is the first
     int ranks = 1;
@@ -514,8 +514,8 @@ struct StepState {
     int64_t step, updates;         // finished steps, and those of them that have changed the weights
     int64_t bad_total, bad_in_row; // skipped steps: of all, and since the last good one
     double loss, grad_norm;
-    double loss_q[4]; // by quarter of the noise levels: the mean loss,
-    int count_q[4];   // and how many samples it is of
+    double loss_q[4]; // the mean loss of each quarter of the noise levels,
+    int count_q[4];   // and how many samples fell into it
     int ok;           // 1: the step was good
     float lr;
     Guard guard;
@@ -530,11 +530,13 @@ struct ConvSkip {
 
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
-// dev/reference.h fulfils it in plain loops (the CPU build), Part II in kernels; whoever brings another kind of device
-// brings these. Outputs come first, then inputs, then sizes, and outputs are overwritten, by backward functions, too.
+// dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
+// need these functions. Outputs come first, then inputs, then sizes, and outputs are overwritten, by backward
+// functions, too.
 // A comment behind an argument is its shape, or says what it is; [in brackets] is what may be null.
 
-struct Lane;                  // of a GPU, on which operations run one after the other; other lanes' run beside them
+// A queue of a GPU's operations, which run one after the other. Different lanes run at the same time.
+struct Lane;
 extern Lane* const MAIN_LANE; // where operations run that are not told another one
 constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-moment remembers of a t
 
@@ -555,8 +557,8 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
 static void conv_backward_input(Grad dx1, Grad dx2, // as x1 and x2
                                 const act* dout,    // as out
                                 const act* weight, ConvShape s);
-// The weight gradients of up to WEIGHT_BATCH layers at once. conv_weight_load: the share that one of them makes up of a
-// launch that fills the device.
+// The weight gradients of up to WEIGHT_BATCH layers at once. conv_weight_load: which part of a launch that fills the
+// device one of them is.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
 static double conv_weight_load(const ConvShape& s);
 
@@ -588,32 +590,36 @@ static void attention_backward(act* dqkv,       // as qkv
                                const act* dout, // as out
                                const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
 
-// Average of 2 x 2 pixels (an odd last row or column is not read), and every pixel 2 x 2 times. H, W: of the input x.
+// downsample: the average of 2 x 2 pixels (an odd last row or column is not read). upsample: every pixel 2 x 2 times. H
+// and W are those of the input x.
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 
-// Turns squares of p x p pixels into channels (c, row, column), PyTorch's pixel_unshuffle: of x (B, H, W, C), fp32, out
-// (B, H / p, W / p, C p p); and back, pixel_shuffle, where out is (B, H, W, C). H, W: multiples of p.
+// to_patches turns squares of p x p pixels into channels (c, row, column), as PyTorch's pixel_unshuffle: x (B, H, W, C)
+// becomes out (B, H / p, W / p, C p p), in fp32. from_patches is the reverse, pixel_shuffle, with out (B, H, W, C). H
+// and W are multiples of p.
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 
-// A picture as a condition: out (B, HW, C + K) = [x | cond], fp32, of x (B, HW, C) and cond (B, HW, K).
+// Adds a picture as a condition: out (B, HW, C + K) = [x | cond], in fp32, from x (B, HW, C) and cond (B, HW, K).
 static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K);
 // The pictures of a batch as the network reads them: pictures of a file, or pictures that are made of the images. Each
-// is mirrored where its image is, or zeros if it is left out.
+// is mirrored if its image is mirrored. It is all zeros if it is left out.
 static void take_pictures(float* cond,          // (B, H, W, K)
                           const void* pictures, // (B, K, H, W), of 1 or 4 bytes a value
                           PictureDraws draws, int B, int K, int H, int W, int bytes);
-// --cond lowres: the mean of each square of factor x factor pixels, and noise; and this small picture enlarged.
+// --cond lowres. shrink_images: the mean of each square of factor x factor pixels, plus noise. enlarge_pictures: this
+// small picture, enlarged.
 static void shrink_images(float* small,       // (B, H / factor, W / factor, C)
                           const void* images, // (B, C, H, W)
                           int factor, PictureDraws draws, int B, int C, int H, int W, int bytes);
 static void enlarge_pictures(float* cond,        // (B, H, W, C)
                              const float* small, // (B, H / factor, W / factor, C)
                              int factor, PictureDraws draws, int B, int C, int H, int W);
-// --cond gray, and --cond mask: in grey; with holes, and one more channel that says where they are.
+// --cond gray: the image in grey. --cond mask: the image with holes, and one more channel that says where the holes
+// are.
 static void grey_images(float* cond,        // (B, H, W, 1)
                         const void* images, // (B, 3, H, W)
                         PictureDraws draws, int B, int H, int W, int bytes);
@@ -656,7 +662,7 @@ static void values_embedding_backward(GradOf<float> dx,    // as x
                                       const float* dout,   // as out
                                       const float* values, // (B, K)
                                       int B, int K, int C);
-static void finish_gradients(); // what backward functions left to be done for all layers together
+static void finish_gradients(); // does the work that backward functions have left to be done for all layers together
 
 // Diffusion. Draws each sample's noise level, and writes what the network is told of it, and in which quarter of the
 // levels it lies.
@@ -696,7 +702,7 @@ static void augment_images(float* out,          // (B, C, H, W)
                            int stride,
                            const void* images, // (B, C, H, W), of 1 or 4 bytes a value
                            float p, RandomKey key, int B, int C, int H, int W, int bytes);
-// What the step's samples lost goes into history, and makes the weight of each t (remember_losses).
+// Writes the losses of the step's samples to history, and computes the weight of each t from it (remember_losses).
 static void update_weights(double* weights,          // (T)
                            float* history,           // (T, HISTORY + 1)
                            const NoiseLevel* levels, // (B)
@@ -719,8 +725,9 @@ static void keep_known(float* x,           // (B or 2 B, n)
                        const float* mask,  // (B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
-// Optimiser, for a slice of the flat arrays. sum (flat) = [what is there +] the ranks' gradients, in the ranks' order;
-// squares (one a piece, to everyone): of sum. Why in this order and by pieces: see step_gradients.
+// Optimiser, for a slice of the flat arrays. sum (flat) = [old sum +] the ranks' gradients, in the ranks' order.
+// squares: the sum of squares of each piece of sum, written to all ranks. step_gradients says why in this order and by
+// pieces.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Gives the verdict on a step (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (pieces)
@@ -751,17 +758,17 @@ struct Workspace {
 static void reserve(const Workspace& most, bool training);
 
 // These send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4 bytes, and
-// may be recorded in a Graph. A rank that is alone does not call them. Calls between begin_exchange and end_exchange
-// become one launch.
-//   all_to_all   piece r of every rank's send becomes rank r's recv, in the order of the ranks, but for the own piece
-//   all_gather   everyone's own piece becomes all; own may lie in its place in all
+// may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and end_exchange become
+// one launch.
+//   all_to_all   piece r of every rank's send becomes rank r's recv, in the order of the ranks, except its own piece
+//   all_gather   the own pieces of all ranks become `all`; own may lie in its place in `all`
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
 static void begin_exchange();
 static void end_exchange();
 
 // open_alloc gives device memory that other ranks may write to, if world.direct: all_to_all and all_gather then write
-// into it directly. at_rank says where it lies at rank r. In meet the devices wait until all of them have come there.
+// into it directly. at_rank says where it lies at rank r. In meet the devices wait until all of them have called it.
 static void* open_alloc(size_t bytes);
 [[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
@@ -819,7 +826,7 @@ struct Upload {
 static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // until host may be written
 static void send(Upload* u);               // host to device
-static void release(Upload* u);            // the work that reads device is on its way
+static void release(Upload* u);            // the work that reads `device` has been started
 
 template <class T> static T* device_alloc(size_t n) { return (T*)device_alloc_bytes((n ? n : 1) * sizeof(T)); }
 template <class T> static T* device_copy(const std::vector<T>& v) {
@@ -846,7 +853,7 @@ enum RandomPurpose : uint32_t { // files and the twin know the numbers: append n
     RANDOM_TIMESTEP,
     RANDOM_NOISE,
     RANDOM_FLIP,
-    RANDOM_ORDER, // of the images
+    RANDOM_ORDER, // the order of the images
     RANDOM_DROPOUT,
     RANDOM_SAMPLE_START, // the noise that a sampler begins with
     RANDOM_SAMPLE_NOISE, // the noise that it adds in its steps
@@ -964,8 +971,8 @@ struct Flag {
 // common/flags.h fills these before main runs: each of its rows is the initialiser of a static member of Config.
 inline std::vector<Flag> FLAGS;
 inline std::map<std::string, std::string> PRESETS; // what each of them sets
-inline const char* heading = "";                   // of the rows to come
-inline const char* objectives = "";                // and for which they are
+inline const char* heading = "";                   // the heading of the rows that follow
+inline const char* objectives = "";                // and the objectives that they are for
 
 // Here common/flags.h becomes C++; its head says what its rows mean. FLAG(int, sample, 0, "draw ...") makes
 //   int sample = 0;                                 a member of Config
@@ -990,7 +997,7 @@ inline const char* objectives = "";                // and for which they are
 struct Config {
     using string = std::string;
     using pixels = string; // 64, or 48x64
-    using ints = string;   // with commas
+    using ints = string;   // numbers with commas between them
     using floats = string;
 #include "common/flags.h"
 
@@ -1686,7 +1693,7 @@ struct Param {
     std::vector<int> shape; // as in PyTorch
     size_t size, offset;
     ParamInit init;
-    int heads;            // of an attention's qkv, else 0
+    int heads;            // the heads of an attention's qkv; 0 in other parameters
     bool of_conv = false; // a convolution's weight: see add_conv_params
 };
 
@@ -1761,7 +1768,7 @@ struct UNet {
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // none: without channels
 };
 
-// Says where a buffer lies; null for none, and as long as nothing has its place in memory.
+// Returns where a buffer lies; null if there is no buffer, or if the network has no memory yet.
 template <class T = act> static T* buffer_data(const UNet* net, int buffer, size_t first_byte = 0) {
     if (buffer < 0 || !net->arena) return nullptr;
     return (T*)(net->arena + net->buffers[buffer].offset + first_byte);
@@ -1775,7 +1782,7 @@ struct Weights {
     const act* copy = nullptr;
 };
 
-// A walk over the list: forward, or, where there are grads, backward (and what is computed once more for it).
+// A walk over the list: forward or, if there are grads, backward (with the layers that are computed again for it).
 struct Walk {
     UNet* net;
     Weights weights{};
@@ -2019,8 +2026,8 @@ constexpr LayerKind VALUES{
 
 // The layers between the images and the network's output.
 
-// A convolution, 3x3 or 1x1, with what is added to its result. Its backward function is for the input's gradient alone:
-// the weight gradients of several layers are computed together (see unet_backward).
+// A convolution, 3x3 or 1x1, with what is added to its result. Its backward function only computes the input's
+// gradient: the weight gradients of several layers are computed together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
     conv_forward(a.out, a.stats(), // what it writes
                  a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip);
@@ -2734,7 +2741,7 @@ static void plan_memory(UNet* net, int B, bool training) {
 // A step calls unet_forward, which calls forward_layer for each layer, and then unet_backward, which goes from the last
 // layer to the first and collects the convolutions' weight gradients on the way (WeightGradients).
 
-// A hook that is called before each operation is put on its way. dev/benchmarks/bench.cu takes time stamps there.
+// A hook that is called before each operation is started. dev/benchmarks/bench.cu takes time stamps there.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients but that of a convolution's weights
 struct Operation {
     const char* name = nullptr; // of an operation that is not a layer's
@@ -3127,8 +3134,8 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     if (least < 0 || !(sum > 0)) return o.levels[(int)(u * o.steps)];
     const double even = EVEN_SHARE / o.steps, rest = (1 - EVEN_SHARE) / sum;
     int t = -1;
-    double p = 0;     // of t
-    double below = 0; // of all up to t
+    double p = 0;     // the probability of t
+    double below = 0; // the sum of the probabilities of all up to t
     do {
         t++;
         p = o.weights[t] * rest + even;
@@ -3374,7 +3381,7 @@ HD static inline float noise_strength(const Words& words) { return (words.w[0] >
 // F.interpolate(mode="bilinear", align_corners=False) the centres of pixels keep their places.
 struct Between {
     int first, second;
-    float part; // of the second one
+    float part; // how much the second one counts
 };
 HD static inline Between place_in_small(int i, int factor, int size) {
     const float centre = ((float)i + 0.5f) / (float)factor - 0.5f;
@@ -3554,12 +3561,12 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 // move, device_step; then sample_images calls sample_batch.
 struct Move {
     double sigma;             // s
-    double x, x0;             // of x'
-    double m = 0, noise = 0;  // of x'
-    double m_x = 0, m_x0 = 0; // of m'
+    double x, x0;             // coefficients of x'
+    double m = 0, noise = 0;  // the same
+    double m_x = 0, m_x0 = 0; // coefficients of m'
     double learned_low = 0;   // with a learned variance the network chooses the noise,
     double learned_high = 0;  // between these two; 0: the noise is .noise
-    double known_until = -1;  // with --inpaint, where a step ends: its n, for keep_known; -1: no step ends here
+    double known_until = -1;  // with --inpaint: if a step ends here, its n (see keep_known); otherwise -1
 };
 
 // Euler's method: x' = x + (n - s) (x - x0) / s. It is written as a mean of x and x0: where s is much larger than n, x
@@ -3653,9 +3660,9 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
          "must be a number of steps, ddim and a number, or numbers with commas");
 
     const int parts = (int)counts.size();
-    const int least = parts == 1; // of several parts, one may be left out
+    const int least = parts == 1; // if there are several parts, one may be left without steps
     std::vector<int> steps;
-    int start = 0; // of the part
+    int start = 0; // where the part begins
     for (int i = 0; i < parts; i++) {
         const bool one_more = i < T % parts; // if the parts don't divide T, the first ones are longer
         const int size = T / parts + one_more;
@@ -4079,7 +4086,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
-constexpr int BATCHES_AHEAD = 8;                  // that the system is asked to read into memory in advance
+constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance the system is asked to read
 constexpr int MOST_VALUES = 4096;                 // numbers an image, the limit of --cond_dim
 constexpr int MOST_NAME_BYTES = 1 << 20;          // of the numbers' names, all together
 
@@ -4122,7 +4129,7 @@ struct Dataset : InputFile {
     // In a batch labels follow the images, at a multiple of 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
-    size_t pictures_at(int B, const Config& c) const {                       // and pictures follow the numbers
+    size_t pictures_at(int B, const Config& c) const {                       // and the pictures follow the numbers
         return values_at(B) + (size_t)B * c.num_values() * sizeof(float);
     }
     size_t batch_bytes(int B, const Config& c) const {
@@ -4648,7 +4655,7 @@ constexpr int SLOT_ECT_END = 113;   // the first slot behind them
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file, and then cond_noise
 constexpr int SLOT_COND_END = 115;  // from here on, unused
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
-constexpr int MOST_LEVELS = 8;      // of a model, and of its attention_resolutions
+constexpr int MOST_LEVELS = 8;      // the most levels of a model, and the most attention_resolutions
 
 // Returns the objective that a header names, or "" if the file is damaged.
 static std::string objective_of(const Header& h) {
@@ -5035,7 +5042,7 @@ struct Trainer {
     Dataset data;
     Objective objective;
     AdamW adamw;
-    Slice own; // which part is this rank's
+    Slice own; // this rank's part of the flat arrays
 
     // Flat arrays of floats, one for each parameter.
     float* params; // the weights in fp32; where ranks read a copy: only the first plain_size and the slice are valid
@@ -5172,7 +5179,7 @@ static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int
     return Pixels{out, sizeof(float)};
 }
 
-// Puts B pictures where the network reads them (net->cond): with --cond they are made of the images, else they are
+// Puts B pictures where the network reads them (net->cond): with --cond they are made of the images, otherwise they are
 // `pictures`. In training they are mirrored as the images are, and some are left out.
 static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
     const Config& c = tr->net.config;
@@ -5286,7 +5293,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro();
     const int N = world.size;
-    const int images = c.batch_size / N; // of this rank
+    const int images = c.batch_size / N; // images of this rank
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"});
@@ -5481,7 +5488,7 @@ enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLU
 using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
 static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column needs its place in LogColumn");
 
-// The values of a row of log.csv; what can't be read becomes 0, and what is missing NaN.
+// The values of a row of log.csv. A value that can't be read becomes 0, and a missing one becomes NaN.
 static LogValues parse_row(const std::string& row) {
     std::istringstream fields(row); // with commas between them
     std::string field;
@@ -5598,7 +5605,7 @@ struct Run {
     Config config;
     Trainer trainer;
     Dataset val;       // the images of --val_data_file; without them val.count is 0
-    Folder folder;     // the output folder, at rank 0 alone
+    Folder folder;     // the output folder; only rank 0 opens it
     Sampler sampler{}; // draws the grids
 
     // Progress. A step is issued when the device has been given its work. Up to STEPS_AHEAD steps later the host
@@ -6542,7 +6549,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
     if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
-    // A signal may have come while steps were on their way that are not logged yet.
+    // When a signal has come, some steps may not be logged yet.
     const bool validate = c.keep_best && data_error(run).empty();
     if (run.state.step < run.issued) collect_steps(&run, validate, validate);
     // The end: files, the last line on the screen, and what still waits for the disk.
@@ -7339,7 +7346,7 @@ struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory; the most that a block can have
     bool overlap;                        // this binary has code of sm_90 or later for it, so launches may overlap
-    bool clusters;                       // the same, and clusters of blocks are allowed
+    bool clusters;                       // the same holds, and clusters of blocks are allowed
     bool wgmma;                          // the code is sm_90a's, and its wgmma and TMA are allowed
 
     // shared_for: the bytes of dynamic shared memory that each block can have if `blocks` of them have to fit on a
@@ -8058,7 +8065,7 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 //
 // so a thread has two rows, r and r + 8, and of every 8 columns the same two.
 // K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B.
-// The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, now on its way)   multiplied<PENDING>(d)
+// The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs)   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
 // An asm statement names every register, so each N has text of its own: WGMMA(N, the names of D's registers, then the
@@ -8125,8 +8132,8 @@ constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as a 
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
 // An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"): rows of 128 bytes, 64
-//   numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor counts in units of 16
-//   bytes: low     start address | "leading" distance << 16
+// numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor counts in units of 16 bytes:
+//   low     start address | "leading" distance << 16
 //   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
 //   K_MAJOR    a row holds 64 values of k, for one m or n. stride: from a group of 8 rows to the next group. The next
 //              16 values of k begin 32 bytes further on.
@@ -8708,7 +8715,7 @@ constexpr int LINEAR_ROWS = 32;
 //   warp    every eighth quad of inputs (4 neighbours), 64 quads at a time, which are first copied to shared memory
 // Shared memory: 64 quads of the block's weights, and the same quads of its images.
 //   1. copy 64 quads of inputs   2. each warp multiplies its share of them: acc += x w   (again, while inputs are left)
-//   3. the 8 warps' partial sums are added, in their order, and stored
+//   3. the 8 warps' partial sums are added, in the order of the warps, and stored
 // All lanes read the same weight at once, and shared memory sends it to all of them in one access. The kernel before
 // does not write weights, so their copies begin before it has ended.
 template <int OUTPUTS>
@@ -8782,7 +8789,7 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 //   warp    64 inputs of 32 images, and some groups of eight outputs
 //   lane    two of the inputs. It keeps in registers their values (32 x 2) and their gradients (as many).
 //
-// Outputs come by, 8 at a time, through two stages in shared memory. For each output a lane reads its own two weights,
+// Outputs pass through two stages in shared memory, 8 at a time. For each output a lane reads its own two weights,
 // once, and the dout of 32 images, which all lanes read together. Each dout is multiplied four times: by two values
 // (for dweight) and by two weights (for dx). The 4 warps of a block have the same inputs and different outputs; at the
 // end they add up their dx. Blocks of different `splits` also have different outputs; a second kernel adds up their dx,
@@ -8845,8 +8852,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int tile = blockIdx.x % p.tiles;
     const int split = blockIdx.x / p.tiles;
     const int i = tile * 64 + lane * 2;                            // this lane's first input
-    const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output, and from there to
-    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // its next eight
+    const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output
+    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // from there to its next eight outputs
     const int bias_output = lane % LINEAR_OUTS; // for dbias this lane adds up the dout of this one of eight outputs,
     const int bias_row = lane / LINEAR_OUTS;    // over images 8 bias_row ... 8 bias_row + 7
     const bool inside = i < p.Cin;
@@ -9310,7 +9317,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
                 const float* x,      // (B, HW, C): what the network was shown
                 const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout;     // this image's first element in out and dout
-    const size_t first_target = (size_t)blockIdx.y * HW * C; // and in target and x
+    const size_t first_target = (size_t)blockIdx.y * HW * C; // the same in target and x
     const NoiseLevel l = levels[blockIdx.y];
     const float mse = o.mse * l.weight; // how much each term counts at this noise level
     const float bound = o.bound * l.importance;
@@ -9618,13 +9625,13 @@ template <class T, int PIXELS> struct NormColumn {
     int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // pixels of the block at a time
     int first = blockIdx.x * a.chunk + (place >> a.log_slab); // this thread's first pixel
     int end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
-    bool in_x1 = c < a.s.C1;                              // else the channels are x2's
+    bool in_x1 = c < a.s.C1;                              // false: the channels are x2's
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                  // elements of a pixel of x1 or x2
     int stride = rows * pitch;                            // from this thread's pixel to its next, in x and dx
-    int stride_out = rows * a.C;                          // and in out and dout
+    int stride_out = rows * a.C;                          // the same in out and dout
     size_t pixel = (size_t)b * a.s.HW + first;            // this thread's first pixel, counted over all images
     size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // where it lies in x and dx
-    size_t at_out = pixel * a.C + c;                      // and in out and dout
+    size_t at_out = pixel * a.C + c;                      // the same in out and dout
     const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
     // These two use a ring of PIXELS slots. begin calls fetch(slot, whether there is such a pixel) for the first
@@ -9704,10 +9711,11 @@ struct NormChannel : NormParameters<1> {
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
     INLINE float dxhat_factor() const { return weight[0] * factor(0); } // w in dxhat = w dz
     // Writes the image's part of the gradients of the parameters and of the embedding. sum: the sums of dz and dz x
-    //   over the image's pixels. dbias = factor sum(dz)      dweight = factor sum(dz xhat)
+    // over the image's pixels.
+    //   dbias = factor sum(dz)      dweight = factor sum(dz xhat)
     //   d film shift = sum(dz)      d film scale = sum(dz (xhat weight + bias))
     INLINE void put_gradients(const NormArgs& a, double2 sum) const {
-        const float bias_sum = (float)sum.x;                             // of dz
+        const float bias_sum = (float)sum.x;                             // the sum of dz
         const float weight_sum = (float)((sum.y - mean * sum.x) * rstd); // of dz xhat
         a.sums[(size_t)b * a.C + c] = make_float2(factor(0) * bias_sum, factor(0) * weight_sum);
         if (!a.scale_shift) return;
@@ -9771,8 +9779,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     groupnorm_forward_kernel(T* out,             // (B, HW, C)
                              float* mean,        // (B, groups), and so is rstd: for the backward pass
                              float* rstd,        //
-                             const Stats stats1, // of x1: its channels' sums
-                             const Stats stats2, // of x2
+                             const Stats stats1, // the sums of x1's channels
+                             const Stats stats2, // the sums of x2's channels
                              NormArgs a) {
     constexpr int V = VEC<T>;
     constexpr int PIXELS = 4;
@@ -9873,9 +9881,9 @@ INLINE void norm_dz(float (&dz)[VEC<T>],          // dout; afterwards dz
                     const float (&scale)[VEC<T>], //
                     const float (&shift)[VEC<T>], //
                     const NormArgs& a,
-                    uint32_t step, // dropout draws for this step,
-                    int b,         // image
-                    size_t e) {    // and element
+                    uint32_t step, // dropout depends on the step,
+                    int b,         // the image
+                    size_t e) {    // and the element
     with_nonlinearity<T>(a.s.nonlinearity, [&](auto nonlinearity) {
         UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
             dz[i] *= nonlinearity.df(x[i] * scale[i] + shift[i]);
@@ -9911,7 +9919,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += t.stride_out;
         copies_committed();
     };
-    const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1)); // of the forward pass, as is x
+    // The forward pass has stored x, and what this loads.
+    const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch_x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     await_previous_kernel();
@@ -10132,7 +10141,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     int slots = w.slots();
     int slots_in_group = ceil_div(slots, COPY_GROUPS); // slots that a group of copies fills
 
-    // Shared memory behind what is kept.
+    // Shared memory behind `kept`.
     float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later x_factor, offset
     float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, w in dxhat = w dz
     float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz x
@@ -10147,7 +10156,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     int c = slab0 + (busy ? column * V : 0); // this thread's first channel
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
-    bool in_x1 = c < a.s.C1;                                                     // else the channels are x2's
+    bool in_x1 = c < a.s.C1;                                                     // false: the channels are x2's
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
     int stride = rows * pitch;                                                   // from this thread's pixel to its next
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // in x and dx
@@ -10463,7 +10472,7 @@ struct HeadTile {
     const AttentionCall& a;
     int rows;
     int tiles = ceil_div(a.T, rows);      // of a head
-    int index = blockIdx.x / tiles;       // of the head: b * heads + h
+    int index = blockIdx.x / tiles;       // the number of the head: b * heads + h
     int row0 = blockIdx.x % tiles * rows; // the first row
     int b = index / a.heads;
     int h = index % a.heads;
@@ -10757,13 +10766,13 @@ template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) 
             }
 }
 
-// The softmax over all scores of a thread's rows so far (FlashAttention, algorithm 1). With new scores S: top' =
-//   max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
+// The softmax over all scores of a thread's rows so far (FlashAttention, algorithm 1). With new scores S:
+//   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
 //   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
 // scale: log2(e) / sqrt(d). [m][0], [m][1]: of rows g and g + 8 of tile m
 template <class Tile> struct RunningSoftmax {
     float top[Tile::MT][2];
-    float sum[Tile::MT][2] = {}; // over this thread's columns alone
+    float sum[Tile::MT][2] = {}; // the sum of P over this thread's columns
 
     INLINE RunningSoftmax() {
         for (auto& rows : top) { // every score is higher than that
@@ -10922,7 +10931,7 @@ template <class Tile, bool KEYS>
 INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own)[Tile::MT][2], const float* rows,
                              const float* dots, float scale2) {
     UNROLL_FOR (int n = 0; n < Tile::NT; n++) {
-        Query columns[2]; // of this thread's two columns
+        Query columns[2]; // the Query of each of this thread's two columns
         const int c = 8 * n + threadIdx.x % 4 * 2;
         if (KEYS) {
             const float4 two = *(const float4*)(rows + 2 * c);
@@ -11099,7 +11108,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     // P has not been divided by its row's sum yet.
     T* to = tile.of_out<T>(a.to).row(row);
     each_column(a.d, [&](int i, int c) { to[c] = (T)(out[i] / sum); });
-    a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // the same from all lanes
+    a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // all lanes write the same
 }
 
 // grid (B * heads * tiles of T, chunks of d, 2): keys, then queries. A warp owns one row, and takes the streamed rows
@@ -11123,7 +11132,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
         const size_t query = tile.row_index(keys ? j : row);
-        const SoftmaxRow& r = a.rows[query]; // of which P is made again
+        const SoftmaxRow& r = a.rows[query]; // from this P is computed again
         const float S = warp_dot(a1, b1, a.d);
         const float dP = warp_dot(a2, b2, a.d);
         const float P = exp2f((S - r.top) * scale2 - r.log_sum);
@@ -11145,7 +11154,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
 // Launches the forward pass or, if a has dout, the backward pass, as all launch functions of attention do.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
-    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // of 256 columns, a warp each
+    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns, with a warp for each
     const dim3 grid(tiles, chunks, a.dout ? 2 : 1);
     constexpr int threads = 32 * GENERAL_WARPS;
     if (!a.dout) return launch(attention_forward_general_kernel<T>, grid, threads, 0, a);
@@ -11184,9 +11193,9 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
 //   P or dS, which were just computed in registers, are its A operand.
 //   Forward: warpgroups own queries, and keys and values stream past.
 //   Backward: warpgroups own keys, and queries stream past in chunks of 64. A head lies in a cluster of blocks, each of
-//   which has 128 of its keys in shared memory. A chunk visits one block after the other, and its sum of dq, in fp32, is sent
-//   from block to block through their shared memory. Each block begins at another chunk, so all of them always have
-//   work. A chunk's sum is always computed in the same order, so the bits of a run can be repeated:
+//   which has 128 of its keys in shared memory. A chunk visits one block after the other, and its sum of dq, in fp32, is
+//   sent from block to block through their shared memory. Each block begins at another chunk, so all of them always
+//   have work. A chunk's sum is always computed in the same order, so the bits of a run can be repeated:
 //
 //         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
 //       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
@@ -11306,8 +11315,8 @@ INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
         a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
     }
 }
-// Stores this warp's 16 rows of a result, each times its factor, by way of shared memory (`rows`, 64 rows of a head),
-// so that stores are 16 bytes wide. pitch: of `to`, from a row to the next one
+// Stores this warp's 16 rows of a result, each times its factor. They go through shared memory (`rows`, 64 rows of a
+// head), so that stores are 16 bytes wide. pitch: of `to`, from a row to the next one
 template <int M>
 INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
     constexpr int CHANNELS = 2 * M;
@@ -11344,8 +11353,8 @@ INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 // s[4 j + 2], s[4 j + 3] to the second one.
 template <int N> struct Softmax {
     float scale;           // log2(e) / sqrt(d)
-    float top[2];          // of the two rows
-    float sum[2] = {0, 0}; // of P, over this thread's columns alone
+    float top[2];          // `top` of the two rows
+    float sum[2] = {0, 0}; // the sum of P over this thread's columns
 
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(top, s); }
 
@@ -11510,13 +11519,13 @@ template <class T> struct BackwardBlock {
     typedef uint4 Dots[2][DIM / 16]; // half a row of dout and of out
 
     const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // of the cluster
-    int rank = T::ALONE ? 0 : blockIdx.x % blocks; // of this block among them
-    int first_head = blockIdx.x / blocks;          // of this cluster
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // blocks of the cluster
+    int rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
+    int first_head = blockIdx.x / blocks;          // this cluster's first head
     int head_stride = gridDim.x / blocks;          // to its next head; it is the number of clusters
-    int steps = blocks * WARPGROUPS;               // of a head
+    int steps = blocks * WARPGROUPS;               // steps of a head
     int lane = threadIdx.x % 32;
-    int thread = threadIdx.x % 128; // of the warpgroup
+    int thread = threadIdx.x % 128; // number of the thread in its warpgroup
     float scale = rsqrtf((float)DIM);
     SharedMemory shared{T::BARRIERS};
     Pipeline<T::KEYS_BYTES> keys{shared, 2, 4 * WARPGROUPS + 4};
@@ -11760,7 +11769,7 @@ template <class T> struct BackwardBlock {
                     stmatrix(kept.address + place, ds_fragments[j]);
                 }
                 warp_stored(kept.full);
-                const bool last = i + 1 == steps;                            // of the head
+                const bool last = i + 1 == steps;                            // is it the last step of the head?
                 const bool none = last && head + head_stride >= p.all_heads; // no further chunk comes
                 if (last && !none) own = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
@@ -11770,7 +11779,7 @@ template <class T> struct BackwardBlock {
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
             }
-            // dk and dv are complete. They go to memory by way of v's place in shared memory, which no warp of this
+            // dk and dv are complete. They go to memory through v's place in shared memory, which no warp of this
             // warpgroup reads any more after this barrier.
             warps_sync(1 + warpgroup, 128);
             bf16* const to = (bf16*)p.to + element(head, rank * T::KEYS + warpgroup * 64, 3);
@@ -11905,7 +11914,7 @@ struct ConvCall {
     // The launch of a portable kernel sets these:
     int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
     int channel_blocks = 0;       // blocks for the output channels
-    int slices = 0;               // of C1
+    int slices = 0;               // slices of the C1 channels
     int taps = 0;                 // conv_gather: of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
 };
@@ -11969,7 +11978,7 @@ template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
                          bool stats, const Four<T> (&addends)[N], auto index_of) {
     constexpr int AT_MOST = N % 8 ? 4 : 8;
-    constexpr int BATCH = N < AT_MOST ? N : AT_MOST;     // pixels whose loads are on their way together
+    constexpr int BATCH = N < AT_MOST ? N : AT_MOST;     // pixels whose loads are started together
     constexpr int NEXT_PIXEL = Tile::STEP * Tile::PITCH; // floats from a lane's pixel to its next one
     static_assert(N % BATCH == 0);
     if (l.count == 0) return;
@@ -12721,7 +12730,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         const int w0 = tile * PIXELS - h0 * p.W;
         UNROLL_FOR (int i = 0; i < COPIES; i++) {
             const int k = row + i * PIXELS_AT_ONCE; // pixel of the tile
-            const int pixel = tile * PIXELS + k;    // of the image
+            const int pixel = tile * PIXELS + k;    // pixel of the image
             source[i] = direct ? pixel : source_pixel<BACKWARD>(p.s, 1.0f / p.W, h0, w0, k, offset);
             if (pixel >= p.H * p.W) source[i] = -1;
         }
@@ -12836,10 +12845,10 @@ struct ConvFew {
     int C;     // the channels of the other side
     int R;     // values of a row
     int parts; // how many numbers a value becomes: 1, or 2 in bf16
-    bool last; // the network's last layer, else its first
+    bool last; // true: the network's last layer; false: its first
     // The results of the product for a weight gradient. First layer: product (C, R). Last: product (R, C), bias (R).
     float *product, *bias;
-    float *dweight, *dbias; // where the gradients belong
+    float *dweight, *dbias; // where the gradients go
 };
 
 // Says where weight k = tap * F + f of channel c lies in the layer's own weights. The last layer's rows are for its
@@ -12969,8 +12978,8 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x;
     p.weight = weight;
-    const int pieces = p.R / p.parts / act_vec();                                // of half a row: a thread each
-    const int pixels = std::max(1, 256 / pieces);                                // that a block writes at once
+    const int pieces = p.R / p.parts / act_vec(); // pieces of half a row, with a thread for each
+    const int pixels = std::max(1, 256 / pieces); // how many pixels a block writes at once
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(lane, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
@@ -13165,7 +13174,7 @@ template <class T, int M> struct BiasSum {
     int split, co;
     int first;                                // the block's first pixel tile
     int per_image = p.tiles_h * p.tiles_w;    // pixel tiles
-    int image = first / per_image;            // that is being summed
+    int image = first / per_image;            // the image that is being summed
     int left = per_image - first % per_image; // how many of its pixel tiles follow
     float acc[M][4] = {};
 
@@ -13239,7 +13248,7 @@ template <class T> struct WeightHaloCopies {
     const int H = p.shape.H << up;   // of dout
     const int W = p.shape.W << up;
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int pixel = (int)threadIdx.x / CHUNKS; // that it copies first, in a tile
+    const int pixel = (int)threadIdx.x / CHUNKS; // the pixel of a tile that it copies first
     const int x_col = pixel % 10;
     const int x_row = pixel / 10;
     const int dout_col = pixel % 8;
@@ -13401,11 +13410,11 @@ template <class T, int N> struct WeightGatherCopies {
     const int co_tile, ci_tile; // the block's first tiles of channels
     const int first;            // the block's first pixel tile
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int row = (int)threadIdx.x / CHUNKS; // that it copies first
+    const int row = (int)threadIdx.x / CHUNKS; // the row that it copies first
     const int Wo = p.shape.out_W();
     const int HWo = p.shape.out_H() * Wo;
     const int t = ci_tile + chunk * 8 / 64; // tile of input channels
-    const bool second = t >= p.tiles1;      // of the second input
+    const bool second = t >= p.tiles1;      // does it belong to the second input?
     const int ci = (second ? t - p.tiles1 : t) * 64 + chunk * 8 % 64;
     const int co = co_tile * 64 + chunk * 8;
     const int C = second ? p.shape.C2 : p.shape.C1;
@@ -13567,7 +13576,7 @@ struct TmaParts {
     CUtensorMap map1, map2;
     int C1;      // channels of the first part
     int slices1; // slices of the first part
-    int slices;  // of both
+    int slices;  // slices of both parts
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
     // These return a slice's first channel: channel counts it within its part, and row counts it over both parts, as in
@@ -13608,8 +13617,8 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
 
 // The box of pixels that a block works on, and the boxes in which TMA moves results and weights.
 struct TmaBoxes {
-    int rows, columns, images; // of a tile
-    int result_channels;       // of a box of results
+    int rows, columns, images; // sizes of a tile
+    int result_channels;       // channels of a box of results
     int weight_rows;           // forward: output channels of a box of weights
 };
 // Sets all members of a ConvTma except ring, weight_slots and whole.
@@ -13851,20 +13860,21 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
 //   d[b] of a thread: its 2 channels c, c + 8 of block b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
 template <class T> struct Epilogue {
-    typedef float Sums[T::ROWS / T::STATS_ROWS][4]; // of a part: channel c: sum, sum of squares; channel c + 8
+    // For each part of the statistics: channel c's sum and sum of squares, then those of c + 8.
+    typedef float Sums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
     int c;                    // this thread's first channel
     int lane_place;           // where this lane's row for ldmatrix and stmatrix lies in a result
-    float bias[T::BLOCKS][2]; // of the channels c, c + 8 of each block
-    float emb[2];             // of the channels of one block
+    float bias[T::BLOCKS][2]; // bias of the channels c, c + 8 of each block
+    float emb[2];             // embedding of two channels of one block
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
         const int lane = threadIdx.x & 31;
         c = work.c0 + warp * 16 + (lane >> 2);
-        const int pixel = (lane & 7) + (lane >> 4) * 8; // of two image rows
-        const int chunk = 2 * warp + (lane >> 3 & 1);   // of 8 channels
+        const int pixel = (lane & 7) + (lane >> 4) * 8; // number within two image rows
+        const int chunk = 2 * warp + (lane >> 3 & 1);   // number of a chunk of 8 channels
         lane_place = box_place<SLICE_CHANNELS>(pixel, chunk);
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
@@ -14248,8 +14258,8 @@ template <class T> struct SmallEpilogue {
     const int warp = tid >> 5;
     const int lane = tid & 31;
     const Origin at;    // this warpgroup's square of 8 x 8 pixels
-    float bias[2] = {}; // of this block's channels tid, tid + 128
-    float emb[2] = {};  // of the same channels; both are added when their loads have arrived
+    float bias[2] = {}; // bias of this block's channels tid, tid + 128
+    float emb[2] = {};  // embedding of the same channels; both are added when their loads have arrived
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -14517,11 +14527,11 @@ typedef WeightBatch<ConvWeightTma> TmaBatch;
 //   block (of this layer's) = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
-    const int block; // of this layer's
+    const int block; // number among the blocks of this layer
     const ConvWeight& p = maps.p;
     int split = block % p.splits;           // its range of pixel tiles
     int row0 = block / p.splits % T::ROWS;  // its first filter row
-    int group = block / p.splits / T::ROWS; // of tiles of channels
+    int group = block / p.splits / T::ROWS; // number of its group of tiles of channels
     int output_group = group / p.input_groups;
     int co_tile = output_group * p.block_co; // its first tiles of 64 channels
     int ci_tile = (group - output_group * p.input_groups) * p.block_ci;
@@ -14578,7 +14588,7 @@ template <class T> struct ChannelSums {
     const int own; // this warp's number among those that sum
     const int lane = threadIdx.x & 31;
     const int eight = lane >> 3;
-    const int tile = WARPS == 1 ? own : 0; // of 64 channels
+    const int tile = WARPS == 1 ? own : 0; // its tile of 64 channels
     const int chunk = (WARPS == 1 ? 0 : own * CHUNKS) + lane % CHUNKS;
     const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
     const int c = (work.co_tile + tile) * SLICE_CHANNELS + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
@@ -14756,7 +14766,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const size_t first = at / 4 + threadIdx.x;              // this thread's first quad
     // Says how many quads there are from this thread's first one on. No array may be read behind its n floats.
     const int quads_left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
-    const int first_source = -(int)add; // source -1 is the old sum; then the ranks follow, in their order
+    const int first_source = -(int)add; // source -1 is the old sum; then the ranks follow, in order
     float4 g[QUADS];
     for (int r = first_source; r < grads.slice.ranks; r++) {
         const float* source = r < 0 ? sum : grads.of(r);
@@ -14866,7 +14876,7 @@ static void cast_params(act* copy, const float* params, size_t n) {
 
 // Factors that are the same for all parameters in an update. t: the number of updates, including this one.
 struct AdamWFactors {
-    float clip;      // of the gradient, as torch's clip_grad_norm_
+    float clip;      // factor of the gradient, as in torch's clip_grad_norm_
     float decay;     // 1 - lr weight_decay
     float step_size; // lr / (1 - beta1^t)
     float root;      // sqrt(1 - beta2^t)
@@ -14953,8 +14963,8 @@ static __global__ void __launch_bounds__(256)
     await_previous_kernel();
     if (threadIdx.x == 0) step = power_step(rate, state->updates);
     __syncthreads();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; // of the slice
-    const size_t k = own.flat(i);                            // of the flat array
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; // index in the slice
+    const size_t k = own.flat(i);                            // index in the flat array
     if (k < own.n && state->ok) ema[i] = ema_step(ema[i], params[k], rate, step);
 }
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
@@ -15025,7 +15035,7 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int tensors = add ? 4 : 3;
 
     // How many microseconds two passes take. moved: the kilobytes that they move, for each multiprocessor.
-    const double pieces = (double)s.B * s.HW * C / V; // of 16 bytes, of one tensor
+    const double pieces = (double)s.B * s.HW * C / V; // how many pieces of 16 bytes one tensor has
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
 
@@ -15315,7 +15325,7 @@ struct SmallCosts {
 
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32.
 template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
-    const int taps = ceil_div(p.C1, 64) * 9; // of all slices
+    const int taps = ceil_div(p.C1, 64) * 9; // taps of all slices
     Cheapest<void (*)(const ConvCall&)> way;
 
     // Time = rounds of blocks * (block + its taps * tap).
@@ -15667,7 +15677,7 @@ static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int most_tiles = 1;  // pixel tiles of the largest layer
-        int tile_cycles = 0; // of the slowest layer
+        int tile_cycles = 0; // cycles of the slowest layer
         for (ConvWeight& p : works) {
             if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
             most_tiles = std::max(most_tiles, p.pixel_tiles);
@@ -15676,7 +15686,7 @@ static void plan_weights(std::span<ConvWeight> works) {
         const WeightCosts cost = weight_costs(works[0]);
         for (int range = most_tiles; range >= 1; range--) {
             int64_t blocks = 0;
-            int64_t partials = 0; // of 16 KB: a tile of 64 x 64 weights each
+            int64_t partials = 0; // how many partials there are, each of a tile of 64 x 64 weights (16 KB)
             for (const ConvWeight& p : works) {
                 const int splits = ceil_div(p.pixel_tiles, range);
                 blocks += range_blocks(p) * splits;
@@ -16288,8 +16298,8 @@ template <class F> static void send_directly(void* to, size_t bytes, const Lane&
     sending = true;
 }
 
-// These are the two operations of the interface: by direct copies if recv or all is opened memory, else by NCCL, as
-// bytes.
+// These are the two operations of the interface: by direct copies if recv or all is opened memory, otherwise by NCCL,
+// as bytes.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
     auto piece = [&](int r) { return (const char*)send + r * bytes; };
     if (at_rank(recv, 0)) return send_directly(recv, bytes, *lane, piece);
