@@ -7,107 +7,107 @@
 //    191  Part I. The program
 //    194     1. Types at the interface: what operations are called with
 //    532     2. The interface: all that the program asks of a device
-//    837     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    935     4. Configuration: flags, presets, help, what can work and what cannot
-//   1656     5. The network: a list of layers, made of guided-diffusion's flags
-//   2491     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2733     7. Forward and backward: two walks over the list
-//   2850     8. Diffusion: noise schedules, objectives, samplers
-//   3095         the level of a training sample, drawn, and its share of the loss
-//   3537         samplers
-//   4070     9. Data: .bin files that may be larger than memory, the order of their images
-//   4590    10. Model files: weights and checkpoints, initial weights
-//   4930    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4945         the learning rate, the verdict on a step, averages of the weights
-//   5028         what a trainer holds
-//   5156         a step
-//   5450    12. A run: log, guard, checkpoints, resume, samples
-//   5475         the log in memory, as the page shows it
-//   5585         what a run holds
-//   5652         the log and the status line
-//   5838         checkpoints, snapshots and grids
-//   6084         the start of a run: new, from a file's weights, or resumed
-//   6277         the loop over the steps
-//   6390         a run from its first to its last line
-//   6559         samples, without a run
-//   6709    13. main: the command line, then a run or samples
-//   6983         what ranks must have in common
-//   7051         main
-//   7173  Part II. The device
-//   7176    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7253    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7321    16. The GPU: what all kernels share
-//   7385         Launches, which may overlap
-//   7427         Decisions: what kernels are chosen with
-//   7473         Single instructions: shared memory, mbarriers, clusters
-//   7557         Activations: pieces of 16 bytes
-//   7832         each_kernel: a thread for an element
-//   7846         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8002         Swizzle: how rows lie in shared memory
-//   8020         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8222         building blocks of Hopper's kernels (sm_90a)
-//   8493    17. Small operations: resampling, embeddings, diffusion
-//   8496         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8692         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9035         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9534    18. Group norm
-//   9537         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10052         groupnorm_backward_whole: an image's slab in shared memory
-//  10420    19. Attention
-//  10523         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11045         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11180         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11843    20. Convolution
-//  11878         ConvOut: results, 4 channels of a pixel at a time
-//  12106         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12167         conv_halo: 3x3, stride 1, any GPU
-//  12559         conv_gather: any kernel size and stride, any GPU
-//  12812         conv_few: the first and the last layer
-//  12983         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13541         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13643         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14067         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14453         conv_weight_tma: weight gradients (sm_90a)
-//  14734    21. The optimiser
-//  14737         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14965    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14968         groupnorm_backward
-//  15103         attention: forward and, where a has dout, backward
-//  15164         convolution: forward and input gradient
-//  15592         convolution: weight gradients
-//  15927    23. The GPU: memory, copies, repeated work
-//  16141    24. Between ranks: from device to device
+//    844     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    942     4. Configuration: flags, presets, help, what can work and what cannot
+//   1663     5. The network: a list of layers, made of guided-diffusion's flags
+//   2498     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2740     7. Forward and backward: two walks over the list
+//   2857     8. Diffusion: noise schedules, objectives, samplers
+//   3102         the level of a training sample, drawn, and its share of the loss
+//   3544         samplers
+//   4077     9. Data: .bin files that may be larger than memory, the order of their images
+//   4597    10. Model files: weights and checkpoints, initial weights
+//   4937    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4952         the learning rate, the verdict on a step, averages of the weights
+//   5035         what a trainer holds
+//   5163         a step
+//   5457    12. A run: log, guard, checkpoints, resume, samples
+//   5482         the log in memory, as the page shows it
+//   5592         what a run holds
+//   5659         the log and the status line
+//   5845         checkpoints, snapshots and grids
+//   6091         the start of a run: new, from a file's weights, or resumed
+//   6284         the loop over the steps
+//   6397         a run from its first to its last line
+//   6566         samples, without a run
+//   6716    13. main: the command line, then a run or samples
+//   6990         what ranks must have in common
+//   7058         main
+//   7180  Part II. The device
+//   7183    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7260    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7328    16. The GPU: what all kernels share
+//   7392         Launches, which may overlap
+//   7434         Decisions: what kernels are chosen with
+//   7480         Single instructions: shared memory, mbarriers, clusters
+//   7564         Activations: pieces of 16 bytes
+//   7839         each_kernel: a thread for an element
+//   7853         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8009         Swizzle: how rows lie in shared memory
+//   8027         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8229         building blocks of Hopper's kernels (sm_90a)
+//   8500    17. Small operations: resampling, embeddings, diffusion
+//   8503         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8699         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9042         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9541    18. Group norm
+//   9544         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10061         groupnorm_backward_whole: an image's slab in shared memory
+//  10429    19. Attention
+//  10532         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11054         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11189         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11852    20. Convolution
+//  11887         ConvOut: results, 4 channels of a pixel at a time
+//  12115         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12176         conv_halo: 3x3, stride 1, any GPU
+//  12568         conv_gather: any kernel size and stride, any GPU
+//  12821         conv_few: the first and the last layer
+//  12992         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13550         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13652         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14077         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14463         conv_weight_tma: weight gradients (sm_90a)
+//  14744    21. The optimiser
+//  14747         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14975    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14978         groupnorm_backward
+//  15113         attention: forward and, where a has dout, backward
+//  15174         convolution: forward and input gradient
+//  15602         convolution: weight gradients
+//  15937    23. The GPU: memory, copies, repeated work
+//  16151    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7169, run_program 7109, train 6515, run_step 6326, train_step 5384, load_batch 4547;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16051):
-//     step_gradients 5285: draw_levels 9048, forward_and_loss 5200, q_sample_forward 9234, unet_forward 2758,
-//     forward_layer 2746 (a function of the layer's kind), loss_forward_backward 9344, unet_backward 2821,
-//     sum_gradients 14783;
-//     judge_step 14830, update_slice 5350, adamw_update 14939, next_step 14836, record_step 14841;
-//     later collect_steps 6281
-//   pictures, from noise: sample_batch 3987, plan_route 3761, device_step 3804, euler_step 3567 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15476 draws all of its roads):
-//     forward_conv 2024; conv_forward 15505, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15437 above that; conv_tiles 14052, with conv_tiles_kernel above it;
-//     Accumulators 8441; Wgmma 8071;
-//     on any other GPU pick_conv_halo_bf16 15236; conv_halo 12546, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 7895
-//   why several GPUs compute the bits of one: step_gradients 5285
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7216, with_nonlinearity 7226 (a case); BEHIND_NORMS, in front of
-//     add_norm 2234, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3025
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 368, and beside each other edm_question 2888,
-//     ask 2906, frame_of 2916, sigma_draws 2922, has_steps_of_t 2928; the head of their section lists the changes
-//   a kind of layer: forward_linear 1945 and what stands beside it, with a list of all places in front of
-//     LayerKind 1917; add_resblock 2282 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7176, run_program 7116, train 6522, run_step 6333, train_step 5391, load_batch 4554;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16061):
+//     step_gradients 5292: draw_levels 9055, forward_and_loss 5207, q_sample_forward 9241, unet_forward 2765,
+//     forward_layer 2753 (a function of the layer's kind), loss_forward_backward 9351, unet_backward 2828,
+//     sum_gradients 14793;
+//     judge_step 14840, update_slice 5357, adamw_update 14949, next_step 14846, record_step 14851;
+//     later collect_steps 6288
+//   pictures, from noise: sample_batch 3994, plan_route 3768, device_step 3811, euler_step 3574 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 15486 draws all of its roads):
+//     forward_conv 2031; conv_forward 15515, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15447 above that; conv_tiles 14062, with conv_tiles_kernel above it;
+//     Accumulators 8448; Wgmma 8078;
+//     on any other GPU pick_conv_halo_bf16 15246; conv_halo 12555, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 7902
+//   why several GPUs compute the bits of one: step_gradients 5292
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7223, with_nonlinearity 7233 (a case); BEHIND_NORMS, in front of
+//     add_norm 2241, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3032
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 368, and beside each other edm_question 2895,
+//     ask 2913, frame_of 2923, sigma_draws 2929, has_steps_of_t 2935; the head of their section lists the changes
+//   a kind of layer: forward_linear 1952 and what stands beside it, with a list of all places in front of
+//     LayerKind 1924; add_resblock 2289 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7192; until they know it, nothing compiles: unpack 7575,
-//     pack 7603, FourOf 7640, mma 7895, with_act 7442, cast_params 14860, adamw_update 14939, tma_type 8181;
-//     which kernels take it: conv_product 15476, act_has_wgmma 7451; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7199; until they know it, nothing compiles: unpack 7582,
+//     pack 7610, FourOf 7647, mma 7902, with_act 7449, cast_params 14870, adamw_update 14949, tma_type 8188;
+//     which kernels take it: conv_product 15486, act_has_wgmma 7458; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
-//     ends in is unknown_word 1060, called by who does not know it
+//     ends in is unknown_word 1067, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -11193,8 +11193,8 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
 //   P or dS, which were just computed in registers, are its A operand.
 //   Forward: warpgroups own queries, and keys and values stream past.
 //   Backward: warpgroups own keys, and queries stream past in chunks of 64. A head lies in a cluster of blocks, each of
-//   which has 128 of its keys in shared memory. A chunk visits one block after the other, and its sum of dq, in fp32, is
-//   sent from block to block through their shared memory. Each block begins at another chunk, so all of them always
+//   which has 128 of its keys in shared memory. A chunk visits one block after the other, and its sum of dq, in fp32,
+//   is sent from block to block through their shared memory. Each block begins at another chunk, so all of them always
 //   have work. A chunk's sum is always computed in the same order, so the bits of a run can be repeated:
 //
 //         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
