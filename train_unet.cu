@@ -10,104 +10,104 @@
 //    844     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    942     4. Configuration: flags, presets, help, what can work and what cannot
 //   1663     5. The network: a list of layers, made of guided-diffusion's flags
-//   2498     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2740     7. Forward and backward: two walks over the list
-//   2857     8. Diffusion: noise schedules, objectives, samplers
-//   3102         the level of a training sample, drawn, and its share of the loss
-//   3544         samplers
-//   4077     9. Data: .bin files that may be larger than memory, the order of their images
-//   4597    10. Model files: weights and checkpoints, initial weights
-//   4937    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4952         the learning rate, the verdict on a step, averages of the weights
-//   5035         what a trainer holds
-//   5163         a step
-//   5457    12. A run: log, guard, checkpoints, resume, samples
-//   5482         the log in memory, as the page shows it
-//   5592         what a run holds
-//   5659         the log and the status line
-//   5845         checkpoints, snapshots and grids
-//   6091         the start of a run: new, from a file's weights, or resumed
-//   6284         the loop over the steps
-//   6397         a run from its first to its last line
-//   6566         samples, without a run
-//   6716    13. main: the command line, then a run or samples
-//   6990         what ranks must have in common
-//   7058         main
-//   7180  Part II. The device
-//   7183    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7260    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7328    16. The GPU: what all kernels share
-//   7392         Launches, which may overlap
-//   7434         Decisions: what kernels are chosen with
-//   7480         Single instructions: shared memory, mbarriers, clusters
-//   7564         Activations: pieces of 16 bytes
-//   7839         each_kernel: a thread for an element
-//   7853         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8009         Swizzle: how rows lie in shared memory
-//   8027         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8229         building blocks of Hopper's kernels (sm_90a)
-//   8500    17. Small operations: resampling, embeddings, diffusion
-//   8503         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8699         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9042         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9541    18. Group norm
-//   9544         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10061         groupnorm_backward_whole: an image's slab in shared memory
-//  10429    19. Attention
-//  10532         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11054         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11189         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11852    20. Convolution
-//  11887         ConvOut: results, 4 channels of a pixel at a time
-//  12115         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12176         conv_halo: 3x3, stride 1, any GPU
-//  12568         conv_gather: any kernel size and stride, any GPU
-//  12821         conv_few: the first and the last layer
-//  12992         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13550         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13652         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14077         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14463         conv_weight_tma: weight gradients (sm_90a)
-//  14744    21. The optimiser
-//  14747         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14975    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14978         groupnorm_backward
-//  15113         attention: forward and, where a has dout, backward
-//  15174         convolution: forward and input gradient
-//  15602         convolution: weight gradients
-//  15937    23. The GPU: memory, copies, repeated work
-//  16151    24. Between ranks: from device to device
+//   2499     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2742     7. Forward and backward: two walks over the list
+//   2863     8. Diffusion: noise schedules, objectives, samplers
+//   3131         the level of a training sample, drawn, and its share of the loss
+//   3573         samplers
+//   4106     9. Data: .bin files that may be larger than memory, the order of their images
+//   4626    10. Model files: weights and checkpoints, initial weights
+//   4966    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   4981         the learning rate, the verdict on a step, averages of the weights
+//   5064         what a trainer holds
+//   5195         a step
+//   5490    12. A run: log, guard, checkpoints, resume, samples
+//   5515         the log in memory, as the page shows it
+//   5625         what a run holds
+//   5692         the log and the status line
+//   5878         checkpoints, snapshots and grids
+//   6124         the start of a run: new, from a file's weights, or resumed
+//   6317         the loop over the steps
+//   6430         a run from its first to its last line
+//   6599         samples, without a run
+//   6750    13. main: the command line, then a run or samples
+//   7024         what ranks must have in common
+//   7092         main
+//   7214  Part II. The device
+//   7217    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7295    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7364    16. The GPU: what all kernels share
+//   7428         Launches, which may overlap
+//   7470         Decisions: what kernels are chosen with
+//   7516         Single instructions: shared memory, mbarriers, clusters
+//   7600         Activations: pieces of 16 bytes
+//   7876         each_kernel: a thread for an element
+//   7890         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8046         Swizzle: how rows lie in shared memory
+//   8064         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8266         building blocks of Hopper's kernels (sm_90a)
+//   8537    17. Small operations: resampling, embeddings, diffusion
+//   8540         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8738         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9084         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9585    18. Group norm
+//   9588         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10105         groupnorm_backward_whole: an image's slab in shared memory
+//  10473    19. Attention
+//  10576         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11098         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11233         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11897    20. Convolution
+//  11932         ConvOut: results, 4 channels of a pixel at a time
+//  12160         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12221         conv_halo: 3x3, stride 1, any GPU
+//  12613         conv_gather: any kernel size and stride, any GPU
+//  12866         conv_few: the first and the last layer
+//  13037         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13601         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13703         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14128         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14514         conv_weight_tma: weight gradients (sm_90a)
+//  14795    21. The optimiser
+//  14798         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15026    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15029         groupnorm_backward
+//  15164         attention: forward and, where a has dout, backward
+//  15225         convolution: forward and input gradient
+//  15653         convolution: weight gradients
+//  15989    23. The GPU: memory, copies, repeated work
+//  16203    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7176, run_program 7116, train 6522, run_step 6333, train_step 5391, load_batch 4554;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16061):
-//     step_gradients 5292: draw_levels 9055, forward_and_loss 5207, q_sample_forward 9241, unet_forward 2765,
-//     forward_layer 2753 (a function of the layer's kind), loss_forward_backward 9351, unet_backward 2828,
-//     sum_gradients 14793;
-//     judge_step 14840, update_slice 5357, adamw_update 14949, next_step 14846, record_step 14851;
-//     later collect_steps 6288
-//   pictures, from noise: sample_batch 3994, plan_route 3768, device_step 3811, euler_step 3574 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15486 draws all of its roads):
-//     forward_conv 2031; conv_forward 15515, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15447 above that; conv_tiles 14062, with conv_tiles_kernel above it;
-//     Accumulators 8448; Wgmma 8078;
-//     on any other GPU pick_conv_halo_bf16 15246; conv_halo 12555, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 7902
-//   why several GPUs compute the bits of one: step_gradients 5292
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7223, with_nonlinearity 7233 (a case); BEHIND_NORMS, in front of
-//     add_norm 2241, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3032
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 368, and beside each other edm_question 2895,
-//     ask 2913, frame_of 2923, sigma_draws 2929, has_steps_of_t 2935; the head of their section lists the changes
+//     main 7210, run_program 7150, train 6555, run_step 6366, train_step 5424, load_batch 4583;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16113):
+//     step_gradients 5325: draw_levels 9098, forward_and_loss 5239, q_sample_forward 9285, unet_forward 2769,
+//     forward_layer 2755 (a function of the layer's kind), loss_forward_backward 9395, unet_backward 2834,
+//     sum_gradients 14844;
+//     judge_step 14891, update_slice 5390, adamw_update 15000, next_step 14897, record_step 14902;
+//     later collect_steps 6321
+//   pictures, from noise: sample_batch 4023, plan_route 3797, device_step 3840, euler_step 3603 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 15537 draws all of its roads):
+//     forward_conv 2031; conv_forward 15566, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15498 above that; conv_tiles 14113, with conv_tiles_kernel above it;
+//     Accumulators 8485; Wgmma 8115;
+//     on any other GPU pick_conv_halo_bf16 15297; conv_halo 12600, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 7939
+//   why several GPUs compute the bits of one: step_gradients 5325
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7258, with_nonlinearity 7268 (a case); BEHIND_NORMS, in front of
+//     add_norm 2242, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3061
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 368, and beside each other edm_question 2907,
+//     ask 2941, frame_of 2951, sigma_draws 2957, has_steps_of_t 2963; the head of their section lists the changes
 //   a kind of layer: forward_linear 1952 and what stands beside it, with a list of all places in front of
-//     LayerKind 1924; add_resblock 2289 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     LayerKind 1924; add_resblock 2290 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7199; until they know it, nothing compiles: unpack 7582,
-//     pack 7610, FourOf 7647, mma 7902, with_act 7449, cast_params 14870, adamw_update 14949, tma_type 8188;
-//     which kernels take it: conv_product 15486, act_has_wgmma 7458; docs/READING.md says what at each
-//   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
-//     ends in is unknown_word 1067, called by who does not know it
+//   an element type beside bf16: Element 225, ElementOf 7234; until they know it, nothing compiles: unpack 7618,
+//     pack 7646, FourOf 7683, mma 7939, with_act 7485, cast_params 14921, adamw_update 15000, tma_type 8225;
+//     which kernels take it: conv_product 15537, act_has_wgmma 7494; docs/READING.md says what at each
+//   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
+//     unknown word ends in is unknown_word 1067, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2133,7 +2133,8 @@ constexpr LayerKind JOIN{
 };
 
 // --patch_size: squares of pixels become channels (PATCHES), and at the end channels become squares of pixels (PIXELS).
-// The backward pass of PIXELS makes patches of the gradient. Its H and W are those of the pixels.
+// The backward pass of PIXELS turns the gradient back into patches. The H and W that it passes to to_patches are the size
+// in pixels, which is that of the layer's output.
 static void forward_patches(LayerArgs& a) {
     const int p = a.net->config.patch();
     to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, p);
@@ -2583,6 +2584,7 @@ static void plan_waits(UNet* net) {
             if (!too_old && !has_demb) continue;
             l.after = k;
             done = k;
+            break;
         }
     }
 }
@@ -2755,6 +2757,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
+    // Its operation has written, through `stats`, in how many parts the sums of the output lie. The norm that reads the
+    // output has to know.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
@@ -2793,7 +2797,9 @@ struct WeightGradients {
 
     // Launches those that wait. After that the gradients of all layers from `last` on have been sent.
     void send() {
-        size_t complete_from = net->plain_size; // in the flat arrays: gradients from here on are complete
+        // In the flat arrays, gradients from complete_from on are complete: all weights of convolutions that still have none
+        // lie in front of it.
+        size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
             if (l.kind != &CONV) continue;
@@ -2863,7 +2869,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   what it is told                 t
 //   what it should answer           target_x0 x_0 + target_noise noise
 //   what its answer says about x_0  x0_x input + x0_out answer
-// So a new objective is a new way to fill NoiseLevels, and neither kernels nor samplers know which one they work for.
+// So a new objective whose loss is a weighted square of the answer's error is a new way to fill NoiseLevels, and neither
+// kernels nor samplers know which one they work for.
 //
 // To add an objective, as edm and flow are, change these places:
 //
@@ -2875,6 +2882,11 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //
 // For another quantity that the network predicts, with the levels of ddpm, change two: the row of `predict` in
 // common/flags.h, and ddpm_level.
+//
+// For another loss than the weighted square, do as ect does, whose loss also needs the network's answer at a second noise
+// level: common/flags.h; a parameter in Objective and make_objective; a branch in forward_and_loss (section 11), which calls
+// an operation of its own; that operation's prototype in section 2, its loops in dev/reference.h and its kernel beside
+// ddpm_loss_forward (section 17).
 //
 // In the order in which they run: make_objective, once; then for each sample draw_level, which takes one of
 // ddpm_levels, or calls ask or student_level. Samplers ask level_at for the level of a sigma.
@@ -2899,14 +2911,30 @@ HD static inline Question edm_question(double sigma, double sigma_data) {
     const double c_out = sigma * sigma_data / total;
     const double target_x0 = sigma / (sigma_data * total); // (1 - c_skip) / c_out
     const double target_noise = -sigma_data / total;       // -c_skip sigma / c_out
-    return Question{log(sigma) / 4, c_in, c_in * sigma, c_skip_over_c_in, c_out, target_x0, target_noise};
+    return Question{
+        .t = log(sigma) / 4,
+        .signal = c_in,
+        .sigma = c_in * sigma,
+        .x0_x = c_skip_over_c_in,
+        .x0_out = c_out,
+        .target_x0 = target_x0,
+        .target_noise = target_noise,
+    };
 }
 
 // Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise, the answer is noise - x_0, and so x_0 = x_t - t
 // answer. In all objectives here sigma is noise over signal: t / (1 - t). The network is told 1000 t.
 HD static inline Question flow_question(double sigma) {
     const double t = sigma / (1 + sigma);
-    return Question{1000 * t, 1 - t, t, 1, -t, -1, 1};
+    return Question{
+        .t = 1000 * t,
+        .signal = 1 - t,
+        .sigma = t,
+        .x0_x = 1,
+        .x0_out = -t,
+        .target_x0 = -1,
+        .target_noise = 1,
+    };
 }
 
 // Returns what a frame asks at any sigma. Nobody calls this for ddpm, whose levels are a table (ddpm_levels, level_at).
@@ -2978,7 +3006,8 @@ HD static inline double tuning_weight(const Objective& o, double t, double r) {
 
 HD static inline NoiseLevel student_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
-    const Question nobody{0, 1, 0, 1, 0, 0, 0}; // at r = 0: its image is x_0
+    const Question nobody{.t = 0, .signal = 1, .sigma = 0, .x0_x = 1, .x0_out = 0, .target_x0 = 0, .target_noise = 0};
+    // At r = 0 there is no teacher: the image itself is x_0.
     const Question teacher = r > 0 ? ask(o.frame, r, o.sigma_data) : nobody;
     Question student = ask(o.frame, t, o.sigma_data);
     const double x0 = teacher.x0_x * teacher.signal - student.x0_x * student.signal;
@@ -3840,11 +3869,11 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     return step;
 }
 
-// A sampler as the device takes it.
+// A Route as numbers for the device: the coefficients of the network's first input, and those of every step.
 struct SamplerPlan {
     // The network's first input is image * x_0 + start * normals + churn * other normals.
     float image, start, churn;
-    int64_t first; // of the steps
+    int64_t first; // the step that sampling begins with
     std::vector<SamplerStep> steps;
 };
 
@@ -5049,7 +5078,9 @@ struct Trainer {
     float* grads;  // the gradients of the current microbatch
     act *copy, *ema_copy; // what the network reads: the weights, the average; see Weights
     float* received;      // gradients of other ranks, for the slice; null: there are none
-    float* sum;           // this rank's slice of the sum of all gradients of the step; it lies within `received`
+    // This rank's slice of the sum of all gradients of the step. It lies in `received`, if there are several ranks; else in
+    // an array of its own, or, if the batch is one microbatch, in `grads`.
+    float* sum;
     // Slices.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
@@ -5124,7 +5155,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
-    tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole); // see whole_array
+    // In fp32 the copy of the average is no array of its own, but the one in which whole_array gathers the average.
+    tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
     for (Upload& batch : tr.batch) batch = make_upload(data.batch_bytes(c.batch_size / N, c));
@@ -5262,7 +5294,8 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //
 // Why N ranks compute the same bits as one. Sums of floats depend on their order, so the results of a run on N ranks
 // could be rounded differently from those of a run on one rank. They are not, because everything that is computed
-// depends only on the batch and the microbatch, and not on which rank computes it:
+// depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must have the same
+// microbatch. Without --microbatch it is a rank's share of the batch, which depends on N.)
 //
 // 1. The same draws. Noise, noise levels, flips, dropout, and which image a sample is: each is a function of the seed,
 //    the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
@@ -6674,7 +6707,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const int array = array_to_sample(c, model);
     float* params = device_copy(read_array(model, net, array));
 
-    // The sampler, and the images that it is conditioned on, begins with or keeps.
+    // Makes the sampler, and gives it the pictures that are its condition (--cond_channels), and the images that it
+    // starts from (--start_from) or whose known part it keeps (--inpaint).
     Sampler sampler = make_sampler(c, net.B);
     const int C = c.in_channels;
     if (c.cond_channels) sampler.pictures = sample_pictures(c);
@@ -7182,9 +7216,10 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // =====================================================================================================================
 // 14. What all devices share: elements, nonlinearities, patches of pixels
 
-// Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> says what depends on the type
-// and is more than its size. (What depends on it elsewhere: conversions, in "Activations: pieces of 16 bytes"; mma and
-// pack_pair, in "Tensor cores by mma.sync"; with_act, which gets from an Element to its type.)
+// Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> holds the
+// constants that depend on the type, except for those that follow from its size. (Other code that depends on the type:
+// conversions, in "Activations: pieces of 16 bytes"; mma and pack_pair, in "Tensor cores by mma.sync"; with_act, which
+// calls code with the type of an Element.)
 template <class T> struct ElementOf;
 template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
 template <> struct ElementOf<float> {
@@ -7277,7 +7312,8 @@ static int max_stat_parts(int, int) { return 1; }
 
 Lane* const MAIN_LANE = nullptr; // there is nothing to choose
 
-// Aligned to whole cache lines and vectors, and filled with zeros.
+// Returns memory that is filled with zeros. It begins at a multiple of 256 bytes, so that it is aligned to whole cache
+// lines and vectors.
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     if (posix_memalign(&p, 256, bytes))
@@ -7746,6 +7782,7 @@ INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool v
 // 8 channels: one piece of bf16, or two of floats. The second piece lies where bit 4 of the address is toggled, since
 // rows are swizzled (see Swizzle).
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
+    static_assert(VEC<T> <= 8, "8 channels must fill at least one piece");
     UNROLL_FOR (int j = 0; j < 8 / VEC<T>; j++) {
         const uint32_t piece = (to ^ (j * 16)) + offset;
         copy_async_row_if(wanted, piece, from + j * VEC<T>, valid);
@@ -8501,15 +8538,16 @@ template <bool TAKE_TURNS> struct Turn {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-// Used when: the kernel that wrote a tensor did not take its statistics, or its size changes without a convolution.
-// How: a block walks down the pixels of an image with a few pieces of channels, and takes the sums of what it writes.
+// Used when: a tensor changes its size without a convolution, or only the even pixels of a convolution are kept (PICK).
+// How: a block loops over pixels of an image for a few pieces of channels. It sums what it writes, if statistics of it
+//   are wanted.
 // Costs: memory traffic, every element once.
 //
 // Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
-// norm that reads the tensor makes its mean and variance of them, and so needs no pass of its own over x.
+// norm that reads the tensor computes mean and variance from them, and so needs no pass of its own over x.
 
-// POOL: the average of 2x2 pixels. REPEAT: each pixel 2x2 times. PICK: the pixels of even rows and columns; a
-// convolution with stride 2 computes these pixels of one with stride 1.
+// POOL: the average of 2x2 pixels. REPEAT: each pixel 2x2 times. PICK: the pixels of even rows and columns.
+// A convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
 enum Resampling { POOL, REPEAT, PICK };
 
 // Says where pixel k = 0 ... 3 of a square of 2x2 begins, counted from the square's first pixel. W: pixels to a row
@@ -8590,8 +8628,8 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     if (stats) stats->parts = 1;
     const int pieces = C / VEC<T>;
     const int pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
-    // Narrow slabs make many blocks, and wide ones read memory in longer rows. With stats, slabs are widened only as
-    // long as the GPU stays nearly full.
+    // Narrow slabs give more blocks, and wide slabs read longer contiguous parts of memory. With stats, slabs are widened
+    // only as long as the GPU stays nearly full.
     int columns = 2;
     while (columns < 8 && pieces % (2 * columns) == 0) {
         const int blocks = B * pieces / (2 * columns);
@@ -8605,7 +8643,8 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
 }
 
 // The reverse of PICK: out (B, H, W, C) gets x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, and zeros
-// elsewhere. It turns the gradient behind a convolution of stride 2 into one of stride 1. A thread moves a piece.
+// elsewhere. It turns the gradient of the output of a convolution with stride 2 into the gradient of what the same
+// convolution gives with stride 1. A thread moves a piece.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
     const uint4* from = (const uint4*)x;
@@ -8727,10 +8766,10 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     constexpr int WARPS = 8;
     constexpr int QUADS = 64; // of a row at a time
     __shared__ float4 weights[OUTPUTS][QUADS], rows[LINEAR_ROWS][QUADS];
-    const int row = threadIdx.x % 32; // the image, of the block's
+    const int row = threadIdx.x % 32; // the number of this lane's image among the block's 32
     const int warp = threadIdx.x / 32;
-    const int n0 = blockIdx.x * OUTPUTS; // the block's first output and image
-    const int b0 = blockIdx.y * LINEAR_ROWS;
+    const int n0 = blockIdx.x * OUTPUTS;           // the block's first output
+    const int b0 = blockIdx.y * LINEAR_ROWS;       // the block's first image
     const int column = n0 + threadIdx.x % OUTPUTS; // the output that this thread adds up and stores in the end
     const float shift = column < Cout ? bias[column] : 0;
     // Copies 64 quads, from input k0 on, of rows first, first + 1, ... of an array of `end` rows. Quad i of row r lies
@@ -8789,7 +8828,8 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 //   warp    64 inputs of 32 images, and some groups of eight outputs
 //   lane    two of the inputs. It keeps in registers their values (32 x 2) and their gradients (as many).
 //
-// Outputs pass through two stages in shared memory, 8 at a time. For each output a lane reads its own two weights,
+// The weights, dout and earlier dweight of 8 outputs at a time are copied to one of two stages in shared memory. For
+// each output a lane reads its own two weights,
 // once, and the dout of 32 images, which all lanes read together. Each dout is multiplied four times: by two values
 // (for dweight) and by two weights (for dx). The 4 warps of a block have the same inputs and different outputs; at the
 // end they add up their dx. Blocks of different `splits` also have different outputs; a second kernel adds up their dx,
@@ -8812,7 +8852,7 @@ struct LinearBackward {
     const float *dout, *x, *weight;
     int B, Cin, Cout;
     int tiles;  // of 64 inputs each
-    int splits; // into how many parts the outputs are divided, each for other blocks
+    int splits; // into how many parts the outputs are divided; different blocks work on different parts
 };
 
 // Starts the copies of outputs o0 ... o0 + 7 into a stage, for the images b0 ... b0 + 31. A lane copies 16 bytes of
@@ -8842,8 +8882,9 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
 }
 
 // grid (tiles * splits): a block has one tile of 64 inputs and one split of the outputs. For 32 images at a time:
-//   1. each lane loads its inputs x   2. outputs pass, 8 at a time: dbias, dweight, and dx grows   3. the warps' dx are
-//   added up
+//   1. Each lane loads its inputs x.
+//   2. For 8 outputs at a time, it adds to dbias, dweight and dx.
+//   3. The warps' dx are added up.
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
     LinearShared& shared = *(LinearShared*)memory;
@@ -8854,8 +8895,9 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int i = tile * 64 + lane * 2;                            // this lane's first input
     const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output
     const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // from there to its next eight outputs
-    const int bias_output = lane % LINEAR_OUTS; // for dbias this lane adds up the dout of this one of eight outputs,
-    const int bias_row = lane / LINEAR_OUTS;    // over images 8 bias_row ... 8 bias_row + 7
+    // When dbias is summed, this lane has output o0 + bias_output and images 8 bias_row ... 8 bias_row + 7 of the 32.
+    const int bias_output = lane % LINEAR_OUTS;
+    const int bias_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
     await_previous_kernel();
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
@@ -8925,7 +8967,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane = MAIN_LANE) {
-    // of a block: with more outputs x is read less often; with fewer there are more blocks
+    // Outputs of a block. With more of them x is read less often; with fewer there are more blocks.
     const int outputs = Cout <= 1024 ? 8 : 16;
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
@@ -8959,7 +9001,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
-// Silu<float> has the formulas of both. Each thread has one element.
+// Silu<float> has the formulas of the function (f) and of its derivative (df). Each thread has one element.
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
     each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
@@ -8970,8 +9012,8 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
     });
 }
 
-// out (B, dim) = [cos(t f_k), sin(t f_k)], f_k = max_period^(-k / half), Each thread has one pair. f_k is rounded to
-// fp32, as PyTorch does it; angles are double, since t f_k may be large.
+// out (B, dim) = [cos(t f_k), sin(t f_k)], where f_k = max_period^(-k / half) for k < half = dim / 2. Each thread
+// computes one pair. f_k is rounded to fp32, as PyTorch does it; angles are double, since t f_k may be large.
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                        Lane* lane = MAIN_LANE) {
     const int half = dim / 2;
@@ -9045,7 +9087,8 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 //   double, in a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
 // Costs: memory traffic. Images are small beside activations.
 
-// Four random words for sample b: a pure function of the key and of the numbers of block and sample.
+// Returns block number `block` of Philox's random words for sample b, four words. They depend on nothing but the key,
+// which includes the step, and on these two numbers.
 INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
@@ -9153,7 +9196,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
     return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
 }
 
-// The pictures beside the images. A thread writes an element of (B, H, W, K); for holes all channels of a pixel.
+// The functions from here to mask_images make the pictures of a batch that are its condition. A thread writes one element
+// of (B, H, W, K); in mask_images it writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
@@ -9236,8 +9280,8 @@ static void mask_images(float* cond, const void* images, PictureDraws draws, int
 }
 
 // x_t = signal x_0 + sigma z,   target = target_x0 x_0 + target_noise z [+ target_teacher teacher]
-// A thread has four neighbours of (B, H, W, C). In images, (B, C, H, W), these four are not neighbours. bytes: the size
-// of an element of images (1: uint8_t).
+// A thread computes four consecutive elements of the (B, H, W, C) arrays. In images, which is (B, C, H, W), these four
+// are not consecutive. bytes: the size of an element of images (1: uint8_t).
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
                              const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
                              int C, int H, int W, int bytes) {
@@ -9408,7 +9452,7 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
 }
 
 // What a sampler's step reads: x (B, HW, C), with n elements for each image; and out, the network's answer, whose
-// pixels have Cout channels. With guidance, the second half of out has the answers without a class.
+// pixels have Cout channels. With guidance, the second half of out has the answers without the condition.
 struct SamplerView {
     const float *x, *out;
     int B, n, C, Cout;
@@ -11245,8 +11289,9 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr bool ALONE = WARPGROUPS == 1;
     static constexpr int KEYS = 64 * WARPGROUPS; // of a block
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
-    static constexpr int BLOCKS = ALONE ? 2 : 1;          // on a multiprocessor
-    static constexpr int DQ_REGISTERS = ALONE ? 80 : 136; // of a thread for the queries' gradients
+    static constexpr int BLOCKS = ALONE ? 2 : 1; // on a multiprocessor
+    // Registers of a thread: in the warpgroup that computes the queries' gradients, and in those that own keys.
+    static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
     // Stages in shared memory, and bytes of a stage. A tile is 64 rows of a head.
     static constexpr int BARRIERS = 32;
@@ -13031,7 +13076,8 @@ struct ConvWeight : WeightWork {
     int input_groups;       // groups of block_ci tiles of Cin
 };
 
-constexpr double WEIGHT_LAUNCH_CYCLES = 44000; // 25 us: if a launch takes so long, it does not wait for further layers
+// 25 us. When the layers that are collected for a launch take so many cycles, it is large enough, and starts.
+constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
 // The most partial sums, of 16 KB, that a launch of conv_weight_tma may write; it is enough for 132 blocks (on an H200)
 // with nine tiles of 64 x 64 weights each.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
@@ -13064,8 +13110,8 @@ struct WeightPlace {
         if (row8) *row8 = make_float2(v.z, v.w);
     }
 };
-// Returns the WeightPlace of fragment i of a tile of 64 x 64 weights. i < 1024 counts (warp, fragment of the warp's 2 x
-// 4, lane).
+// Returns the WeightPlace of fragment i of a tile of 64 x 64 weights. There are 4 warps with 2 x 4
+// fragments each, and a lane has its place in every fragment: i = (warp * 8 + fragment) * 32 + lane < 1024.
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int lane = i % 32;
     const int fragment = i / 32 % 8;
@@ -13096,8 +13142,9 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
 }
 
 // The second kernel adds up the partials: the first blocks of a work add up those of the bias, and the others those of
-// the weights. Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. Each row of a group of
-// `groups` rows adds up other ranges of the same 32 fragments, about 8 ranges for each thread.
+// the weights. Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. A group of
+// `groups` rows shares the same 32 fragments, and each of its rows adds up every groups-th range. So a thread adds up at
+// most 8 ranges, if there are at most 64.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -13105,7 +13152,7 @@ HD static inline int weight_sum_groups(int splits) {
 }
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 
-// dweight = the sum of the ranges' partials; `block` counts the blocks that do this.
+// dweight = the sum of the partials of all ranges. block: this block's number among those that sum a layer's weights.
 INLINE void sum_weights(const ConvWeight& p, int block) {
     __shared__ float4 rows[8][32];
     const int x = threadIdx.x;
@@ -13221,8 +13268,8 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 }
 
 // conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: 2 x 2 quarters of
-// the 64 x 64 for each of three kw; a warp has the three kh. A pixel tile is 8 x 8 pixels of dout, and the same with a
-// border of x. One product of k = 16 pixels is two image rows of 8. Pixel tiles pass through a ring of STAGES in shared
+// the 64 x 64 for each of three kw; a warp has the three kh. A pixel tile is 8 x 8 pixels of dout, and the 10 x 10
+// pixels of x around them. One product of k = 16 pixels is two image rows of 8. Pixel tiles pass through a ring of STAGES in shared
 // memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
@@ -13337,8 +13384,9 @@ static __global__ void __launch_bounds__(384, 1)
     Copies copies{p, base, co0, ci_tile * 64, first, end};
     for (int i = 0; i < STAGES - 1; i++) copies.copy_tile(first + i);
 
-    // Says where this lane's rows for ldmatrix lie. x: (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci
-    // 8-15).
+    // The addresses of this lane's rows for ldmatrix, which loads four matrices of 8 x 8.
+    // Of x:    (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
+    // Of dout: (row, co 0-7), (row, co 8-15), (row + 1, co 0-7), (row + 1, co 8-15).
     const int row_of_matrix = lane & 7;
     const int low = lane >> 3 & 1;
     const int high = lane >> 4;
@@ -13346,7 +13394,8 @@ static __global__ void __launch_bounds__(384, 1)
     uint32_t lane_x = base + (low * 10 + column) * ROW + chunk_place<T>(ci_warp * 4 + high, column & 7);
     uint32_t lane_dout =
         base + Copies::X_BYTES + (high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 + low, row_of_matrix);
-    asm volatile("" : "+r"(lane_x), "+r"(lane_dout)); // or the compiler makes them anew for every tile
+    // Without this line the compiler would compute them again for every tile.
+    asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
     float acc[3][2][4][4] = {}; // [kh][16 co][8 ci]
     float x_scale = 1, dout_scale = 1;
@@ -13397,8 +13446,7 @@ template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * 
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
 
 // The part of each pixel tile that one thread copies: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of
-// dout. A
-// chunk of x belongs to a tile of 64 channels, and the tile to one of the two inputs.
+// dout. A chunk of x belongs to a tile of 64 channels, and the tile to one of the two inputs.
 template <class T, int N> struct WeightGatherCopies {
     static constexpr int CHUNKS = 8 * N;                // of a pixel, 64 N channels
     static constexpr int ROW = 64 * N * sizeof(T);      // bytes of a pixel
@@ -13494,15 +13542,17 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // Says where this lane's rows for ldmatrix lie. x: (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci
-    // 8-15).
+    // The addresses of this lane's rows for ldmatrix, which loads four matrices of 8 x 8.
+    // Of x:    (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
+    // Of dout: (pixels 0-7, co 0-7), (0-7, co 8-15), (8-15, co 0-7), (8-15, co 8-15).
     const int row_of_matrix = lane & 7;
     const int low = lane >> 3 & 1;
     const int high = lane >> 4;
     uint32_t lane_x = base + (low * 8 + row_of_matrix) * ROW + chunk_place<T>(ci_warp * 4 * N + high, row_of_matrix);
     uint32_t lane_dout =
         base + (64 + high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 * N + low, row_of_matrix);
-    asm volatile("" : "+r"(lane_x), "+r"(lane_dout)); // or the compiler makes them anew for every tile
+    // Without this line the compiler would compute them again for every tile.
+    asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
     float acc[M][2 * M][4] = {}; // [16 co][8 ci]
     float x_scale = 1, dout_scale = 1;
@@ -13528,7 +13578,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // weight_place counts by tiles of 64 x 64 with four warps each. (a, b): which 32 x 32 of the block's weights.
+        // weight_place numbers the fragments in tiles of 64 x 64 weights, which four warps share. a and b are the numbers,
+        // along Cout and Cin, of the square of 32 x 32 weights in which this fragment lies.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);
@@ -14201,8 +14252,8 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     }
 }
 
-// Role: multiply. d (64 pixels, N channels) += pixels under a tap (64, 64) x weights of the tap (64, N), for all steps.
-// K: products of 16 input channels for each tap.
+// Role: multiply. For each tap of this block's steps: d (64 pixels, N channels) += the tap's pixels (64, 16 K input
+// channels) x its weights (16 K, N). K: the number of products for a tap; each takes 16 input channels.
 template <int K, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
@@ -15155,7 +15206,7 @@ template <class T> static void attention(const AttentionCall& a) {
     decide(a, ways);
 }
 
-// The two operations are one call: it is a backward pass if it has dout.
+// Both passes fill an AttentionCall and call attention(). A call that has dout is a backward pass.
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
     const AttentionCall call{out, rows, qkv, nullptr, nullptr, B, T, C, heads};
     with_act([&]<class A>(A) { attention<A>(call); });
@@ -15446,7 +15497,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // images.
 template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.C1, 64);
-    const bool skip = c.out.skip.weight; // computes the skip connection as well: only resident weights can
+    const bool skip = c.out.skip.weight; // Only tiles with RESIDENT weights can compute it.
     const bool one_slice_and_32_rows = slices == 1 && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
@@ -15796,9 +15847,10 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane
     };
     launch_weights(conv_weight_tma_kernel<Tile>, works, lane, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
 }
-// For a single layer there is another version of the kernel, in which the compiler knows where the shape lies.
+// For a single layer there is another version of the kernel. There the compiler knows which entry of the batch a block
+// has, so the layer's arguments lie at a fixed place among the kernel's parameters.
 static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Lane* lane, int threads, int bytes) {
-    lane->joined = true; // they do not call await_previous_kernel
+    lane->joined = true; // these kernels do not call await_previous_kernel
     if (works.size() == 1) launch_weights(alone, works, lane, threads, bytes, std::identity(), all_blocks);
     else launch_weights(together, works, lane, threads, bytes, std::identity(), all_blocks);
 }
