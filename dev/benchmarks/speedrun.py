@@ -5,9 +5,9 @@
     python dev/benchmarks/speedrun.py --rivals lucidrains,diffusers,guided            and beside it what others' programs do in the same seconds
     python dev/benchmarks/speedrun.py --recipes --rivals guided --rival_seconds 60 --judge F.pt --earlier first.json      one table of two calls
 
-Every fifth image of the data is held out; everyone trains on the others. At --moments moments of a run, samples are drawn (--samples, or as many as
-there are training images, at most 5,000) and compared with the training images and, beside that, with the held-out ones: a model that copies its
-training images is close to the former and no closer than they are to the latter.
+Every fifth image of the data is held out; everyone trains on the others. At --moments moments of a run (its end, half of it, a quarter, and so on),
+samples are drawn (--samples, or as many as there are training images, at most 5,000) and compared with the training images and, beside that, with the
+held-out ones: a model that copies its training images is close to the former and no closer than they are to the latter.
 
 - Distance: the Frechet distance of dev/benchmarks/quality.py's features. They come from a small classifier that this program trains on the training images
   with fixed seeds, by their labels, or without labels with each image as a class of its own. Everyone in a table is judged by the same features.
@@ -40,7 +40,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     told = 'of ./train_unet, such as "--objective edm" (default: one recipe without flags; --recipes alone: none of ours)'
     parser.add_argument("--recipes", nargs="*", default=[""], metavar="FLAGS", help=told)
     parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
-    parser.add_argument("--moments", type=int, default=12, help="how often in a run quality is measured (default: 12)")
+    parser.add_argument(
+        "--moments", type=int, default=6, help="how often in a run quality is measured: at its end, half of it, a quarter, ... (default: 6)"
+    )
     parser.add_argument("--samples", type=int, default=0, help=f"at each moment (default: as many as training images, at most {MOST_SAMPLES})")
     parser.add_argument("--program", default=str(ROOT / "train_unet"), help="what trains and samples (default: ./train_unet)")
     parser.add_argument("--rivals", default="", help="with commas, of lucidrains, diffusers, guided (default: none)")
@@ -218,12 +220,16 @@ def training_seconds(log: pathlib.Path) -> dict[int, float]:
 
 def run_ours(program: str, recipe: str, seed: int, moments: int, contest: Contest, folder: pathlib.Path) -> Iterator[Moment]:
     config = parse_recipe(recipe, contest)
-    every = max(1, config.max_steps // moments)
+    wanted = speedrun_rivals.halvings(config.max_steps, moments)
+    every = wanted[0]
     target = folder / "run"
     command = [program, *shlex.split(recipe), "--data_file", contest.train_file, "--output_dir", str(target), "--seed", str(seed)]
     checked([*command, "--sample_interval", "0", "--save_interval", str(every), "--keep_checkpoints", "0"])
     seconds = training_seconds(target / "log.csv")
-    for step, checkpoint in checkpoints(str(target)).items():
+    saved = checkpoints(str(target))
+    for moment in wanted:
+        step = moment if moment in saved else moment - moment % every  # the checkpoint before it
+        checkpoint = saved[step]
         images = draw(program, checkpoint, contest.samples, sampling_flags(config), folder)
         yield contest.judge(images, step, seconds[step])
         pathlib.Path(checkpoint).unlink()

@@ -299,16 +299,22 @@ def seconds_of(rival: Rival, steps: int) -> float:
     return time.perf_counter() - start
 
 
+def halvings(total: int, moments: int) -> list[int]:
+    """After how many of total steps quality is measured: at the end, at half of it, at a quarter, and so on, moments times at most; ascending."""
+    return sorted({max(1, total >> halved) for halved in range(moments)})
+
+
 def race(name: str, data_file: str, seed: int, seconds: float, moments: int, device: torch.device) -> Iterator[tuple[int, float, Rival]]:
-    """Trains a rival for so many seconds, and stops at so many moments: the step, the seconds until then, and the rival to draw from."""
+    """Trains a rival for so many seconds, and stops at so many moments, as `halvings` places them: the step, the seconds until then, and the rival to draw from."""
     torch.backends.cudnn.benchmark = True
     rival = RIVALS[name](Pictures(data_file, device), seed)
     rival.train(WARM_UP_STEPS)
     took = seconds_of(rival, PACE_STEPS)
     done = WARM_UP_STEPS + PACE_STEPS
     rival.total = WARM_UP_STEPS + max(PACE_STEPS + moments, round(seconds / (took / PACE_STEPS)))
-    for moment in range(1, moments + 1):
-        until = done + (rival.total - done) // (moments - moment + 1)
+    for until in halvings(rival.total, moments):
+        if until <= done:
+            continue  # the steps that told the pace went further
         took += seconds_of(rival, until - done)
         done = until
         yield done, took, rival
