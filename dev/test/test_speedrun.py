@@ -243,7 +243,8 @@ def test_a_table_with_a_rival(tmp_path: Path, make_data: Callable, tiny_rivals: 
     assert list(runs) == [recipe, "guided-diffusion"] and len(runs["guided-diffusion"][0]) == 1
     speedrun.run([*common, "--recipes", "--rivals", "guided", "--rival_seconds", "0.1", "--moments", "2", "--earlier", first, "--output", second])
     runs = json.loads(Path(second).read_text())["runs"]
-    assert [len(run) for run in runs["guided-diffusion"]] == [1, 2] and len(runs[recipe]) == 1
+    rivals = runs["guided-diffusion"]
+    assert len(rivals) == 2 and len(rivals[0]) == 1 and len(rivals[1]) in (1, 2) and len(runs[recipe]) == 1  # half of 0.1 s may be no step
     table = capsys.readouterr().out
     assert "where guided-diffusion ended: ./train_unet --" in table
     other = [*common[:-1], "140", "--recipes", "--earlier", first]
