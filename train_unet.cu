@@ -221,8 +221,8 @@ static const char* const PRESET_ELSE = "fashion32";
 #define ALL_CASES_RETURN __builtin_unreachable(); // stands behind such a switch
 
 // What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. (docs/READING.md, "an
-// element type", lists what a new one touches.)
-enum class Element : uint8_t { FP32, BF16 };
+// element type", lists what a new one touches.) FP8 is for some tensors of --precision fp8: see choose_fp8.
+enum class Element : uint8_t { FP32, BF16, FP8 };
 struct ElementFacts {
     const char* name; // as --precision has it
     size_t bytes;
@@ -231,18 +231,44 @@ constexpr ElementFacts facts_of(Element e) {
     switch (e) {
     case Element::FP32: return {"fp32", 4};
     case Element::BF16: return {"bf16", 2};
+    case Element::FP8: return {"fp8", 1};
     }
     ALL_CASES_RETURN
 }
 constexpr const char* name_of(Element e) { return facts_of(e).name; }
 constexpr size_t bytes_of(Element e) { return facts_of(e).bytes; }
 
-// The element of activations, and of the copy of the convolutions' weights that kernels read; start_device sets it. All
-// else is in fp32.
+// The element of activations, and of the copy of the convolutions' weights that kernels read; start_device sets it. It
+// is never FP8. All else is in fp32.
 static Element act_element = Element::FP32;
 static size_t act_bytes() { return bytes_of(act_element); }
 // In fp32 there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
+
+// FP8 is the format e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): a sign, four bits of exponent, three of mantissa.
+// Its largest number is FP8_MAX. Below 2^-6 its numbers are the multiples of 2^-9. There is no infinity.
+constexpr float FP8_MAX = 448;
+constexpr uint8_t FP8_NAN = 0x7F;
+// Rounds to the nearest FP8 number, ties to even; what is larger than FP8_MAX becomes FP8_MAX. Kernels round alike
+// (pack_fp8).
+static inline uint8_t fp8_bits(float v) {
+    const uint8_t sign = std::signbit(v) ? 0x80 : 0;
+    const float size = std::fabs(v);
+    if (std::isnan(v)) return FP8_NAN;
+    if (size >= FP8_MAX) return sign | (FP8_NAN - 1);
+    if (size < 0x1p-6f) return sign | (uint8_t)std::lrintf(size * 0x1p9f);
+    uint32_t bits; // of a float: 8 bits of exponent, 23 of mantissa, of which 3 stay
+    memcpy(&bits, &size, sizeof bits);
+    bits += 0x7FFFF + (bits >> 20 & 1);
+    return sign | (uint8_t)((bits >> 20) - ((127 - 7) << 3)); // the exponents' biases are 127 and 7
+}
+static inline float fp8_value(uint8_t bits) {
+    const int exponent = bits >> 3 & 15;
+    const int mantissa = bits & 7;
+    if ((bits & 0x7F) == FP8_NAN) return NAN;
+    const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+    return bits & 0x80 ? -size : size;
+}
 
 // A convolution is 1x1 or 3x3 (padding kernel / 2). It reads (B, H, W, C1 + C2), which comes in one or two parts. With
 // upsample = 1 it is a 3x3 with stride 1 and reads its input enlarged to 2H x 2W.
@@ -544,7 +570,7 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 
 // Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]; stats: of out. With a skip the convolution
 // also computes a skip connection and adds it; conv_takes_skip says whether it can do so. With a skip there is no emb
-// and no residual.
+// and no residual. If s.in is FP8, x1 and weight are FP8, and out = factors * conv(x1, weight) + what is added.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -553,7 +579,8 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
                          const float* bias,                   // (Cout)
                          const float* emb,                    // [(B, emb_stride)], of which Cout columns are read
                          int emb_stride, const act* residual, // [as out]
-                         ConvShape s, const ConvSkip& skip = {});
+                         ConvShape s, const ConvSkip& skip = {},
+                         const float* factors = nullptr); // [(Cout)]: of FP8
 static void conv_backward_input(Grad dx1, Grad dx2, // as x1 and x2
                                 const act* dout,    // as out
                                 const act* weight, ConvShape s);
@@ -564,7 +591,7 @@ static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
 // with xhat = (x - mean) rstd. With scale_shift (scale in columns [0, C), shift in [C, 2C)) it is
-// f((xhat weight + bias) (1 + scale) + shift).
+// f((xhat weight + bias) (1 + scale) + shift). With a factor, out is FP8: factor * what it would be else.
 static void groupnorm_forward(act* out,                    // (B, HW, C)
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
@@ -572,7 +599,8 @@ static void groupnorm_forward(act* out,                    // (B, HW, C)
                               const float* weight,         // (C)
                               const float* bias,           // (C)
                               const float* scale_shift,    // [(B, ss_stride)]
-                              int ss_stride, Dropout dropout, NormShape s);
+                              int ss_stride, Dropout dropout, NormShape s,
+                              const float* factor = nullptr); // [(1)]: of FP8
 static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
                                float* dweight, float* dbias, // (C): written by finish_gradients at the latest
                                float* dscale_shift,          // [as scale_shift]
@@ -1076,9 +1104,10 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
     unknown_word(flag, word);
 }
 
-// Returns the element that --precision names; auto means the usual one of this build.
+// Returns the element of activations that --precision names; auto means the usual one of this build. With fp8 it is
+// the usual one, too: only some tensors are FP8.
 static Element element_named(const std::string& precision, Element usual) {
-    if (precision == "auto") return usual;
+    if (precision == "auto" || precision == "fp8") return usual;
     return meaning<Element>("precision", precision, {{"fp32", Element::FP32}, {"bf16", Element::BF16}});
 }
 
@@ -1776,10 +1805,16 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
+// What --precision fp8 reads beside the weights: see make_fp8_weights.
+struct Fp8Weights {
+    const uint8_t* weights = nullptr;
+    const float* factors = nullptr;
+};
 // The parameters of a network: in fp32, and the convolutions' weights once more in the type of the activations.
 struct Weights {
     const float* fp32 = nullptr;
     const act* copy = nullptr;
+    Fp8Weights fp8{};
 };
 
 // A walk over the list: forward or, if there are grads, backward (with the layers that are computed again for it).
@@ -1809,6 +1844,8 @@ struct LayerArgs {
     Stats stats1, stats2, out_stats;
     const float *weight, *bias;
     const act* copy;  // the weight in the activations' type
+    const uint8_t* fp8_weight;
+    const float *fp8_factors, *fp8_factor; // of a convolution that reads FP8, and of a norm that writes it
     const float* emb; // (B, emb_stride): this layer's columns
     int emb_stride;
     float* saved;
@@ -1881,6 +1918,11 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
             a.bias = walk.weights.fp32 + bias;
         }
         if (walk.weights.copy) a.copy = (const act*)((const char*)walk.weights.copy + weight * act_bytes());
+        if (x.element == Element::FP8) {
+            a.fp8_weight = walk.weights.fp8.weights + weight;
+            a.fp8_factors = walk.weights.fp8.factors + bias;
+        }
+        if (out.element == Element::FP8) a.fp8_factor = walk.weights.fp8.factors + weight;
         if (walk.grads) {
             a.dweight = walk.grads + weight;
             a.dbias = walk.grads + bias;
@@ -2029,8 +2071,9 @@ constexpr LayerKind VALUES{
 // A convolution, 3x3 or 1x1, with what is added to its result. Its backward function only computes the input's
 // gradient: the weight gradients of several layers are computed together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
+    const act* const weight = a.fp8_weight ? (const act*)a.fp8_weight : a.copy;
     conv_forward(a.out, a.stats(), // what it writes
-                 a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip);
+                 a.x1, a.x2, weight, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip, a.fp8_factors);
 }
 static void backward_conv(LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); }
 static double conv_flops(const LayerArgs& a) {
@@ -2055,7 +2098,7 @@ static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
     groupnorm_forward(a.out, mean, a.rstd(),          // what it writes
                       a.x1, a.stats1, a.x2, a.stats2, // its input and the sums of it
-                      a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm());
+                      a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.fp8_factor);
 }
 static void backward_norm(LayerArgs& a) {
     const float* const mean = a.saved;
@@ -2452,6 +2495,35 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
+// --precision fp8: of how many 3x3 convolutions at each end of the network the operands stay as they are. These do the
+// damage if they are rounded to FP8 (docs/LEARNT.md).
+constexpr int FP8_SPARED = 4;
+
+// --precision fp8: chooses the 3x3 convolutions that multiply in FP8. They read what a group norm has written, whose
+// size is known before (fp8_factor), so the norm writes FP8 at once. All other tensors, the convolutions' results among
+// them, have act_element.
+static void choose_fp8(UNet* net) {
+    std::vector<const Layer*> convs; // all 3x3 ones, from the first to the last
+    for (const Layer& l : net->layers)
+        if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
+    const int last = (int)convs.size() - FP8_SPARED;
+    int chosen = 0;
+    for (int i = FP8_SPARED; i < last; i++) {
+        const Layer& conv = *convs[i];
+        const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
+        const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
+        if (!reads_norm || conv.stride > 1 || conv.upsample) continue;
+        Tensor& x = net->tensors[conv.x1];
+        x.element = Element::FP8;
+        net->buffers[x.buffer].bytes = (size_t)x.H * x.W * x.C * bytes_of(x.element);
+        chosen++;
+    }
+    if (!chosen)
+        die("--precision fp8: the first and the last %d convolutions of 3x3 stay in bf16, and this model has no others; "
+            "leave the flag out",
+            FP8_SPARED);
+}
+
 // Makes the network of a configuration that check_model accepts. It has no memory yet (plan_memory).
 static UNet build_unet(const Config& c) {
     UNet net;
@@ -2485,6 +2557,7 @@ static UNet build_unet(const Config& c) {
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
     check_conv_params(net);
+    if (c.precision == "fp8") choose_fp8(&net);
     place_params(&net);
     Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out);
     const auto first_param = std::ranges::find(net.params, 0u, &Param::offset);
@@ -2686,9 +2759,11 @@ static void place_buffers(UNet* net, int B) {
 // fit.
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
-    // For each parameter there are at most a weight and its copy; in training also a gradient, two moments, an average,
-    // and the average's copy.
-    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes();
+    // For each parameter there are at most a weight, its copy, and a copy in FP8; in training no FP8, but a gradient,
+    // two moments, an average, and the average's copy.
+    const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
+    const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
+    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sampling_bytes;
     const double weights = net->flat_size * param_bytes / GIB;
     const double available = device_available() / GIB;
     const double needed = weights + net->arena_bytes / GIB;
@@ -4894,6 +4969,51 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
+// --precision fp8: by what a group norm's output is multiplied before it is rounded to FP8, given the norm's weight and
+// bias (n channels). Before these, values have a standard deviation of 1, so |weight| + |bias| is a channel's size. Of
+// the largest size, 32 times as much must fit in FP8; what is larger becomes FP8_MAX. (The embedding's scale is not
+// known before; the 32 leave it room.) FP8 is floating point, so there is as much room below: 2^15 between the largest
+// number and the smallest normal one. The factor is a power of 2, with which nothing else is rounded.
+static float fp8_factor(const float* weight, const float* bias, int n) {
+    float size = 0;
+    for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
+    if (size == 0) return 1;
+    int exponent;
+    std::frexp(FP8_MAX / 32.0 / size, &exponent); // it lies between 2^(exponent - 1) and 2^exponent
+    return (float)std::ldexp(1.0, exponent - 1);
+}
+
+// --precision fp8: rounds the weights of the convolutions that read FP8. weights is a flat array; the weights of an
+// output channel are divided by a scale, so that the largest of them becomes FP8_MAX. factors is one, too (the part of
+// it that is read in fp32). It has a norm's factor in the place of its first weight, and in the places of a
+// convolution's biases what turns the sums of each output channel into values: scale / factor.
+static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
+    if (net.config.precision != "fp8") return {};
+    std::vector<uint8_t> weights(net.flat_size);
+    std::vector<float> factors(net.plain_size);
+    for (const Layer& conv : net.layers) {
+        if (conv.kind != &CONV || net.tensors[conv.x1].element != Element::FP8) continue;
+        const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
+        const Param* const norm_params = &net.params[norm.weight]; // weight, bias
+        const Param* const conv_params = &net.params[conv.weight]; // likewise
+        const int channels = norm_params->shape[0];
+        const float factor = fp8_factor(&flat[norm_params[0].offset], &flat[norm_params[1].offset], channels);
+        factors[norm_params->offset] = factor;
+
+        const int outputs = conv_params->shape[0];
+        const size_t inputs = conv_params->size / outputs; // of all taps
+        for (int c = 0; c < outputs; c++) {
+            const size_t row = conv_params->offset + c * inputs;
+            float largest = 0;
+            for (size_t i = row; i < row + inputs; i++) largest = std::max(largest, std::fabs(flat[i]));
+            const float scale = largest > 0 ? largest / FP8_MAX : 1;
+            for (size_t i = row; i < row + inputs; i++) weights[i] = fp8_bits(flat[i] / scale);
+            factors[conv_params[1].offset + c] = scale / factor;
+        }
+    }
+    return {device_copy(weights), device_copy(factors)};
+}
+
 // Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout. So
 // train_unet.py draws the same weights. bound: uniform values lie between -bound and bound.
 static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
@@ -6672,7 +6792,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const int batch_images = std::min(share, c.batch_size);
     plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
     const int array = array_to_sample(c, model);
-    float* params = device_copy(read_array(model, net, array));
+    const std::vector<float> flat = read_array(model, net, array);
+    float* params = device_copy(flat);
+    const Fp8Weights fp8 = make_fp8_weights(net, flat);
 
     // The sampler, and the images that it is conditioned on, begins with or keeps.
     Sampler sampler = make_sampler(c, net.B);
@@ -6692,7 +6814,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
-    const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
+    const std::vector<float> images = sample_images(&net, Weights{params, copy, fp8}, &sampler, c.sample);
     const double seconds = now() - start;
 
     // Rank 0 has all images and writes them.
@@ -7093,6 +7215,8 @@ static void check_contradictions(const Config& c) {
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (c.given("data_file") && c.given("data_dir"))
         die("--data_file and --data_dir: a run trains on one of them; leave the other out");
+    if (c.precision == "fp8" && !c.sample)
+        die("--precision fp8: is for --sample alone; a run trains and draws its grids in bf16, so leave it out");
 }
 
 // Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
