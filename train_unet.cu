@@ -262,7 +262,7 @@ static inline uint8_t fp8_bits(float v) {
     bits += 0x7FFFF + (bits >> 20 & 1);
     return sign | (uint8_t)((bits >> 20) - ((127 - 7) << 3)); // the exponents' biases are 127 and 7
 }
-static inline float fp8_value(uint8_t bits) {
+[[maybe_unused]] static inline float fp8_value(uint8_t bits) { // of the CPU build
     const int exponent = bits >> 3 & 15;
     const int mantissa = bits & 7;
     if ((bits & 0x7F) == FP8_NAN) return NAN;
@@ -581,8 +581,8 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
                          int emb_stride, const act* residual, // [as out]
                          ConvShape s, const ConvSkip& skip = {},
                          const float* factors = nullptr); // [(Cout)]: of FP8
-static void conv_backward_input(Grad dx1, Grad dx2, // as x1 and x2
-                                const act* dout,    // as out
+static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
+                                const act* dout,          // as out
                                 const act* weight, ConvShape s);
 // The weight gradients of up to WEIGHT_BATCH layers at once. conv_weight_load: which part of a launch that fills the
 // device one of them is.
@@ -601,10 +601,10 @@ static void groupnorm_forward(act* out,                    // (B, HW, C)
                               const float* scale_shift,    // [(B, ss_stride)]
                               int ss_stride, Dropout dropout, NormShape s,
                               const float* factor = nullptr); // [(1)]: of FP8
-static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
-                               float* dweight, float* dbias, // (C): written by finish_gradients at the latest
-                               float* dscale_shift,          // [as scale_shift]
-                               const act* dout,              // as out
+static void groupnorm_backward(Grad dx1, Grad dx2,            // as x1 and x2
+                               float* dweight, float* dbias,  // (C): written by finish_gradients at the latest
+                               float* dscale_shift,           // [as scale_shift]
+                               const act* dout,               // as out
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
                                const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
                                NormShape s);
@@ -1843,10 +1843,10 @@ struct LayerArgs {
     act* out;
     Stats stats1, stats2, out_stats;
     const float *weight, *bias;
-    const act* copy;  // the weight in the activations' type
+    const act* copy; // the weight in the activations' type
     const uint8_t* fp8_weight;
     const float *fp8_factors, *fp8_factor; // of a convolution that reads FP8, and of a norm that writes it
-    const float* emb; // (B, emb_stride): this layer's columns
+    const float* emb;                      // (B, emb_stride): this layer's columns
     int emb_stride;
     float* saved;
     Dropout dropout; // this layer's own
@@ -7574,11 +7574,12 @@ template <class F> static auto with_act(F f) {
     switch (act_element) {
     case Element::FP32: return f(float());
     case Element::BF16: return f(bf16());
+    case Element::FP8: break; // act_element never is
     }
     ALL_CASES_RETURN
 }
 
-// Hopper's kernels, those that multiply by wgmma, are written for bf16.
+// Hopper's kernels, those that multiply by wgmma, are written for bf16, and conv_tiles and conv_small for FP8, too.
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
 // The candidate with the least cost, as costs were measured. Of candidates with equal costs it is the first one.
@@ -7747,6 +7748,21 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     r.z = pack_bf16(v[4], v[5]);
     r.w = pack_bf16(v[6], v[7]);
     return r;
+}
+
+// Eight floats become FP8 as fp8_bits rounds them.
+INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
+    uint32_t r = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
+        "mov.b32 %0, {low, high};}"
+        : "=r"(r)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+#endif
+    return r;
+}
+INLINE uint2 pack_fp8(const float (&v)[8]) {
+    return make_uint2(pack_fp8(v[0], v[1], v[2], v[3]), pack_fp8(v[4], v[5], v[6], v[7]));
 }
 
 INLINE float4 operator+(float4 a, float4 b) {
@@ -8228,6 +8244,23 @@ WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
 WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
+// The same in FP8: D (64, N) += A (64, 32) * B (32, N), both in shared memory and K_MAJOR: there is no other form. The
+// tensor cores keep 14 bits of such sums, which is enough here (docs/LEARNT.md).
+template <int N> struct WgmmaFp8;
+#define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
+    template <> struct WgmmaFp8<N> {                                                                                \
+        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                         \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " A ", " B ", 1, 1, 1;" \
+                         : __VA_ARGS__                                                                              \
+                         : "l"(a), "l"(b));                                                                         \
+        }                                                                                                           \
+    };
+WGMMA_FP8(32, D16, "%16", "%17", SIXTEEN(0))
+WGMMA_FP8(64, D32, "%32", "%33", SIXTEEN(0), SIXTEEN(16))
+WGMMA_FP8(128, D64, "%64", "%65", SUMS_64)
+WGMMA_FP8(192, D96, "%96", "%97", SUMS_96)
+WGMMA_FP8(256, D128, "%128", "%129", SUMS_96, SIXTEEN(96), SIXTEEN(112))
+
 INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // before the first product of a group
 INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
 template <int N> INLINE void wgmma_wait() { // until all groups but the latest N are done
@@ -8247,9 +8280,11 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
 }
 
 // The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds 64
-// bf16: the channels of one slice, of a pixel or of a weight.
+// bf16: the channels of one slice, of a pixel or of a weight. In FP8 it holds 128 channels (slice_channels). All else is
+// alike: 32 bytes of a row are the k of one instruction, 16 bf16 or 32 FP8.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
+constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the pattern repeats after so many bytes, so tiles begin at multiples
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as a tap's weights of 64 output channels
@@ -8313,6 +8348,7 @@ static CUtensorMapDataType tma_type(Element element) {
     switch (element) {
     case Element::FP32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     case Element::BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case Element::FP8: return CU_TENSOR_MAP_DATA_TYPE_UINT8; // TMA copies bytes
     }
     ALL_CASES_RETURN
 }
@@ -8575,6 +8611,13 @@ template <int BLOCKS, int N> struct Accumulators {
                 d[b][k] = bias[b][k >> 1 & 1];
             }
     }
+    // Begins with 0, as sums of FP8 do: they are scaled later.
+    INLINE Accumulators() {
+        UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+            UNROLL_FOR (int k = 0; k < N / 2; k++) {
+                d[b][k] = 0;
+            }
+    }
     // Starts STEPS products of 16 input channels, as one group. weights: 64 rows of 128 bytes for each block of
     // channels. TRANSPOSED: they lie as (input, output), which is the case for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
@@ -8586,6 +8629,20 @@ template <int BLOCKS, int N> struct Accumulators {
             UNROLL_FOR (int b = 0; b < BLOCKS; b++)
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
+    }
+    // The same in FP8: products of 32 input channels.
+    template <int STEPS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
+        const Operand a = Operand::rows(weights, 8);
+        wgmma_fence();
+        UNROLL_FOR (int k = 0; k < STEPS; k++)
+            UNROLL_FOR (int b = 0; b < BLOCKS; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
+        wgmma_commit();
+    }
+    // Multiplies the thread's two channels of block b by factors, and then adds v to them.
+    INLINE void scale(int b, const float (&factors)[2], const float (&v)[2]) {
+        UNROLL_FOR (int k = 0; k < N / 2; k++) {
+            d[b][k] = fmaf(d[b][k], factors[k >> 1 & 1], v[k >> 1 & 1]);
+        }
     }
     // Adds v to the thread's two channels of block b, at all pixels.
     INLINE void add(int b, const float (&v)[2]) {
@@ -9891,16 +9948,25 @@ struct LaneShare {
     int columns = 8 % n; // so many columns
 };
 
+// Where a norm's output goes if it is FP8: factor * the output is rounded.
+struct Fp8Out {
+    uint8_t* p;
+    const float* factor;
+};
+template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
+INLINE uint8_t* place_of(const Fp8Out& out, size_t i) { return out.p + i; }
+
 // grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
+// OUT: T*, or Fp8Out.
 // Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
 //   1. Every thread starts the loads of its first pixels.
 //   2. For each group of the slab, eight threads add up its channels' sums, from all parts of Stats. This gives mean
 //   and rstd.
 //   3. Each thread computes scale and shift of its channels.
 //   4. It walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
-template <class T, bool DROPOUT>
+template <class T, bool DROPOUT, class OUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
-    groupnorm_forward_kernel(T* out,             // (B, HW, C)
+    groupnorm_forward_kernel(OUT out,            // (B, HW, C)
                              float* mean,        // (B, groups), and so is rstd: for the backward pass
                              float* rstd,        //
                              const Stats stats1, // the sums of x1's channels
@@ -9978,7 +10044,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         scale[i] = q.x;
         shift[i] = q.y;
     }
-    T* to = out + t.at_out;
+    auto* to = place_of(out, t.at_out);
+    float factor = 1; // of FP8
+    if constexpr (std::is_same_v<OUT, Fp8Out>) factor = *out.factor;
     t.walk([&](int slot, int p, bool more) {
         float v[V];
         unpack<T>(v, loads[slot][threadIdx.x]);
@@ -9992,7 +10060,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             }
         });
         if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
-        store_whole(to, pack<T>(v));
+        if constexpr (std::is_same_v<OUT, Fp8Out>) {
+            UNROLL_FOR (int i = 0; i < V; i++) v[i] *= factor;
+            store_whole(to, pack_fp8(v));
+        } else store_whole(to, pack<T>(v));
         to += t.stride_out;
     });
 }
@@ -10539,12 +10610,18 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
 
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
                               Stats stats2, const float* weight, const float* bias, const float* scale_shift,
-                              int ss_stride, Dropout dropout, NormShape s) {
+                              int ss_stride, Dropout dropout, NormShape s, const float* factor) {
     const bool drop = dropout.p > 0;
     NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s};
     const dim3 grid = norm_grid(a, norm_forward_blocks(drop), s.HW);
+    if (factor) {
+        if (drop || !act_has_wgmma()) die("internal error: FP8 is for sampling on Hopper");
+        const Fp8Out to{(uint8_t*)out, factor};
+        return launch(groupnorm_forward_kernel<bf16, false, Fp8Out>, grid, NORM_THREADS, 0, to, mean, rstd, stats1,
+                      stats2, a);
+    }
     with_act([&]<class T>(T) {
-        auto kernel = drop ? groupnorm_forward_kernel<T, true> : groupnorm_forward_kernel<T, false>;
+        auto kernel = drop ? groupnorm_forward_kernel<T, true, T*> : groupnorm_forward_kernel<T, false, T*>;
         launch(kernel, grid, NORM_THREADS, 0, out, mean, rstd, stats1, stats2, a);
     });
 }
@@ -12041,6 +12118,8 @@ struct ConvCall {
     int slices = 0;               // slices of the C1 channels
     int taps = 0;                 // conv_gather: of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
+    // If s.in is FP8 (x1 and weight then are): (Cout), what turns sums into values.
+    const float* factors = nullptr;
 };
 
 // What one thread knows to store channels c .. c + 3 of image n.
@@ -13058,7 +13137,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
-static bool conv_is_first(const ConvShape& s) { return s.in != act_element || s.C1 % 32; }
+static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && s.in != Element::FP8) || s.C1 % 32; }
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
@@ -13704,9 +13783,15 @@ struct TmaParts {
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
     // These return a slice's first channel: channel counts it within its part, and row counts it over both parts, as in
-    // the weights.
-    INLINE int channel(int slice) const { return (is_second(slice) ? slice - slices1 : slice) * SLICE_CHANNELS; }
-    INLINE int row(int slice) const { return (is_second(slice) ? C1 : 0) + channel(slice); }
+    // the weights. width: channels of a slice.
+    INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
+        return (is_second(slice) ? slice - slices1 : slice) * width;
+    }
+    INLINE int row(int slice, int width = SLICE_CHANNELS) const {
+        return (is_second(slice) ? C1 : 0) + channel(slice, width);
+    }
+    // FP8: has the slice 64 channels at most? Then two products of 32 suffice, and not four.
+    INLINE bool is_half(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
 };
 // The arguments of the kernels of conv_tiles and conv_small. A CUtensorMap is aligned to 64 bytes; it has to be a
 // parameter of the kernel (__grid_constant__), so that TMA can read it.
@@ -13722,20 +13807,22 @@ struct ConvTma {
     int ring, weight_slots;    // stages of pixels and of weights in shared memory
     bool whole;                // all pixels of a tile belong to one image, so they are one part of the statistics
     ConvOut out;
+    const float* factors; // FP8: (C), what turns sums into values
 };
 
 // Makes the TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
 static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int channels, int columns,
-                          int rows, int images) {
+                          int rows, int images, Element element = Element::BF16) {
     auto map = [&](const void* x, int C) {
-        return tensor_map(x, {C, s.W, s.H, s.B}, {channels, columns, rows, images});
+        return tensor_map(x, {C, s.W, s.H, s.B}, {channels, columns, rows, images}, element);
     };
+    const int width = slice_channels(element);
     TmaParts t;
     t.map1 = map(x1, C1);
     t.map2 = map(x2, C2);
     t.C1 = C1;
-    t.slices1 = C2 ? ceil_div(C1, SLICE_CHANNELS) : INT_MAX;
-    t.slices = ceil_div(C1, SLICE_CHANNELS) + ceil_div(C2, SLICE_CHANNELS);
+    t.slices1 = C2 ? ceil_div(C1, width) : INT_MAX;
+    t.slices = ceil_div(C1, width) + ceil_div(C2, width);
     return t;
 }
 
@@ -13754,18 +13841,21 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
     constexpr int CHANNELS = SLICE_CHANNELS;
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, CHANNELS, box.columns + borders, box.rows + borders, box.images);
+    const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // of x and weight
+    const int width = slice_channels(in);
+    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, width, box.columns + borders, box.rows + borders, box.images, in);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
     t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
     t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
     if (backward) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {CHANNELS, 1, CHANNELS});
-    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {CHANNELS, 1, box.weight_rows});
+    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {width, 1, box.weight_rows}, in);
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {CHANNELS, 1, CHANNELS});
     t.B = p.B;
     t.H = p.H;
     t.W = p.W;
     t.C = p.Cout;
     t.out = o;
+    t.factors = p.factors;
     t.tiles_h = ceil_div(p.H, box.rows);
     t.tiles_w = ceil_div(p.W, box.columns);
     t.tiles = ceil_div(p.B, box.images) * t.tiles_h * t.tiles_w;
@@ -13795,21 +13885,28 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
 //                  to its result: further slices, of one tap each.
 //                  false: weights stream past both warpgroups, and a stage has pixels of two tiles, one for each
+//     ELEMENT      of pixels and weights: BF16, or FP8. In FP8 (3x3, forward) a slice has 128 channels, the last one 64
+//                  or 128. Sums begin as 0 and are scaled at last. The skip connection stays in bf16: sums are scaled
+//                  before its products
 //   From the top down: conv_tiles launches conv_tiles_kernel, whose warpgroups call Accumulators::multiply for each
 //   slice and tap: STEPS x BLOCKS times Wgmma<8 ROWS>::add.
 // Costs: each tile reads its halo once for all its channels; streamed weights are read once for two tiles.
-template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4> struct ConvTiles {
+template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
+          Element ELEMENT_ = Element::BF16>
+struct ConvTiles {
     static constexpr int TAPS = TAPS_;
     static constexpr int ROWS = ROWS_;
     static constexpr int BLOCKS = BLOCKS_;
     static constexpr int STEPS = STEPS_;
     static constexpr bool RESIDENT = RESIDENT_;
     static constexpr bool BACKWARD = BACKWARD_;
+    static constexpr bool FP8 = ELEMENT_ == Element::FP8;
+    static constexpr int WIDTH = slice_channels(ELEMENT_); // channels of a slice of x
     static constexpr bool CAN_SKIP = RESIDENT && !BACKWARD && TAPS == 9;
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
-    static constexpr bool MOVES_REGISTERS = BLOCKS == 3;
+    static constexpr bool MOVES_REGISTERS = BLOCKS == 3 || (FP8 && ROWS == 32);
     // Pixels.
     static constexpr int UNIT = RESIDENT ? 1 : 2; // tiles of a stage
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
@@ -13879,7 +13976,7 @@ template <class T> struct TileWork {
     // Loads a tap's weights for a slice of x, or those of the skip connection.
     INLINE void load_weights(Stage to, int slice, int tap) const {
         const bool skip = T::CAN_SKIP && slice >= p.x.slices;
-        const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
+        const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice, T::WIDTH);
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int c = c0 + b * SLICE_CHANNELS;
@@ -13899,11 +13996,11 @@ template <class T> struct PixelLoader {
     int piece = 0;
     int owner = 0; // UNIT = 1: the warpgroup that this tile is for
 
-    INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes) const {
+    INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes, int width = SLICE_CHANNELS) const {
         auto load = [&](const TileWalk& tile, uint32_t place) {
             const int h = tile.h * T::ROWS - border;
             const int w = tile.w * 8 - border;
-            tma_load(place, x.map(slice), to.full, x.channel(slice), w, h, tile.n);
+            tma_load(place, x.map(slice), to.full, x.channel(slice, width), w, h, tile.n);
         };
         mbarrier_expect(to.full, T::UNIT * bytes);
         load(tile, to.address);
@@ -13915,7 +14012,7 @@ template <class T> struct PixelLoader {
         const Stage to = pixels.acquire(owner);
         const int skip = piece - p.x.slices;
         const int b = piece - work.results;
-        if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES);
+        if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES, T::WIDTH);
         else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::PIXEL_BYTES);
         else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::PIXEL_BYTES);
         else mbarrier_arrive(to.full); // nothing is loaded into this stage
@@ -13988,10 +14085,11 @@ template <class T> struct Epilogue {
     typedef float Sums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                    // this thread's first channel
-    int lane_place;           // where this lane's row for ldmatrix and stmatrix lies in a result
-    float bias[T::BLOCKS][2]; // bias of the channels c, c + 8 of each block
-    float emb[2];             // embedding of two channels of one block
+    int c;                       // this thread's first channel
+    int lane_place;              // where this lane's row for ldmatrix and stmatrix lies in a result
+    float bias[T::BLOCKS][2];    // bias of the channels c, c + 8 of each block
+    float emb[2];                // embedding of two channels of one block
+    float factors[T::BLOCKS][2]; // FP8: of the same channels as bias
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
@@ -14005,6 +14103,7 @@ template <class T> struct Epilogue {
                 const int channel = c + b * SLICE_CHANNELS + 8 * k;
                 bias[b][k] = p.out.bias && channel < p.C ? p.out.bias[channel] : 0;
                 if (T::CAN_SKIP && p.skip.slices && channel < p.C) bias[b][k] += p.out.skip.bias[channel];
+                if (T::FP8) factors[b][k] = channel < p.C ? p.factors[channel] : 0;
             }
     }
     // Loads the embedding of block b of 64 channels. That of the first block is loaded while products run. The others
@@ -14081,7 +14180,11 @@ template <class T> struct Epilogue {
             const uint32_t place = pixels.stage(stage).address + T::half(warpgroup) + lane_place;
             if (work.results + b >= work.products) pixels.arrived(warpgroup); // an addend, or nothing
             if (b) load_embedding(tile.n, b);
-            if (p.out.emb) acc.add(b, emb);
+            if constexpr (T::FP8) { // sums have still to be scaled, unless there is a skip connection
+                emb[0] += bias[b][0];
+                emb[1] += bias[b][1];
+                if (!p.skip.slices) acc.scale(b, factors[b], emb);
+            } else if (p.out.emb) acc.add(b, emb);
             if (work.has_addend(b)) add_addend(acc.d[b], place);
             Sums sums = {};
             if (p.out.stats) round<true>(acc.d[b], place, h, w, sums);
@@ -14115,7 +14218,7 @@ template <class T> struct Epilogue {
 //   warp 8         acquire: waits ....................................................................... tma_load
 
 // A warpgroup's phases, for each of its tiles:
-//   1. The sums begin as the bias. With resident weights it waits for its turn at the tensor cores.
+//   1. The sums begin as the bias (FP8: as 0). With resident weights it waits for its turn at the tensor cores.
 //   2. For each slice and tap: wait for pixels and weights, start their products, release stages that earlier products
 //   have read. 3. The same for the slices of the skip connection, which have one tap each.
 //   4. Pass the turn on, wait for the products, finish the tile (Epilogue).
@@ -14148,20 +14251,28 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     const Turn<T::RESIDENT> turn(warpgroup);
     bool first = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
-        Accumulators<T::BLOCKS, T::PIXELS> acc(epilogue.bias); // sums start as the bias
+        typedef Accumulators<T::BLOCKS, T::PIXELS> Sums;
+        Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums start as the bias
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
             const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::half(warpgroup));
+            const bool half = T::FP8 && p.x.is_half(s);
 #pragma unroll(T::RESIDENT ? T::TAPS : 1)
             for (int tap = 0; tap < T::TAPS; tap++) {
                 const uint32_t weight = T::RESIDENT ? weights.kept(s * T::TAPS + tap, first) : weights.arrived();
-                acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
+                if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
+                else if (half) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
+                else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
                 // These products may still run while the next ones are issued. After the wait the earlier ones have
                 // ended, so the stages that they have read are released, except those for results.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
             }
+        }
+        if (T::FP8 && T::CAN_SKIP && p.skip.slices) { // the skip connection's products are not scaled
+            acc.wait();
+            UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
         }
         for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's
             const Halo<8> skip(pixels.arrived(warpgroup));
@@ -14221,8 +14332,13 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //   From the top down: pick_conv_small (section 22) picks a tile, conv_small launches conv_small_kernel, whose
 //   warpgroups call multiply_small: for each step GROUP x K times Wgmma<N>::add.
 // Costs: a tile's halo is read once for N channels, and all weights of N channels once for each tile.
-template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
+// ELEMENT: of pixels and weights, as ConvTiles'.
+template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
+          Element ELEMENT_ = Element::BF16>
+struct SmallTile {
     static constexpr bool BACKWARD = BACKWARD_;
+    static constexpr bool FP8 = ELEMENT_ == Element::FP8;
+    static constexpr int WIDTH = slice_channels(ELEMENT_); // channels of a slice
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int N = N_;
     static constexpr int IMAGES = IMAGES_;
@@ -14246,7 +14362,7 @@ template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int 
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // from the cluster's other block
-    static constexpr int SHIFTS_BYTES = CONSUMERS * 8;                                // bias + embedding
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
     // The remaining memory is for weights. A step is GROUP taps of a slice. BACKWARD: a tap is CHUNKS boxes of 64
     // channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
@@ -14285,7 +14401,7 @@ template <class T> struct SmallWork {
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
         UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
             const uint32_t place = to.address + i * T::TAP_BYTES;
-            if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * SLICE_CHANNELS, tap0 + i, c0);
+            if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * T::WIDTH, tap0 + i, c0);
             UNROLL_FOR (int k = 0; T::BACKWARD && k < T::CHUNKS; k++) {
                 tma_load(place + k * BLOCK_BYTES, &p.weight, to.full, c0 + k * SLICE_CHANNELS, 8 - tap0 - i,
                          slice * SLICE_CHANNELS);
@@ -14304,7 +14420,7 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, T::HALO_BYTES);
-        tma_load(to.address, &p.x.map1, to.full, next++ * SLICE_CHANNELS, work.origin.w - 1, work.origin.h - 1,
+        tma_load(to.address, &p.x.map1, to.full, next++ * T::WIDTH, work.origin.w - 1, work.origin.h - 1,
                  work.origin.n);
     };
     load_halo();
@@ -14347,12 +14463,26 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
         if (step == work.first || group == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
-        wgmma_fence();
-        UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
-            UNROLL_FOR (int k = 0; k < K; k++) {
-                Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
-            }
-        wgmma_commit();
+        // In FP8 each branch has a fence and a commit of its own. Otherwise the compiler would wait after each product.
+        auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
+            wgmma_fence();
+            UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
+                UNROLL_FOR (int k = 0; k < STEPS; k++)
+                    WgmmaFp8<T::N>::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
+            wgmma_commit();
+        };
+        if constexpr (T::FP8) {
+            if (work.p.x.is_half(step / T::GROUPS)) multiply_fp8(std::integral_constant<int, 2>{});
+            else multiply_fp8(std::integral_constant<int, 4>{});
+        } else {
+            wgmma_fence();
+            UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
+                UNROLL_FOR (int k = 0; k < K; k++) {
+                    Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2),
+                                                            b.at(tap * TAP_STEP + k * B_STEP));
+                }
+            wgmma_commit();
+        }
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) { // the step that has just ended
             weights.release();
@@ -14381,9 +14511,10 @@ template <class T> struct SmallEpilogue {
     const int tid = threadIdx.x & 127;
     const int warp = tid >> 5;
     const int lane = tid & 31;
-    const Origin at;    // this warpgroup's square of 8 x 8 pixels
-    float bias[2] = {}; // bias of this block's channels tid, tid + 128
-    float emb[2] = {};  // embedding of the same channels; both are added when their loads have arrived
+    const Origin at;       // this warpgroup's square of 8 x 8 pixels
+    float bias[2] = {};    // bias of this block's channels tid, tid + 128
+    float emb[2] = {};     // embedding of the same channels; both are added when their loads have arrived
+    float factors[2] = {}; // FP8: of the same channels
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -14391,13 +14522,27 @@ template <class T> struct SmallEpilogue {
             const int c = work.out_c0 + own;
             if (own >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
+            if (T::FP8) factors[i] = p.factors[c];
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
-    // Writes bias + embedding to shared memory, where each thread finds those of its channels.
+    // Writes bias + embedding to shared memory, where each thread finds those of its channels; and FP8's factors, behind
+    // the shifts of all warpgroups.
+    static constexpr int FACTORS_AT = T::CONSUMERS * 8;
     INLINE void put_shifts(uint32_t shifts) const {
         for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128) {
             PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
+            if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * own), "f"(factors[i]));
+        }
+    }
+    // FP8: turns sums into values.
+    INLINE void scale(float (&d)[T::N / 2], uint32_t shifts) const {
+        UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j++) {
+            const float2 s = load_shared_2(shifts + FACTORS_AT + (j * 8 + (lane & 3) * 2) * 4);
+            UNROLL_FOR (int k = 0; k < 4; k += 2) {
+                d[4 * j + k] *= s.x;
+                d[4 * j + k + 1] *= s.y;
+            }
         }
     }
     // SPLIT = 2: sends the half of the sums that the other block finishes, and adds the half that the other block has
@@ -14555,6 +14700,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
     warps_sync(1, T::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
+    if constexpr (T::FP8) epilogue.scale(acc, shifts);
     epilogue.round(acc, results, shifts);
     const uint32_t sums = weights.stage(0).address + wg * 4 * (T::OUT_N * 8);
     __syncwarp();
@@ -14579,7 +14725,7 @@ template <class T> static void conv_small(const ConvCall& p) {
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
-    auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
+    auto kernel = p.C1 == 32 && !T::FP8 ? conv_small_kernel < T, T::FP8 ? 4 : STEPS_OF_32 > : conv_small_kernel<T, 4>;
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
@@ -14995,6 +15141,7 @@ static void cast_params(act* copy, const float* params, size_t n) {
     switch (act_element) {
     case Element::FP32: return; // there is no copy
     case Element::BF16: return cast_params((bf16*)copy, params, n);
+    case Element::FP8: return; // act_element never is
     }
 }
 
@@ -15075,6 +15222,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     const int blocks = (int)std::min<size_t>(blocks_for(quads), 8 * gpu.sms);
     switch (act_element) {
     case Element::FP32: // there is no copy of the weights to be rounded,
+    case Element::FP8:  // (act_element never is)
     case Element::BF16: // and this kernel rounds it to bf16
         return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
     }
@@ -15435,10 +15583,10 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
 // conv_tiles' tiles for 3x3: taps, rows, blocks of 64 channels, resident weights. With up to 128 input channels all
 // weights stay in shared memory, and the two warpgroups take turns; with more channels the weights stream past.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
-template <bool BACKWARD> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD>;
-template <bool BACKWARD> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD>;
-template <bool BACKWARD> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD>;
-template <bool BACKWARD> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD>;
+template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, 4, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD, 4, E>;
 
 // The time of a block of conv_small, in ns, as measured on an H200.
 struct SmallCosts {
@@ -15447,9 +15595,14 @@ struct SmallCosts {
     int tap_full;  // the same, if there are more blocks
 };
 
-// Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32.
-template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
-    const int taps = ceil_div(p.C1, 64) * 9; // taps of all slices
+// Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
+// as long as one of bf16, and has twice the channels; a last slice of 64 channels counts half.
+template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
+    constexpr bool FP8 = E == Element::FP8;
+    const int slices = ceil_div(p.C1, slice_channels(E));
+    const int taps_of_64 = ceil_div(p.C1, 64) * 9;
+    const int taps = FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
+    const bool is_32 = p.C1 == 32 && !FP8;                       // one slice, half of it
     Cheapest<void (*)(const ConvCall&)> way;
 
     // Time = rounds of blocks * (block + its taps * tap).
@@ -15459,22 +15612,22 @@ template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
         const int tiles = count_tiles(p, T::IMAGES, 8, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
         const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
-        const bool half_slice = p.C1 == 32 && T::N <= 64; // a slice of 32 channels is half the products
+        const bool half_slice = is_32 && T::N <= 64; // a slice of 32 channels is half the products
         int tap = blocks <= gpu.sms ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
         const int block = cost.block + tap * taps / T::SPLIT;
         way.consider(rounds * block, conv_small<T>);
     };
     //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
-    consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2>(), {1270, 104, 209});  // the most blocks
-    consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2>(), {2350, 52, 235});   // two blocks share a tile's taps
-    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1>(), {2780, 94, 196});   // the same, and two images share weights
-    consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1>(), {1780, 140, 184});  // two images share weights
-    consider(SmallTile<BACKWARD, 1, 192, 1, 1, 1>(), {1250, 267, 345}); // many channels share pixels
-    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1>(), {2340, 286, 366}); // both
-    if (p.W > 8) {                                                      // tiles of 8 x 16 pixels
-        consider(SmallTile<BACKWARD, 2, 32, 1, 1, 1>(), {1040, 129, 124});
-        consider(SmallTile<BACKWARD, 2, 192, 1, 1, 1>(), {3160, 422, 475});
+    consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // the most blocks
+    consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>(), {2350, 52, 235});   // two blocks share a tile's taps
+    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // the same, and two images share weights
+    consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>(), {1780, 140, 184});  // two images share weights
+    consider(SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>(), {1250, 267, 345}); // many channels share pixels
+    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>(), {2340, 286, 366}); // both
+    if (p.W > 8) {                                                         // tiles of 8 x 16 pixels
+        consider(SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>(), {1040, 129, 124});
+        consider(SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>(), {3160, 422, 475});
     }
     if (p.H <= 8) return way.best(p);
 
@@ -15485,10 +15638,10 @@ template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
         way.consider(once + runs_of_n * each, conv_tiles<decltype(tile)>);
     };
-    if (p.C1 == 32) consider_tiles(HalfSlice<BACKWARD>(), 1550, 1, 325 + 74 * taps);
-    else if (taps <= 18) consider_tiles(Resident16<BACKWARD>(), 1550, 1, 325 + 148 * taps);
-    else if (p.H % 32) consider_tiles(Streamed16<BACKWARD>(), 425, 2, 1660 + 314 * taps);
-    else consider_tiles(Streamed32<BACKWARD>(), 425, 4, 1660 + 640 * taps);
+    if (is_32) consider_tiles(HalfSlice<BACKWARD>(), 1550, 1, 325 + 74 * taps);
+    else if (slices <= 2) consider_tiles(Resident16<BACKWARD, E>(), 1550, 1, 325 + 148 * taps);
+    else if (p.H % 32) consider_tiles(Streamed16<BACKWARD, E>(), 425, 2, 1660 + 314 * taps);
+    else consider_tiles(Streamed32<BACKWARD, E>(), 425, 4, 1660 + 640 * taps);
     way.best(p);
 }
 
@@ -15568,23 +15721,24 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 
 // Picks the tile of conv_tiles for 3x3 on larger images. Convolutions with a skip connection come here for any size of
 // images.
-template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
-    const int slices = ceil_div(c.C1, 64);
+template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
+    const int slices = ceil_div(c.C1, slice_channels(E));
     const bool skip = c.out.skip.weight; // computes the skip connection as well: only resident weights can
-    const bool one_slice_and_32_rows = slices == 1 && c.Cout > 64 && c.H >= 64;
+    const bool enough = E == Element::BF16 || c.C1 > 64; // products: half a slice of FP8 has few for so many pixels
+    const bool one_slice_and_32_rows = slices == 1 && enough && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
     const Way<ConvCall> ways[] = {
         // 32 input channels are half a slice: two products a tap instead of four
-        {c.C1 == 32, conv_tiles<HalfSlice<BACKWARD>>},
+        {c.C1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
-        {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD>>},
+        {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // up to two slices of weights fit into shared memory beside the pixels
-        {slices <= 2, conv_tiles<Resident16<BACKWARD>>},
+        {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
         // more weights stream past; a tile of 32 rows uses them for more pixels, if few of its rows lie outside the
         // image
-        {fills_32_rows, conv_tiles<Streamed32<BACKWARD>>},
-        {true, conv_tiles<Streamed16<BACKWARD>>},
+        {fills_32_rows, conv_tiles<Streamed32<BACKWARD, E>>},
+        {true, conv_tiles<Streamed16<BACKWARD, E>>},
     };
     decide(c, ways);
 }
@@ -15597,13 +15751,14 @@ template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
 //   conv_forward                 goes the whole way, or a detour (upsampling, stride 2, few channels); fills a ConvCall
 //   conv_product                 which kernel: the table in it
 //
-//   Hopper, bf16, 3x3 (1x1)      Hopper, bf16, small images   any GPU, 3x3, stride 1       any GPU, all others
+//   Hopper, bf16, 3x3 (1x1);     Hopper, bf16, small images;  any GPU, 3x3, stride 1       any GPU, all others
+//   FP8, 3x3                     FP8 (conv_product_fp8)
 //   pick_conv_tiles_3x3 (_1x1)   pick_conv_small              pick_conv_halo_bf16 (_fp32)  pick_conv_gather
 //   conv_tiles                   conv_small                   conv_halo                    conv_gather
 //   conv_tiles_kernel            conv_small_kernel            conv_halo_kernel             conv_gather_kernel
 //                                multiply_small               multiply_step, multiply_tap  multiply
 //   Accumulators::multiply                                    mma                          mma
-//   Wgmma<N>::add                Wgmma<N>::add                mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
+//   Wgmma<N>::add (WgmmaFp8)     Wgmma<N>::add (WgmmaFp8)     mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
 //   wgmma m64nNk16               wgmma m64nNk16               mma.sync m16n8k16            mma.sync m16n8k16
 //
 // An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true.
@@ -15636,9 +15791,17 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
+// The same for a forward convolution whose input is FP8: 3x3, of one input and stride 1, on Hopper.
+static void conv_product_fp8(const ConvCall& c) {
+    if (!conv_is_wgmma(c.s) || !conv_is_halo(c.s) || c.C2) die("internal error: no kernel of FP8 for this convolution");
+    const bool small = c.H <= 32 && c.W <= 32 && !c.out.skip.weight;
+    if (small) pick_conv_small<false, Element::FP8>(c);
+    else pick_conv_tiles_3x3<false, Element::FP8>(c);
+}
+
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // of a 1x1 also x2
                          const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s,
-                         const ConvSkip& skip) {
+                         const ConvSkip& skip, const float* factors) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
     const bool detour = conv_takes_detour(s);
     char* const workspace = device.workspace;
@@ -15677,7 +15840,9 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     call.x2 = x2;
     call.weight = weight;
     call.out = o;
-    conv_product<false>(call);
+    call.factors = factors;
+    if (s.in == Element::FP8) conv_product_fp8(call);
+    else conv_product<false>(call);
 }
 
 // Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can if shared
@@ -15685,7 +15850,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
-    const int slices = ceil_div(s.C1, 64);
+    const int slices = ceil_div(s.C1, s.in == Element::FP8 ? 128 : 64);
     const int skip_slices = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skip_slices;
     return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
@@ -16135,6 +16300,9 @@ static void start_device(const std::string& precision, int number) {
            // Code for 9.0 is always sm_90a's, which has wgmma: the #error at the head of section 16 makes sure of that.
            .wgmma = version == 90 && allowed.hopper};
     act_element = element_named(precision, Element::BF16);
+    if (precision == "fp8" && !gpu.wgmma)
+        die("--precision fp8: needs an H100 or H200 (compute capability 9.0), and GPU %d has %d.%d; use bf16", number,
+            properties.major, properties.minor);
     int low, high; // priorities
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));

@@ -360,7 +360,8 @@ static inline void conv_forward(float* out,                       // (B, Ho, Wo,
                                 ConvShape s,                      //
                                 const ConvSkip&,                  // which only a GPU fuses
                                 const float* factors) {           // (Cout), of FP8
-    if (s.in == Element::FP8) return conv_forward_fp8(out, stats, x1, weight, factors, bias, emb, emb_stride, residual, s);
+    if (s.in == Element::FP8)
+        return conv_forward_fp8(out, stats, x1, weight, factors, bias, emb, emb_stride, residual, s);
     const int HW = s.H * s.W;
     const int HWo = s.out_H() * s.out_W();
     const int taps = s.kernel * s.kernel;
