@@ -6,108 +6,108 @@
 // Map (make map renews the line numbers)
 //    191  Part I. The program
 //    194     1. Types at the interface: what operations are called with
-//    532     2. The interface: all that the program asks of a device
-//    844     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    942     4. Configuration: flags, presets, help, what can work and what cannot
-//   1663     5. The network: a list of layers, made of guided-diffusion's flags
-//   2498     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2740     7. Forward and backward: two walks over the list
-//   2857     8. Diffusion: noise schedules, objectives, samplers
-//   3102         the level of a training sample, drawn, and its share of the loss
-//   3544         samplers
-//   4077     9. Data: .bin files that may be larger than memory, the order of their images
-//   4597    10. Model files: weights and checkpoints, initial weights
-//   4937    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4952         the learning rate, the verdict on a step, averages of the weights
-//   5035         what a trainer holds
-//   5163         a step
-//   5457    12. A run: log, guard, checkpoints, resume, samples
-//   5482         the log in memory, as the page shows it
-//   5592         what a run holds
-//   5659         the log and the status line
-//   5845         checkpoints, snapshots and grids
-//   6091         the start of a run: new, from a file's weights, or resumed
-//   6284         the loop over the steps
-//   6397         a run from its first to its last line
-//   6566         samples, without a run
-//   6716    13. main: the command line, then a run or samples
-//   6990         what ranks must have in common
-//   7058         main
-//   7180  Part II. The device
-//   7183    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7260    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7328    16. The GPU: what all kernels share
-//   7392         Launches, which may overlap
-//   7434         Decisions: what kernels are chosen with
-//   7480         Single instructions: shared memory, mbarriers, clusters
-//   7564         Activations: pieces of 16 bytes
-//   7839         each_kernel: a thread for an element
-//   7853         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8009         Swizzle: how rows lie in shared memory
-//   8027         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8229         building blocks of Hopper's kernels (sm_90a)
-//   8500    17. Small operations: resampling, embeddings, diffusion
-//   8503         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8699         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9042         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9541    18. Group norm
-//   9544         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10061         groupnorm_backward_whole: an image's slab in shared memory
-//  10429    19. Attention
-//  10532         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11054         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11189         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11852    20. Convolution
-//  11887         ConvOut: results, 4 channels of a pixel at a time
-//  12115         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12176         conv_halo: 3x3, stride 1, any GPU
-//  12568         conv_gather: any kernel size and stride, any GPU
-//  12821         conv_few: the first and the last layer
-//  12992         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13550         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13652         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14077         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14463         conv_weight_tma: weight gradients (sm_90a)
-//  14744    21. The optimiser
-//  14747         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14975    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14978         groupnorm_backward
-//  15113         attention: forward and, where a has dout, backward
-//  15174         convolution: forward and input gradient
-//  15602         convolution: weight gradients
-//  15937    23. The GPU: memory, copies, repeated work
-//  16151    24. Between ranks: from device to device
+//    558     2. The interface: all that the program asks of a device
+//    872     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    970     4. Configuration: flags, presets, help, what can work and what cannot
+//   1692     5. The network: a list of layers, made of guided-diffusion's flags
+//   2565     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2809     7. Forward and backward: two walks over the list
+//   2926     8. Diffusion: noise schedules, objectives, samplers
+//   3171         the level of a training sample, drawn, and its share of the loss
+//   3613         samplers
+//   4146     9. Data: .bin files that may be larger than memory, the order of their images
+//   4666    10. Model files: weights and checkpoints, initial weights
+//   5051    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5066         the learning rate, the verdict on a step, averages of the weights
+//   5149         what a trainer holds
+//   5277         a step
+//   5571    12. A run: log, guard, checkpoints, resume, samples
+//   5596         the log in memory, as the page shows it
+//   5706         what a run holds
+//   5773         the log and the status line
+//   5959         checkpoints, snapshots and grids
+//   6205         the start of a run: new, from a file's weights, or resumed
+//   6398         the loop over the steps
+//   6511         a run from its first to its last line
+//   6680         samples, without a run
+//   6832    13. main: the command line, then a run or samples
+//   7106         what ranks must have in common
+//   7174         main
+//   7298  Part II. The device
+//   7301    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7378    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7446    16. The GPU: what all kernels share
+//   7510         Launches, which may overlap
+//   7552         Decisions: what kernels are chosen with
+//   7599         Single instructions: shared memory, mbarriers, clusters
+//   7683         Activations: pieces of 16 bytes
+//   7973         each_kernel: a thread for an element
+//   7987         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8143         Swizzle: how rows lie in shared memory
+//   8161         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8383         building blocks of Hopper's kernels (sm_90a)
+//   8675    17. Small operations: resampling, embeddings, diffusion
+//   8678         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8874         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9217         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9716    18. Group norm
+//   9719         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10250         groupnorm_backward_whole: an image's slab in shared memory
+//  10624    19. Attention
+//  10727         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11249         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11384         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12047    20. Convolution
+//  12082         ConvOut: results, 4 channels of a pixel at a time
+//  12312         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12373         conv_halo: 3x3, stride 1, any GPU
+//  12765         conv_gather: any kernel size and stride, any GPU
+//  13018         conv_few: the first and the last layer
+//  13189         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13747         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13860         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14306         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14727         conv_weight_tma: weight gradients (sm_90a)
+//  15008    21. The optimiser
+//  15011         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15241    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15244         groupnorm_backward
+//  15379         attention: forward and, where a has dout, backward
+//  15440         convolution: forward and input gradient
+//  15885         convolution: weight gradients
+//  16220    23. The GPU: memory, copies, repeated work
+//  16437    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7176, run_program 7116, train 6522, run_step 6333, train_step 5391, load_batch 4554;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16061):
-//     step_gradients 5292: draw_levels 9055, forward_and_loss 5207, q_sample_forward 9241, unet_forward 2765,
-//     forward_layer 2753 (a function of the layer's kind), loss_forward_backward 9351, unet_backward 2828,
-//     sum_gradients 14793;
-//     judge_step 14840, update_slice 5357, adamw_update 14949, next_step 14846, record_step 14851;
-//     later collect_steps 6288
-//   pictures, from noise: sample_batch 3994, plan_route 3768, device_step 3811, euler_step 3574 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15486 draws all of its roads):
-//     forward_conv 2031; conv_forward 15515, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15447 above that; conv_tiles 14062, with conv_tiles_kernel above it;
-//     Accumulators 8448; Wgmma 8078;
-//     on any other GPU pick_conv_halo_bf16 15246; conv_halo 12555, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 7902
-//   why several GPUs compute the bits of one: step_gradients 5292
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7223, with_nonlinearity 7233 (a case); BEHIND_NORMS, in front of
-//     add_norm 2241, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3032
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 368, and beside each other edm_question 2895,
-//     ask 2913, frame_of 2923, sigma_draws 2929, has_steps_of_t 2935; the head of their section lists the changes
-//   a kind of layer: forward_linear 1952 and what stands beside it, with a list of all places in front of
-//     LayerKind 1924; add_resblock 2289 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7294, run_program 7234, train 6636, run_step 6447, train_step 5505, load_batch 4623;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16347):
+//     step_gradients 5406: draw_levels 9230, forward_and_loss 5321, q_sample_forward 9416, unet_forward 2834,
+//     forward_layer 2822 (a function of the layer's kind), loss_forward_backward 9526, unet_backward 2897,
+//     sum_gradients 15057;
+//     judge_step 15104, update_slice 5471, adamw_update 15214, next_step 15110, record_step 15115;
+//     later collect_steps 6402
+//   pictures, from noise: sample_batch 4063, plan_route 3837, device_step 3880, euler_step 3643 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 15759 draws all of its roads):
+//     forward_conv 2073; conv_forward 15796, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15718 above that; conv_tiles 14291, with conv_tiles_kernel above it;
+//     Accumulators 8609; Wgmma 8212;
+//     on any other GPU pick_conv_halo_bf16 15512; conv_halo 12752, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8036
+//   why several GPUs compute the bits of one: step_gradients 5406
+//   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7341, with_nonlinearity 7351 (a case); BEHIND_NORMS, in front of
+//     add_norm 2284, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3101
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 394, and beside each other edm_question 2964,
+//     ask 2982, frame_of 2992, sigma_draws 2998, has_steps_of_t 3004; the head of their section lists the changes
+//   a kind of layer: forward_linear 1994 and what stands beside it, with a list of all places in front of
+//     LayerKind 1966; add_resblock 2332 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7199; until they know it, nothing compiles: unpack 7582,
-//     pack 7610, FourOf 7647, mma 7902, with_act 7449, cast_params 14870, adamw_update 14949, tma_type 8188;
-//     which kernels take it: conv_product 15486, act_has_wgmma 7458; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7317; until they know it, nothing compiles: unpack 7701,
+//     pack 7729, FourOf 7781, mma 8036, with_act 7567, cast_params 15134, adamw_update 15214, tma_type 8341;
+//     which kernels take it: conv_product 15759, act_has_wgmma 7577; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
-//     ends in is unknown_word 1067, called by who does not know it
+//     ends in is unknown_word 1095, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2507,8 +2507,7 @@ static void choose_fp8(UNet* net) {
     for (const Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
-    int chosen = 0;
-    for (int i = FP8_SPARED; i < last; i++) {
+    for (int i = FP8_SPARED; i < last; i++) { // every model has at least 12: so those of middle_block are chosen
         const Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
@@ -2516,12 +2515,7 @@ static void choose_fp8(UNet* net) {
         Tensor& x = net->tensors[conv.x1];
         x.element = Element::FP8;
         net->buffers[x.buffer].bytes = (size_t)x.H * x.W * x.C * bytes_of(x.element);
-        chosen++;
     }
-    if (!chosen)
-        die("--precision fp8: the first and the last %d convolutions of 3x3 stay in bf16, and this model has no others; "
-            "leave the flag out",
-            FP8_SPARED);
 }
 
 // Makes the network of a configuration that check_model accepts. It has no memory yet (plan_memory).
