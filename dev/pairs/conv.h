@@ -259,7 +259,7 @@ static void conv_check_fp8(Arrays& io) {
     const bool has_emb = io.has("fp8_emb");
     const float* emb = has_emb ? io.input<float>("fp8_emb") + 64 : nullptr;
     const act* residual = io.activation("fp8_residual");
-    ConvSkip skip;
+    ConvSkip skip = {};
     if (io.has("fp8_skip_x")) {
         ConvShape shape = s;
         shape.in = act_element;
