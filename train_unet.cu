@@ -67,32 +67,32 @@
 //  13747         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
 //  13860         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 //  14306         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14727         conv_weight_tma: weight gradients (sm_90a)
-//  15008    21. The optimiser
-//  15011         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15241    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15244         groupnorm_backward
-//  15379         attention: forward and, where a has dout, backward
-//  15440         convolution: forward and input gradient
-//  15885         convolution: weight gradients
-//  16220    23. The GPU: memory, copies, repeated work
-//  16437    24. Between ranks: from device to device
+//  14734         conv_weight_tma: weight gradients (sm_90a)
+//  15015    21. The optimiser
+//  15018         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15248    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15251         groupnorm_backward
+//  15386         attention: forward and, where a has dout, backward
+//  15447         convolution: forward and input gradient
+//  15892         convolution: weight gradients
+//  16227    23. The GPU: memory, copies, repeated work
+//  16444    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7294, run_program 7234, train 6636, run_step 6447, train_step 5505, load_batch 4623;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16347):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16354):
 //     step_gradients 5406: draw_levels 9230, forward_and_loss 5321, q_sample_forward 9416, unet_forward 2834,
 //     forward_layer 2822 (a function of the layer's kind), loss_forward_backward 9526, unet_backward 2897,
-//     sum_gradients 15057;
-//     judge_step 15104, update_slice 5471, adamw_update 15214, next_step 15110, record_step 15115;
+//     sum_gradients 15064;
+//     judge_step 15111, update_slice 5471, adamw_update 15221, next_step 15117, record_step 15122;
 //     later collect_steps 6402
 //   pictures, from noise: sample_batch 4063, plan_route 3837, device_step 3880, euler_step 3643 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15759 draws all of its roads):
-//     forward_conv 2073; conv_forward 15796, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15718 above that; conv_tiles 14291, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 15766 draws all of its roads):
+//     forward_conv 2073; conv_forward 15803, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15725 above that; conv_tiles 14291, with conv_tiles_kernel above it;
 //     Accumulators 8609; Wgmma 8212;
-//     on any other GPU pick_conv_halo_bf16 15512; conv_halo 12752, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 15519; conv_halo 12752, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8036
 //   why several GPUs compute the bits of one: step_gradients 5406
 //   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7341, with_nonlinearity 7351 (a case); BEHIND_NORMS, in front of
@@ -104,8 +104,8 @@
 //     LayerKind 1966; add_resblock 2332 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 225, ElementOf 7317; until they know it, nothing compiles: unpack 7701,
-//     pack 7729, FourOf 7781, mma 8036, with_act 7567, cast_params 15134, adamw_update 15214, tma_type 8341;
-//     which kernels take it: conv_product 15759, act_has_wgmma 7577; docs/READING.md says what at each
+//     pack 7729, FourOf 7781, mma 8036, with_act 7567, cast_params 15141, adamw_update 15221, tma_type 8341;
+//     which kernels take it: conv_product 15766, act_has_wgmma 7577; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
 //     ends in is unknown_word 1095, called by who does not know it
 //
@@ -9979,6 +9979,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         copies_committed();
     };
     const NormParameters<V> parameters(a, t.b, t.c);
+    float factor = 1; // of FP8
+    if constexpr (std::is_same_v<OUT, Fp8Out>) factor = *out.factor;
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
     const int c0 = g * a.Cg;                             // its first channel
@@ -10039,8 +10041,6 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         shift[i] = q.y;
     }
     auto* to = place_of(out, t.at_out);
-    float factor = 1; // of FP8
-    if constexpr (std::is_same_v<OUT, Fp8Out>) factor = *out.factor;
     t.walk([&](int slot, int p, bool more) {
         float v[V];
         unpack<T>(v, loads[slot][threadIdx.x]);
@@ -14529,13 +14529,15 @@ template <class T> struct SmallEpilogue {
             if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * own), "f"(factors[i]));
         }
     }
-    // FP8: turns sums into values.
+    // FP8: turns sums into values, bias and embedding included.
     INLINE void scale(float (&d)[T::N / 2], uint32_t shifts) const {
         UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j++) {
-            const float2 s = load_shared_2(shifts + FACTORS_AT + (j * 8 + (lane & 3) * 2) * 4);
-            UNROLL_FOR (int k = 0; k < 4; k += 2) {
-                d[4 * j + k] *= s.x;
-                d[4 * j + k + 1] *= s.y;
+            const uint32_t place = shifts + (j * 8 + (lane & 3) * 2) * 4;
+            const float2 factor = load_shared_2(place + FACTORS_AT);
+            const float2 shift = load_shared_2(place);
+            UNROLL_FOR (int k = 4 * j; k < 4 * j + 4; k += 2) {
+                d[k] = fmaf(d[k], factor.x, shift.x);
+                d[k + 1] = fmaf(d[k + 1], factor.y, shift.y);
             }
         }
     }
@@ -14562,7 +14564,7 @@ template <class T> struct SmallEpilogue {
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    // Adds the addend, bias and embedding, and rounds. The addend lies where the results will go.
+    // Adds the addend, bias and embedding (FP8: they are there), and rounds. The addend lies where the results will go.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
         // Says where this lane's row for ldmatrix and stmatrix lies, of the four matrices (pixels 0-7, block j),
         // (pixels 8-15, block j), (pixels 0-7, block j + 1), (pixels 8-15, block j + 1); blocks of 8 channels.
@@ -14582,10 +14584,15 @@ template <class T> struct SmallEpilogue {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
                 const float* const sums = d + 4 * (j + i);
-                const int channel = (j + i) * 8 + (lane & 3) * 2;
-                const float2 s = load_shared_2(shifts + channel * 4);
-                UNROLL_FOR (int k = 0; k < 2; k++) {
-                    v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
+                if constexpr (T::FP8) {
+                    v[2 * i] = pack_bf16(sums[0], sums[1]);
+                    v[2 * i + 1] = pack_bf16(sums[2], sums[3]);
+                } else {
+                    const int channel = (j + i) * 8 + (lane & 3) * 2;
+                    const float2 s = load_shared_2(shifts + channel * 4);
+                    UNROLL_FOR (int k = 0; k < 2; k++) {
+                        v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
+                    }
                 }
             }
             stmatrix(place(j), v);
