@@ -64,35 +64,35 @@
 //  12765         conv_gather: any kernel size and stride, any GPU
 //  13018         conv_few: the first and the last layer
 //  13189         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13747         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13860         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14306         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14734         conv_weight_tma: weight gradients (sm_90a)
-//  15015    21. The optimiser
-//  15018         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15248    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15251         groupnorm_backward
-//  15386         attention: forward and, where a has dout, backward
-//  15447         convolution: forward and input gradient
-//  15892         convolution: weight gradients
-//  16227    23. The GPU: memory, copies, repeated work
-//  16444    24. Between ranks: from device to device
+//  13747         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  13864         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14310         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14738         conv_weight_tma: weight gradients (sm_90a)
+//  15019    21. The optimiser
+//  15022         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15252    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15255         groupnorm_backward
+//  15390         attention: forward and, where a has dout, backward
+//  15451         convolution: forward and input gradient
+//  15896         convolution: weight gradients
+//  16231    23. The GPU: memory, copies, repeated work
+//  16448    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7294, run_program 7234, train 6636, run_step 6447, train_step 5505, load_batch 4623;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16354):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16358):
 //     step_gradients 5406: draw_levels 9230, forward_and_loss 5321, q_sample_forward 9416, unet_forward 2834,
 //     forward_layer 2822 (a function of the layer's kind), loss_forward_backward 9526, unet_backward 2897,
-//     sum_gradients 15064;
-//     judge_step 15111, update_slice 5471, adamw_update 15221, next_step 15117, record_step 15122;
+//     sum_gradients 15068;
+//     judge_step 15115, update_slice 5471, adamw_update 15225, next_step 15121, record_step 15126;
 //     later collect_steps 6402
 //   pictures, from noise: sample_batch 4063, plan_route 3837, device_step 3880, euler_step 3643 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15766 draws all of its roads):
-//     forward_conv 2073; conv_forward 15803, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15725 above that; conv_tiles 14291, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 15770 draws all of its roads):
+//     forward_conv 2073; conv_forward 15807, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15729 above that; conv_tiles 14295, with conv_tiles_kernel above it;
 //     Accumulators 8609; Wgmma 8212;
-//     on any other GPU pick_conv_halo_bf16 15519; conv_halo 12752, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 15523; conv_halo 12752, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8036
 //   why several GPUs compute the bits of one: step_gradients 5406
 //   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7341, with_nonlinearity 7351 (a case); BEHIND_NORMS, in front of
@@ -104,8 +104,8 @@
 //     LayerKind 1966; add_resblock 2332 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 225, ElementOf 7317; until they know it, nothing compiles: unpack 7701,
-//     pack 7729, FourOf 7781, mma 8036, with_act 7567, cast_params 15141, adamw_update 15221, tma_type 8341;
-//     which kernels take it: conv_product 15766, act_has_wgmma 7577; docs/READING.md says what at each
+//     pack 7729, FourOf 7781, mma 8036, with_act 7567, cast_params 15145, adamw_update 15225, tma_type 8341;
+//     which kernels take it: conv_product 15770, act_has_wgmma 7577; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
 //     ends in is unknown_word 1095, called by who does not know it
 //
@@ -12067,7 +12067,7 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
 //                                bf16, or floats as two halves each and three products (take_apart_places)
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. bf16, stride 1, and no
-//                                upsampled input
+//                                upsampled input; in a 3x3 forward convolution also FP8
 //   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
 // An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
@@ -13744,7 +13744,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+// --- Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
 // The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read it in
 // place. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel. Pixels outside the image
 // become zeros, which is the padding.
@@ -13766,6 +13766,10 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //
 // These kernels are built of blocks in section 16: Halo::shifted is B for a tap, Operand::rows is A, and
 // Accumulators::multiply starts the four products, each one Wgmma<N>::add = one instruction wgmma.m64nNk16.
+//
+// In FP8 a slice has 128 channels, so its rows have 128 bytes, too, and all of the above stays as it is but for the
+// instruction, wgmma.m64nNk32. FP8 numbers stand for others, 1 / factor or `scale` times as large (make_fp8_weights).
+// So the sums are multiplied by ConvTma::factors before anything is added to them.
 
 // A tensor of one part or two (concatenated inputs, and their gradients), counted in slices of 64 channels. A slice
 // belongs to only one part.

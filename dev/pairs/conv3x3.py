@@ -54,7 +54,8 @@ ON_HOPPER = dict(fp8=True, only=precisions()[0], on="H200 bf16")
 FP8 = [
     # conv_small: images of at most 8x8, of 8x16, of 32x32; clusters
     dict(B=3, H=8, W=8, C1=64, Cout=64, emb=True),
-    dict(B=2, H=7, W=8, C1=192, Cout=96, residual=True, sms=2, exact="clusters"),
+    dict(B=2, H=7, W=8, C1=192, Cout=96, residual=True, sms=2),
+    dict(B=1, H=8, W=8, C1=320, Cout=64, emb=True, sms=2, exact="clusters"),
     dict(B=2, H=8, W=8, C1=448, Cout=32, emb=True, residual=True, sms=2),
     dict(B=1, H=8, W=8, C1=96, Cout=320, sms=1),
     dict(B=2, H=8, W=8, C1=192, Cout=256, emb=True, sms=1),
