@@ -245,8 +245,8 @@ static size_t act_bytes() { return bytes_of(act_element); }
 // In fp32 there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
 
-// FP8 is the format e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): a sign, four bits of exponent, three of mantissa.
-// Its largest number is FP8_MAX. Below 2^-6 its numbers are the multiples of 2^-9. There is no infinity.
+// FP8 is the format e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): a sign, four bits of exponent, and three of
+// mantissa. Its largest number is FP8_MAX. Below 2^-6 its numbers are the multiples of 2^-9. There is no infinity.
 constexpr float FP8_MAX = 448;
 constexpr uint8_t FP8_NAN = 0x7F;
 // Rounds to the nearest FP8 number, ties to even; what is larger than FP8_MAX becomes FP8_MAX. Kernels round alike
@@ -8274,8 +8274,8 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
 }
 
 // The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds 64
-// bf16: the channels of one slice, of a pixel or of a weight. In FP8 it holds 128 channels (slice_channels). All else is
-// alike: 32 bytes of a row are the k of one instruction, 16 bf16 or 32 FP8.
+// bf16: the channels of one slice, of a pixel or of a weight. In FP8 it holds 128 channels (slice_channels). All else
+// is alike: 32 bytes of a row are the k of one instruction, 16 bf16 or 32 FP8.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
@@ -14524,8 +14524,8 @@ template <class T> struct SmallEpilogue {
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
-    // Writes bias + embedding to shared memory, where each thread finds those of its channels; and FP8's factors, behind
-    // the shifts of all warpgroups.
+    // Writes bias + embedding to shared memory, where each thread finds those of its channels; and FP8's factors,
+    // behind the shifts of all warpgroups.
     static constexpr int FACTORS_AT = T::CONSUMERS * 8;
     INLINE void put_shifts(uint32_t shifts) const {
         for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128) {
@@ -14729,8 +14729,8 @@ template <class T> static void conv_small(const ConvCall& p) {
     const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
-    auto kernel = p.C1 == 32 && !T::FP8 ? conv_small_kernel < T, T::FP8 ? 4 : STEPS_OF_32 > : conv_small_kernel<T, 4>;
+    constexpr bool HALF = T::N <= 64 && !T::FP8; // is there a version for one slice of 32 channels?
+    auto kernel = p.C1 == 32 && HALF ? conv_small_kernel < T, HALF ? 2 : 4 > : conv_small_kernel<T, 4>;
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
