@@ -6,108 +6,108 @@
 // Map (make map renews the line numbers)
 //    191  Part I. The program
 //    194     1. Types at the interface: what operations are called with
-//    532     2. The interface: all that the program asks of a device
-//    844     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    942     4. Configuration: flags, presets, help, what can work and what cannot
-//   1663     5. The network: a list of layers, made of guided-diffusion's flags
-//   2499     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2742     7. Forward and backward: two walks over the list
-//   2863     8. Diffusion: noise schedules, objectives, samplers
-//   3131         the level of a training sample, drawn, and its share of the loss
-//   3573         samplers
-//   4106     9. Data: .bin files that may be larger than memory, the order of their images
-//   4626    10. Model files: weights and checkpoints, initial weights
-//   4966    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   4981         the learning rate, the verdict on a step, averages of the weights
-//   5064         what a trainer holds
-//   5195         a step
-//   5490    12. A run: log, guard, checkpoints, resume, samples
-//   5515         the log in memory, as the page shows it
-//   5625         what a run holds
-//   5692         the log and the status line
-//   5878         checkpoints, snapshots and grids
-//   6124         the start of a run: new, from a file's weights, or resumed
-//   6317         the loop over the steps
-//   6430         a run from its first to its last line
-//   6599         samples, without a run
-//   6750    13. main: the command line, then a run or samples
-//   7024         what ranks must have in common
-//   7092         main
-//   7214  Part II. The device
-//   7217    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7295    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7364    16. The GPU: what all kernels share
-//   7428         Launches, which may overlap
-//   7470         Decisions: what kernels are chosen with
-//   7516         Single instructions: shared memory, mbarriers, clusters
-//   7600         Activations: pieces of 16 bytes
-//   7876         each_kernel: a thread for an element
-//   7890         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8046         Swizzle: how rows lie in shared memory
-//   8064         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8266         building blocks of Hopper's kernels (sm_90a)
-//   8537    17. Small operations: resampling, embeddings, diffusion
-//   8540         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8738         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9084         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9585    18. Group norm
-//   9588         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10105         groupnorm_backward_whole: an image's slab in shared memory
-//  10473    19. Attention
-//  10576         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11098         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11233         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11897    20. Convolution
-//  11932         ConvOut: results, 4 channels of a pixel at a time
-//  12160         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12221         conv_halo: 3x3, stride 1, any GPU
-//  12613         conv_gather: any kernel size and stride, any GPU
-//  12866         conv_few: the first and the last layer
-//  13037         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13601         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13703         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14128         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14514         conv_weight_tma: weight gradients (sm_90a)
-//  14795    21. The optimiser
-//  14798         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15026    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15029         groupnorm_backward
-//  15164         attention: forward and, where a has dout, backward
-//  15225         convolution: forward and input gradient
-//  15653         convolution: weight gradients
-//  15989    23. The GPU: memory, copies, repeated work
-//  16203    24. Between ranks: from device to device
+//    558     2. The interface: all that the program asks of a device
+//    872     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    970     4. Configuration: flags, presets, help, what can work and what cannot
+//   1692     5. The network: a list of layers, made of guided-diffusion's flags
+//   2566     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2811     7. Forward and backward: two walks over the list
+//   2932     8. Diffusion: noise schedules, objectives, samplers
+//   3200         the level of a training sample, drawn, and its share of the loss
+//   3642         samplers
+//   4175     9. Data: .bin files that may be larger than memory, the order of their images
+//   4695    10. Model files: weights and checkpoints, initial weights
+//   5080    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5095         the learning rate, the verdict on a step, averages of the weights
+//   5178         what a trainer holds
+//   5309         a step
+//   5604    12. A run: log, guard, checkpoints, resume, samples
+//   5629         the log in memory, as the page shows it
+//   5739         what a run holds
+//   5806         the log and the status line
+//   5992         checkpoints, snapshots and grids
+//   6238         the start of a run: new, from a file's weights, or resumed
+//   6431         the loop over the steps
+//   6544         a run from its first to its last line
+//   6713         samples, without a run
+//   6866    13. main: the command line, then a run or samples
+//   7140         what ranks must have in common
+//   7208         main
+//   7332  Part II. The device
+//   7335    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7413    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7482    16. The GPU: what all kernels share
+//   7546         Launches, which may overlap
+//   7588         Decisions: what kernels are chosen with
+//   7635         Single instructions: shared memory, mbarriers, clusters
+//   7719         Activations: pieces of 16 bytes
+//   8010         each_kernel: a thread for an element
+//   8024         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8180         Swizzle: how rows lie in shared memory
+//   8198         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8420         building blocks of Hopper's kernels (sm_90a)
+//   8712    17. Small operations: resampling, embeddings, diffusion
+//   8715         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8913         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9259         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9760    18. Group norm
+//   9763         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10294         groupnorm_backward_whole: an image's slab in shared memory
+//  10668    19. Attention
+//  10771         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11293         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11428         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12092    20. Convolution
+//  12127         ConvOut: results, 4 channels of a pixel at a time
+//  12357         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12418         conv_halo: 3x3, stride 1, any GPU
+//  12810         conv_gather: any kernel size and stride, any GPU
+//  13063         conv_few: the first and the last layer
+//  13234         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13798         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  13915         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14361         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14789         conv_weight_tma: weight gradients (sm_90a)
+//  15070    21. The optimiser
+//  15073         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15303    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15306         groupnorm_backward
+//  15441         attention: forward and, where a has dout, backward
+//  15502         convolution: forward and input gradient
+//  15947         convolution: weight gradients
+//  16283    23. The GPU: memory, copies, repeated work
+//  16500    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7210, run_program 7150, train 6555, run_step 6366, train_step 5424, load_batch 4583;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16113):
-//     step_gradients 5325: draw_levels 9098, forward_and_loss 5239, q_sample_forward 9285, unet_forward 2769,
-//     forward_layer 2755 (a function of the layer's kind), loss_forward_backward 9395, unet_backward 2834,
-//     sum_gradients 14844;
-//     judge_step 14891, update_slice 5390, adamw_update 15000, next_step 14897, record_step 14902;
-//     later collect_steps 6321
-//   pictures, from noise: sample_batch 4023, plan_route 3797, device_step 3840, euler_step 3603 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15537 draws all of its roads):
-//     forward_conv 2031; conv_forward 15566, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15498 above that; conv_tiles 14113, with conv_tiles_kernel above it;
-//     Accumulators 8485; Wgmma 8115;
-//     on any other GPU pick_conv_halo_bf16 15297; conv_halo 12600, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 7939
-//   why several GPUs compute the bits of one: step_gradients 5325
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7258, with_nonlinearity 7268 (a case); BEHIND_NORMS, in front of
-//     add_norm 2242, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3061
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 368, and beside each other edm_question 2907,
-//     ask 2941, frame_of 2951, sigma_draws 2957, has_steps_of_t 2963; the head of their section lists the changes
-//   a kind of layer: forward_linear 1952 and what stands beside it, with a list of all places in front of
-//     LayerKind 1924; add_resblock 2290 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7328, run_program 7268, train 6669, run_step 6480, train_step 5538, load_batch 4652;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16410):
+//     step_gradients 5439: draw_levels 9273, forward_and_loss 5353, q_sample_forward 9460, unet_forward 2838,
+//     forward_layer 2824 (a function of the layer's kind), loss_forward_backward 9570, unet_backward 2903,
+//     sum_gradients 15119;
+//     judge_step 15166, update_slice 5504, adamw_update 15276, next_step 15172, record_step 15177;
+//     later collect_steps 6435
+//   pictures, from noise: sample_batch 4092, plan_route 3866, device_step 3909, euler_step 3672 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 15821 draws all of its roads):
+//     forward_conv 2073; conv_forward 15858, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15780 above that; conv_tiles 14346, with conv_tiles_kernel above it;
+//     Accumulators 8646; Wgmma 8249;
+//     on any other GPU pick_conv_halo_bf16 15574; conv_halo 12797, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8073
+//   why several GPUs compute the bits of one: step_gradients 5439
+//   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7376, with_nonlinearity 7386 (a case); BEHIND_NORMS, in front of
+//     add_norm 2285, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3130
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 394, and beside each other edm_question 2976,
+//     ask 3010, frame_of 3020, sigma_draws 3026, has_steps_of_t 3032; the head of their section lists the changes
+//   a kind of layer: forward_linear 1994 and what stands beside it, with a list of all places in front of
+//     LayerKind 1966; add_resblock 2333 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7234; until they know it, nothing compiles: unpack 7618,
-//     pack 7646, FourOf 7683, mma 7939, with_act 7485, cast_params 14921, adamw_update 15000, tma_type 8225;
-//     which kernels take it: conv_product 15537, act_has_wgmma 7494; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7352; until they know it, nothing compiles: unpack 7737,
+//     pack 7765, FourOf 7817, mma 8073, with_act 7603, cast_params 15196, adamw_update 15276, tma_type 8378;
+//     which kernels take it: conv_product 15821, act_has_wgmma 7613; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
-//     unknown word ends in is unknown_word 1067, called by who does not know it
+//     unknown word ends in is unknown_word 1095, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -221,8 +221,8 @@ static const char* const PRESET_ELSE = "fashion32";
 #define ALL_CASES_RETURN __builtin_unreachable(); // stands behind such a switch
 
 // What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. (docs/READING.md, "an
-// element type", lists what a new one touches.)
-enum class Element : uint8_t { FP32, BF16 };
+// element type", lists what a new one touches.) FP8 is for some tensors of --precision fp8: see choose_fp8.
+enum class Element : uint8_t { FP32, BF16, FP8 };
 struct ElementFacts {
     const char* name; // as --precision has it
     size_t bytes;
@@ -231,18 +231,44 @@ constexpr ElementFacts facts_of(Element e) {
     switch (e) {
     case Element::FP32: return {"fp32", 4};
     case Element::BF16: return {"bf16", 2};
+    case Element::FP8: return {"fp8", 1};
     }
     ALL_CASES_RETURN
 }
 constexpr const char* name_of(Element e) { return facts_of(e).name; }
 constexpr size_t bytes_of(Element e) { return facts_of(e).bytes; }
 
-// The element of activations, and of the copy of the convolutions' weights that kernels read; start_device sets it. All
-// else is in fp32.
+// The element of activations, and of the copy of the convolutions' weights that kernels read; start_device sets it. It
+// is never FP8. All else is in fp32.
 static Element act_element = Element::FP32;
 static size_t act_bytes() { return bytes_of(act_element); }
 // In fp32 there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
+
+// FP8 is the format e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): a sign, four bits of exponent, and three of
+// mantissa. Its largest number is FP8_MAX. Below 2^-6 its numbers are the multiples of 2^-9. There is no infinity.
+constexpr float FP8_MAX = 448;
+constexpr uint8_t FP8_NAN = 0x7F;
+// Rounds to the nearest FP8 number, ties to even; what is larger than FP8_MAX becomes FP8_MAX. Kernels round alike
+// (pack_fp8).
+static inline uint8_t fp8_bits(float v) {
+    const uint8_t sign = std::signbit(v) ? 0x80 : 0;
+    const float size = std::fabs(v);
+    if (std::isnan(v)) return FP8_NAN;
+    if (size >= FP8_MAX) return sign | (FP8_NAN - 1);
+    if (size < 0x1p-6f) return sign | (uint8_t)std::lrintf(size * 0x1p9f);
+    uint32_t bits; // of a float: 8 bits of exponent, 23 of mantissa, of which 3 stay
+    memcpy(&bits, &size, sizeof bits);
+    bits += 0x7FFFF + (bits >> 20 & 1);
+    return sign | (uint8_t)((bits >> 20) - ((127 - 7) << 3)); // the exponents' biases are 127 and 7
+}
+[[maybe_unused]] static inline float fp8_value(uint8_t bits) { // of the CPU build
+    const int exponent = bits >> 3 & 15;
+    const int mantissa = bits & 7;
+    if ((bits & 0x7F) == FP8_NAN) return NAN;
+    const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+    return bits & 0x80 ? -size : size;
+}
 
 // A convolution is 1x1 or 3x3 (padding kernel / 2). It reads (B, H, W, C1 + C2), which comes in one or two parts. With
 // upsample = 1 it is a 3x3 with stride 1 and reads its input enlarged to 2H x 2W.
@@ -544,7 +570,7 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 
 // Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]; stats: of out. With a skip the convolution
 // also computes a skip connection and adds it; conv_takes_skip says whether it can do so. With a skip there is no emb
-// and no residual.
+// and no residual. If s.in is FP8, x1 and weight are FP8, and out = factors * conv(x1, weight) + what is added.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -553,9 +579,10 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
                          const float* bias,                   // (Cout)
                          const float* emb,                    // [(B, emb_stride)], of which Cout columns are read
                          int emb_stride, const act* residual, // [as out]
-                         ConvShape s, const ConvSkip& skip = {});
-static void conv_backward_input(Grad dx1, Grad dx2, // as x1 and x2
-                                const act* dout,    // as out
+                         ConvShape s, const ConvSkip& skip = {},
+                         const float* factors = nullptr); // [(Cout)]: of FP8
+static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
+                                const act* dout,          // as out
                                 const act* weight, ConvShape s);
 // The weight gradients of up to WEIGHT_BATCH layers at once. conv_weight_load: which part of a launch that fills the
 // device one of them is.
@@ -564,7 +591,7 @@ static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
 // with xhat = (x - mean) rstd. With scale_shift (scale in columns [0, C), shift in [C, 2C)) it is
-// f((xhat weight + bias) (1 + scale) + shift).
+// f((xhat weight + bias) (1 + scale) + shift). With a factor, out is FP8: factor * what it would be else.
 static void groupnorm_forward(act* out,                    // (B, HW, C)
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
@@ -572,11 +599,12 @@ static void groupnorm_forward(act* out,                    // (B, HW, C)
                               const float* weight,         // (C)
                               const float* bias,           // (C)
                               const float* scale_shift,    // [(B, ss_stride)]
-                              int ss_stride, Dropout dropout, NormShape s);
-static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
-                               float* dweight, float* dbias, // (C): written by finish_gradients at the latest
-                               float* dscale_shift,          // [as scale_shift]
-                               const act* dout,              // as out
+                              int ss_stride, Dropout dropout, NormShape s,
+                              const float* factor = nullptr); // [(1)]: of FP8
+static void groupnorm_backward(Grad dx1, Grad dx2,            // as x1 and x2
+                               float* dweight, float* dbias,  // (C): written by finish_gradients at the latest
+                               float* dscale_shift,           // [as scale_shift]
+                               const act* dout,               // as out
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
                                const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
                                NormShape s);
@@ -1076,9 +1104,10 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
     unknown_word(flag, word);
 }
 
-// Returns the element that --precision names; auto means the usual one of this build.
+// Returns the element of activations that --precision names; auto means the usual one of this build. With fp8 it is
+// the usual one, too: only some tensors are FP8.
 static Element element_named(const std::string& precision, Element usual) {
-    if (precision == "auto") return usual;
+    if (precision == "auto" || precision == "fp8") return usual;
     return meaning<Element>("precision", precision, {{"fp32", Element::FP32}, {"bf16", Element::BF16}});
 }
 
@@ -1776,10 +1805,16 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
+// What --precision fp8 reads beside the weights: see make_fp8_weights.
+struct Fp8Weights {
+    const uint8_t* weights = nullptr;
+    const float* factors = nullptr;
+};
 // The parameters of a network: in fp32, and the convolutions' weights once more in the type of the activations.
 struct Weights {
     const float* fp32 = nullptr;
     const act* copy = nullptr;
+    Fp8Weights fp8{};
 };
 
 // A walk over the list: forward or, if there are grads, backward (with the layers that are computed again for it).
@@ -1808,8 +1843,10 @@ struct LayerArgs {
     act* out;
     Stats stats1, stats2, out_stats;
     const float *weight, *bias;
-    const act* copy;  // the weight in the activations' type
-    const float* emb; // (B, emb_stride): this layer's columns
+    const act* copy; // the weight in the activations' type
+    const uint8_t* fp8_weight;
+    const float *fp8_factors, *fp8_factor; // of a convolution that reads FP8, and of a norm that writes it
+    const float* emb;                      // (B, emb_stride): this layer's columns
     int emb_stride;
     float* saved;
     Dropout dropout; // this layer's own
@@ -1881,6 +1918,11 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
             a.bias = walk.weights.fp32 + bias;
         }
         if (walk.weights.copy) a.copy = (const act*)((const char*)walk.weights.copy + weight * act_bytes());
+        if (x.element == Element::FP8) {
+            a.fp8_weight = walk.weights.fp8.weights + weight;
+            a.fp8_factors = walk.weights.fp8.factors + bias;
+        }
+        if (out.element == Element::FP8) a.fp8_factor = walk.weights.fp8.factors + weight;
         if (walk.grads) {
             a.dweight = walk.grads + weight;
             a.dbias = walk.grads + bias;
@@ -2029,8 +2071,9 @@ constexpr LayerKind VALUES{
 // A convolution, 3x3 or 1x1, with what is added to its result. Its backward function only computes the input's
 // gradient: the weight gradients of several layers are computed together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
+    const act* const weight = a.fp8_weight ? (const act*)a.fp8_weight : a.copy;
     conv_forward(a.out, a.stats(), // what it writes
-                 a.x1, a.x2, a.copy, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip);
+                 a.x1, a.x2, weight, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip, a.fp8_factors);
 }
 static void backward_conv(LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); }
 static double conv_flops(const LayerArgs& a) {
@@ -2055,7 +2098,7 @@ static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
     groupnorm_forward(a.out, mean, a.rstd(),          // what it writes
                       a.x1, a.stats1, a.x2, a.stats2, // its input and the sums of it
-                      a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm());
+                      a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.fp8_factor);
 }
 static void backward_norm(LayerArgs& a) {
     const float* const mean = a.saved;
@@ -2453,6 +2496,29 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
+// --precision fp8: of how many 3x3 convolutions at each end of the network the operands stay as they are. These do the
+// damage if they are rounded to FP8 (docs/LEARNT.md).
+constexpr int FP8_SPARED = 4;
+
+// --precision fp8: chooses the 3x3 convolutions that multiply in FP8. They read what a group norm has written, whose
+// size is known before (fp8_factor), so the norm writes FP8 at once. All other tensors, the convolutions' results among
+// them, have act_element.
+static void choose_fp8(UNet* net) {
+    std::vector<const Layer*> convs; // all 3x3 ones, from the first to the last
+    for (const Layer& l : net->layers)
+        if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
+    const int last = (int)convs.size() - FP8_SPARED;
+    for (int i = FP8_SPARED; i < last; i++) { // every model has at least 12: so those of middle_block are chosen
+        const Layer& conv = *convs[i];
+        const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
+        const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
+        if (!reads_norm || conv.stride > 1 || conv.upsample) continue;
+        Tensor& x = net->tensors[conv.x1];
+        x.element = Element::FP8;
+        net->buffers[x.buffer].bytes = (size_t)x.H * x.W * x.C * bytes_of(x.element);
+    }
+}
+
 // Makes the network of a configuration that check_model accepts. It has no memory yet (plan_memory).
 static UNet build_unet(const Config& c) {
     UNet net;
@@ -2486,6 +2552,7 @@ static UNet build_unet(const Config& c) {
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
     check_conv_params(net);
+    if (c.precision == "fp8") choose_fp8(&net);
     place_params(&net);
     Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out);
     const auto first_param = std::ranges::find(net.params, 0u, &Param::offset);
@@ -2688,9 +2755,11 @@ static void place_buffers(UNet* net, int B) {
 // fit.
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
-    // For each parameter there are at most a weight and its copy; in training also a gradient, two moments, an average,
-    // and the average's copy.
-    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sizeof(float) + act_bytes();
+    // For each parameter there are at most a weight, its copy, and a copy in FP8; in training no FP8, but a gradient,
+    // two moments, an average, and the average's copy.
+    const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
+    const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
+    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sampling_bytes;
     const double weights = net->flat_size * param_bytes / GIB;
     const double available = device_available() / GIB;
     const double needed = weights + net->arena_bytes / GIB;
@@ -4923,6 +4992,51 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
+// --precision fp8: by what a group norm's output is multiplied before it is rounded to FP8, given the norm's weight and
+// bias (n channels). Before these, values have a standard deviation of 1, so |weight| + |bias| is a channel's size. Of
+// the largest size, 32 times as much must fit in FP8; what is larger becomes FP8_MAX. (The embedding's scale is not
+// known before; the 32 leave it room.) FP8 is floating point, so there is as much room below: 2^15 between the largest
+// number and the smallest normal one. The factor is a power of 2, with which nothing else is rounded.
+static float fp8_factor(const float* weight, const float* bias, int n) {
+    float size = 0;
+    for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
+    if (size == 0) return 1;
+    int exponent;
+    std::frexp(FP8_MAX / 32.0 / size, &exponent); // it lies between 2^(exponent - 1) and 2^exponent
+    return (float)std::ldexp(1.0, exponent - 1);
+}
+
+// --precision fp8: rounds the weights of the convolutions that read FP8. weights is a flat array; the weights of an
+// output channel are divided by a scale, so that the largest of them becomes FP8_MAX. factors is one, too (the part of
+// it that is read in fp32). It has a norm's factor in the place of its first weight, and in the places of a
+// convolution's biases what turns the sums of each output channel into values: scale / factor.
+static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
+    if (net.config.precision != "fp8") return {};
+    std::vector<uint8_t> weights(net.flat_size);
+    std::vector<float> factors(net.plain_size);
+    for (const Layer& conv : net.layers) {
+        if (conv.kind != &CONV || net.tensors[conv.x1].element != Element::FP8) continue;
+        const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
+        const Param* const norm_params = &net.params[norm.weight]; // weight, bias
+        const Param* const conv_params = &net.params[conv.weight]; // likewise
+        const int channels = norm_params->shape[0];
+        const float factor = fp8_factor(&flat[norm_params[0].offset], &flat[norm_params[1].offset], channels);
+        factors[norm_params->offset] = factor;
+
+        const int outputs = conv_params->shape[0];
+        const size_t inputs = conv_params->size / outputs; // of all taps
+        for (int c = 0; c < outputs; c++) {
+            const size_t row = conv_params->offset + c * inputs;
+            float largest = 0;
+            for (size_t i = row; i < row + inputs; i++) largest = std::max(largest, std::fabs(flat[i]));
+            const float scale = largest > 0 ? largest / FP8_MAX : 1;
+            for (size_t i = row; i < row + inputs; i++) weights[i] = fp8_bits(flat[i] / scale);
+            factors[conv_params[1].offset + c] = scale / factor;
+        }
+    }
+    return {device_copy(weights), device_copy(factors)};
+}
+
 // Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout. So
 // train_unet.py draws the same weights. bound: uniform values lie between -bound and bound.
 static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
@@ -6705,7 +6819,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const int batch_images = std::min(share, c.batch_size);
     plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
     const int array = array_to_sample(c, model);
-    float* params = device_copy(read_array(model, net, array));
+    const std::vector<float> flat = read_array(model, net, array);
+    float* params = device_copy(flat);
+    const Fp8Weights fp8 = make_fp8_weights(net, flat);
 
     // Makes the sampler, and gives it the pictures that are its condition (--cond_channels), and the images that it
     // starts from (--start_from) or whose known part it keeps (--inpaint).
@@ -6726,7 +6842,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
-    const std::vector<float> images = sample_images(&net, Weights{params, copy}, &sampler, c.sample);
+    const std::vector<float> images = sample_images(&net, Weights{params, copy, fp8}, &sampler, c.sample);
     const double seconds = now() - start;
 
     // Rank 0 has all images and writes them.
@@ -7127,6 +7243,8 @@ static void check_contradictions(const Config& c) {
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (c.given("data_file") && c.given("data_dir"))
         die("--data_file and --data_dir: a run trains on one of them; leave the other out");
+    if (c.precision == "fp8" && !c.sample)
+        die("--precision fp8: is for --sample alone; a run trains and draws its grids in bf16, so leave it out");
 }
 
 // Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
@@ -7486,11 +7604,12 @@ template <class F> static auto with_act(F f) {
     switch (act_element) {
     case Element::FP32: return f(float());
     case Element::BF16: return f(bf16());
+    case Element::FP8: break; // act_element never is
     }
     ALL_CASES_RETURN
 }
 
-// Hopper's kernels, those that multiply by wgmma, are written for bf16.
+// Hopper's kernels, those that multiply by wgmma, are written for bf16, and conv_tiles and conv_small for FP8, too.
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
 // The candidate with the least cost, as costs were measured. Of candidates with equal costs it is the first one.
@@ -7659,6 +7778,21 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     r.z = pack_bf16(v[4], v[5]);
     r.w = pack_bf16(v[6], v[7]);
     return r;
+}
+
+// Eight floats become FP8 as fp8_bits rounds them.
+INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
+    uint32_t r = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
+        "mov.b32 %0, {low, high};}"
+        : "=r"(r)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+#endif
+    return r;
+}
+INLINE uint2 pack_fp8(const float (&v)[8]) {
+    return make_uint2(pack_fp8(v[0], v[1], v[2], v[3]), pack_fp8(v[4], v[5], v[6], v[7]));
 }
 
 INLINE float4 operator+(float4 a, float4 b) {
@@ -8141,6 +8275,23 @@ WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
 WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
+// The same in FP8: D (64, N) += A (64, 32) * B (32, N), both in shared memory and K_MAJOR: there is no other form. The
+// tensor cores keep 14 bits of such sums, which is enough here (docs/LEARNT.md).
+template <int N> struct WgmmaFp8;
+#define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
+    template <> struct WgmmaFp8<N> {                                                                                \
+        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                         \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " A ", " B ", 1, 1, 1;" \
+                         : __VA_ARGS__                                                                              \
+                         : "l"(a), "l"(b));                                                                         \
+        }                                                                                                           \
+    };
+WGMMA_FP8(32, D16, "%16", "%17", SIXTEEN(0))
+WGMMA_FP8(64, D32, "%32", "%33", SIXTEEN(0), SIXTEEN(16))
+WGMMA_FP8(128, D64, "%64", "%65", SUMS_64)
+WGMMA_FP8(192, D96, "%96", "%97", SUMS_96)
+WGMMA_FP8(256, D128, "%128", "%129", SUMS_96, SIXTEEN(96), SIXTEEN(112))
+
 INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // before the first product of a group
 INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
 template <int N> INLINE void wgmma_wait() { // until all groups but the latest N are done
@@ -8160,9 +8311,11 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
 }
 
 // The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds 64
-// bf16: the channels of one slice, of a pixel or of a weight.
+// bf16: the channels of one slice, of a pixel or of a weight. In FP8 it holds 128 channels (slice_channels). All else
+// is alike: 32 bytes of a row are the k of one instruction, 16 bf16 or 32 FP8.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
+constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the pattern repeats after so many bytes, so tiles begin at multiples
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as a tap's weights of 64 output channels
@@ -8226,6 +8379,7 @@ static CUtensorMapDataType tma_type(Element element) {
     switch (element) {
     case Element::FP32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     case Element::BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case Element::FP8: return CU_TENSOR_MAP_DATA_TYPE_UINT8; // TMA copies bytes
     }
     ALL_CASES_RETURN
 }
@@ -8488,6 +8642,13 @@ template <int BLOCKS, int N> struct Accumulators {
                 d[b][k] = bias[b][k >> 1 & 1];
             }
     }
+    // Begins with 0, as sums of FP8 do: they are scaled later.
+    INLINE Accumulators() {
+        UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+            UNROLL_FOR (int k = 0; k < N / 2; k++) {
+                d[b][k] = 0;
+            }
+    }
     // Starts STEPS products of 16 input channels, as one group. weights: 64 rows of 128 bytes for each block of
     // channels. TRANSPOSED: they lie as (input, output), which is the case for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
@@ -8499,6 +8660,20 @@ template <int BLOCKS, int N> struct Accumulators {
             UNROLL_FOR (int b = 0; b < BLOCKS; b++)
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
+    }
+    // The same in FP8: products of 32 input channels.
+    template <int STEPS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
+        const Operand a = Operand::rows(weights, 8);
+        wgmma_fence();
+        UNROLL_FOR (int k = 0; k < STEPS; k++)
+            UNROLL_FOR (int b = 0; b < BLOCKS; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
+        wgmma_commit();
+    }
+    // Multiplies the thread's two channels of block b by factors, and then adds v to them.
+    INLINE void scale(int b, const float (&factors)[2], const float (&v)[2]) {
+        UNROLL_FOR (int k = 0; k < N / 2; k++) {
+            d[b][k] = fmaf(d[b][k], factors[k >> 1 & 1], v[k >> 1 & 1]);
+        }
     }
     // Adds v to the thread's two channels of block b, at all pixels.
     INLINE void add(int b, const float (&v)[2]) {
@@ -9811,16 +9986,25 @@ struct LaneShare {
     int columns = 8 % n; // so many columns
 };
 
+// Where a norm's output goes if it is FP8: factor * the output is rounded.
+struct Fp8Out {
+    uint8_t* p;
+    const float* factor;
+};
+template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
+INLINE uint8_t* place_of(const Fp8Out& out, size_t i) { return out.p + i; }
+
 // grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
+// OUT: T*, or Fp8Out.
 // Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
 //   1. Every thread starts the loads of its first pixels.
 //   2. For each group of the slab, eight threads add up its channels' sums, from all parts of Stats. This gives mean
 //   and rstd.
 //   3. Each thread computes scale and shift of its channels.
 //   4. It walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
-template <class T, bool DROPOUT>
+template <class T, bool DROPOUT, class OUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
-    groupnorm_forward_kernel(T* out,             // (B, HW, C)
+    groupnorm_forward_kernel(OUT out,            // (B, HW, C)
                              float* mean,        // (B, groups), and so is rstd: for the backward pass
                              float* rstd,        //
                              const Stats stats1, // the sums of x1's channels
@@ -9839,6 +10023,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         copies_committed();
     };
     const NormParameters<V> parameters(a, t.b, t.c);
+    float factor = 1; // of FP8
+    if constexpr (std::is_same_v<OUT, Fp8Out>) factor = *out.factor;
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
     const int c0 = g * a.Cg;                             // its first channel
@@ -9898,7 +10084,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         scale[i] = q.x;
         shift[i] = q.y;
     }
-    T* to = out + t.at_out;
+    auto* to = place_of(out, t.at_out);
     t.walk([&](int slot, int p, bool more) {
         float v[V];
         unpack<T>(v, loads[slot][threadIdx.x]);
@@ -9912,7 +10098,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             }
         });
         if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
-        store_whole(to, pack<T>(v));
+        if constexpr (std::is_same_v<OUT, Fp8Out>) {
+            UNROLL_FOR (int i = 0; i < V; i++) v[i] *= factor;
+            store_whole(to, pack_fp8(v));
+        } else store_whole(to, pack<T>(v));
         to += t.stride_out;
     });
 }
@@ -10459,12 +10648,18 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
 
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
                               Stats stats2, const float* weight, const float* bias, const float* scale_shift,
-                              int ss_stride, Dropout dropout, NormShape s) {
+                              int ss_stride, Dropout dropout, NormShape s, const float* factor) {
     const bool drop = dropout.p > 0;
     NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s};
     const dim3 grid = norm_grid(a, norm_forward_blocks(drop), s.HW);
+    if (factor) {
+        if (drop || !act_has_wgmma()) die("internal error: FP8 is for sampling on Hopper");
+        const Fp8Out to{(uint8_t*)out, factor};
+        return launch(groupnorm_forward_kernel<bf16, false, Fp8Out>, grid, NORM_THREADS, 0, to, mean, rstd, stats1,
+                      stats2, a);
+    }
     with_act([&]<class T>(T) {
-        auto kernel = drop ? groupnorm_forward_kernel<T, true> : groupnorm_forward_kernel<T, false>;
+        auto kernel = drop ? groupnorm_forward_kernel<T, true, T*> : groupnorm_forward_kernel<T, false, T*>;
         launch(kernel, grid, NORM_THREADS, 0, out, mean, rstd, stats1, stats2, a);
     });
 }
@@ -11917,7 +12112,7 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
 //                                bf16, or floats as two halves each and three products (take_apart_places)
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. bf16, stride 1, and no
-//                                upsampled input
+//                                upsampled input; in a 3x3 forward convolution also FP8
 //   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
 // An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
@@ -11962,6 +12157,8 @@ struct ConvCall {
     int slices = 0;               // slices of the C1 channels
     int taps = 0;                 // conv_gather: of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
+    // If s.in is FP8 (x1 and weight then are): (Cout), what turns sums into values.
+    const float* factors = nullptr;
 };
 
 // What one thread knows to store channels c .. c + 3 of image n.
@@ -12979,7 +13176,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
-static bool conv_is_first(const ConvShape& s) { return s.in != act_element || s.C1 % 32; }
+static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && s.in != Element::FP8) || s.C1 % 32; }
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
@@ -13598,7 +13795,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+// --- Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
 // The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read it in
 // place. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel. Pixels outside the image
 // become zeros, which is the padding.
@@ -13620,6 +13817,10 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //
 // These kernels are built of blocks in section 16: Halo::shifted is B for a tap, Operand::rows is A, and
 // Accumulators::multiply starts the four products, each one Wgmma<N>::add = one instruction wgmma.m64nNk16.
+//
+// In FP8 a slice has 128 channels, so its rows have 128 bytes, too, and all of the above stays as it is but for the
+// instruction, wgmma.m64nNk32. FP8 numbers stand for others, 1 / factor or `scale` times as large (make_fp8_weights).
+// So the sums are multiplied by ConvTma::factors before anything is added to them.
 
 // A tensor of one part or two (concatenated inputs, and their gradients), counted in slices of 64 channels. A slice
 // belongs to only one part.
@@ -13631,9 +13832,15 @@ struct TmaParts {
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
     // These return a slice's first channel: channel counts it within its part, and row counts it over both parts, as in
-    // the weights.
-    INLINE int channel(int slice) const { return (is_second(slice) ? slice - slices1 : slice) * SLICE_CHANNELS; }
-    INLINE int row(int slice) const { return (is_second(slice) ? C1 : 0) + channel(slice); }
+    // the weights. width: channels of a slice.
+    INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
+        return (is_second(slice) ? slice - slices1 : slice) * width;
+    }
+    INLINE int row(int slice, int width = SLICE_CHANNELS) const {
+        return (is_second(slice) ? C1 : 0) + channel(slice, width);
+    }
+    // FP8: has the slice 64 channels at most? Then two products of 32 suffice, and not four.
+    INLINE bool is_half(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
 };
 // The arguments of the kernels of conv_tiles and conv_small. A CUtensorMap is aligned to 64 bytes; it has to be a
 // parameter of the kernel (__grid_constant__), so that TMA can read it.
@@ -13649,20 +13856,22 @@ struct ConvTma {
     int ring, weight_slots;    // stages of pixels and of weights in shared memory
     bool whole;                // all pixels of a tile belong to one image, so they are one part of the statistics
     ConvOut out;
+    const float* factors; // FP8: (C), what turns sums into values
 };
 
 // Makes the TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
 static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int channels, int columns,
-                          int rows, int images) {
+                          int rows, int images, Element element = Element::BF16) {
     auto map = [&](const void* x, int C) {
-        return tensor_map(x, {C, s.W, s.H, s.B}, {channels, columns, rows, images});
+        return tensor_map(x, {C, s.W, s.H, s.B}, {channels, columns, rows, images}, element);
     };
+    const int width = slice_channels(element);
     TmaParts t;
     t.map1 = map(x1, C1);
     t.map2 = map(x2, C2);
     t.C1 = C1;
-    t.slices1 = C2 ? ceil_div(C1, SLICE_CHANNELS) : INT_MAX;
-    t.slices = ceil_div(C1, SLICE_CHANNELS) + ceil_div(C2, SLICE_CHANNELS);
+    t.slices1 = C2 ? ceil_div(C1, width) : INT_MAX;
+    t.slices = ceil_div(C1, width) + ceil_div(C2, width);
     return t;
 }
 
@@ -13681,18 +13890,21 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
     constexpr int CHANNELS = SLICE_CHANNELS;
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, CHANNELS, box.columns + borders, box.rows + borders, box.images);
+    const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // of x and weight
+    const int width = slice_channels(in);
+    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, width, box.columns + borders, box.rows + borders, box.images, in);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
     t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
     t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
     if (backward) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {CHANNELS, 1, CHANNELS});
-    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {CHANNELS, 1, box.weight_rows});
+    else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {width, 1, box.weight_rows}, in);
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {CHANNELS, 1, CHANNELS});
     t.B = p.B;
     t.H = p.H;
     t.W = p.W;
     t.C = p.Cout;
     t.out = o;
+    t.factors = p.factors;
     t.tiles_h = ceil_div(p.H, box.rows);
     t.tiles_w = ceil_div(p.W, box.columns);
     t.tiles = ceil_div(p.B, box.images) * t.tiles_h * t.tiles_w;
@@ -13722,21 +13934,28 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
 //                  to its result: further slices, of one tap each.
 //                  false: weights stream past both warpgroups, and a stage has pixels of two tiles, one for each
+//     ELEMENT      of pixels and weights: BF16, or FP8. In FP8 (3x3, forward) a slice has 128 channels, the last one 64
+//                  or 128. Sums begin as 0 and are scaled at last. The skip connection stays in bf16: sums are scaled
+//                  before its products
 //   From the top down: conv_tiles launches conv_tiles_kernel, whose warpgroups call Accumulators::multiply for each
 //   slice and tap: STEPS x BLOCKS times Wgmma<8 ROWS>::add.
 // Costs: each tile reads its halo once for all its channels; streamed weights are read once for two tiles.
-template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4> struct ConvTiles {
+template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
+          Element ELEMENT_ = Element::BF16>
+struct ConvTiles {
     static constexpr int TAPS = TAPS_;
     static constexpr int ROWS = ROWS_;
     static constexpr int BLOCKS = BLOCKS_;
     static constexpr int STEPS = STEPS_;
     static constexpr bool RESIDENT = RESIDENT_;
     static constexpr bool BACKWARD = BACKWARD_;
+    static constexpr bool FP8 = ELEMENT_ == Element::FP8;
+    static constexpr int WIDTH = slice_channels(ELEMENT_); // channels of a slice of x
     static constexpr bool CAN_SKIP = RESIDENT && !BACKWARD && TAPS == 9;
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
-    static constexpr bool MOVES_REGISTERS = BLOCKS == 3;
+    static constexpr bool MOVES_REGISTERS = BLOCKS == 3 || (FP8 && ROWS == 32);
     // Pixels.
     static constexpr int UNIT = RESIDENT ? 1 : 2; // tiles of a stage
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
@@ -13806,7 +14025,7 @@ template <class T> struct TileWork {
     // Loads a tap's weights for a slice of x, or those of the skip connection.
     INLINE void load_weights(Stage to, int slice, int tap) const {
         const bool skip = T::CAN_SKIP && slice >= p.x.slices;
-        const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice);
+        const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice, T::WIDTH);
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int c = c0 + b * SLICE_CHANNELS;
@@ -13826,11 +14045,11 @@ template <class T> struct PixelLoader {
     int piece = 0;
     int owner = 0; // UNIT = 1: the warpgroup that this tile is for
 
-    INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes) const {
+    INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes, int width = SLICE_CHANNELS) const {
         auto load = [&](const TileWalk& tile, uint32_t place) {
             const int h = tile.h * T::ROWS - border;
             const int w = tile.w * 8 - border;
-            tma_load(place, x.map(slice), to.full, x.channel(slice), w, h, tile.n);
+            tma_load(place, x.map(slice), to.full, x.channel(slice, width), w, h, tile.n);
         };
         mbarrier_expect(to.full, T::UNIT * bytes);
         load(tile, to.address);
@@ -13842,7 +14061,7 @@ template <class T> struct PixelLoader {
         const Stage to = pixels.acquire(owner);
         const int skip = piece - p.x.slices;
         const int b = piece - work.results;
-        if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES);
+        if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES, T::WIDTH);
         else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::PIXEL_BYTES);
         else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::PIXEL_BYTES);
         else mbarrier_arrive(to.full); // nothing is loaded into this stage
@@ -13915,10 +14134,11 @@ template <class T> struct Epilogue {
     typedef float Sums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                    // this thread's first channel
-    int lane_place;           // where this lane's row for ldmatrix and stmatrix lies in a result
-    float bias[T::BLOCKS][2]; // bias of the channels c, c + 8 of each block
-    float emb[2];             // embedding of two channels of one block
+    int c;                       // this thread's first channel
+    int lane_place;              // where this lane's row for ldmatrix and stmatrix lies in a result
+    float bias[T::BLOCKS][2];    // bias of the channels c, c + 8 of each block
+    float emb[2];                // embedding of two channels of one block
+    float factors[T::BLOCKS][2]; // FP8: of the same channels as bias
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
@@ -13932,6 +14152,7 @@ template <class T> struct Epilogue {
                 const int channel = c + b * SLICE_CHANNELS + 8 * k;
                 bias[b][k] = p.out.bias && channel < p.C ? p.out.bias[channel] : 0;
                 if (T::CAN_SKIP && p.skip.slices && channel < p.C) bias[b][k] += p.out.skip.bias[channel];
+                if (T::FP8) factors[b][k] = channel < p.C ? p.factors[channel] : 0;
             }
     }
     // Loads the embedding of block b of 64 channels. That of the first block is loaded while products run. The others
@@ -14008,7 +14229,11 @@ template <class T> struct Epilogue {
             const uint32_t place = pixels.stage(stage).address + T::half(warpgroup) + lane_place;
             if (work.results + b >= work.products) pixels.arrived(warpgroup); // an addend, or nothing
             if (b) load_embedding(tile.n, b);
-            if (p.out.emb) acc.add(b, emb);
+            if constexpr (T::FP8) { // sums have still to be scaled, unless there is a skip connection
+                emb[0] += bias[b][0];
+                emb[1] += bias[b][1];
+                if (!p.skip.slices) acc.scale(b, factors[b], emb);
+            } else if (p.out.emb) acc.add(b, emb);
             if (work.has_addend(b)) add_addend(acc.d[b], place);
             Sums sums = {};
             if (p.out.stats) round<true>(acc.d[b], place, h, w, sums);
@@ -14042,7 +14267,7 @@ template <class T> struct Epilogue {
 //   warp 8         acquire: waits ....................................................................... tma_load
 
 // A warpgroup's phases, for each of its tiles:
-//   1. The sums begin as the bias. With resident weights it waits for its turn at the tensor cores.
+//   1. The sums begin as the bias (FP8: as 0). With resident weights it waits for its turn at the tensor cores.
 //   2. For each slice and tap: wait for pixels and weights, start their products, release stages that earlier products
 //   have read. 3. The same for the slices of the skip connection, which have one tap each.
 //   4. Pass the turn on, wait for the products, finish the tile (Epilogue).
@@ -14075,20 +14300,28 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     const Turn<T::RESIDENT> turn(warpgroup);
     bool first = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
-        Accumulators<T::BLOCKS, T::PIXELS> acc(epilogue.bias); // sums start as the bias
+        typedef Accumulators<T::BLOCKS, T::PIXELS> Sums;
+        Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums start as the bias
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
             const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::half(warpgroup));
+            const bool half = T::FP8 && p.x.is_half(s);
 #pragma unroll(T::RESIDENT ? T::TAPS : 1)
             for (int tap = 0; tap < T::TAPS; tap++) {
                 const uint32_t weight = T::RESIDENT ? weights.kept(s * T::TAPS + tap, first) : weights.arrived();
-                acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
+                if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
+                else if (half) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
+                else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
                 // These products may still run while the next ones are issued. After the wait the earlier ones have
                 // ended, so the stages that they have read are released, except those for results.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
             }
+        }
+        if (T::FP8 && T::CAN_SKIP && p.skip.slices) { // the skip connection's products are not scaled
+            acc.wait();
+            UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
         }
         for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's
             const Halo<8> skip(pixels.arrived(warpgroup));
@@ -14148,8 +14381,13 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //   From the top down: pick_conv_small (section 22) picks a tile, conv_small launches conv_small_kernel, whose
 //   warpgroups call multiply_small: for each step GROUP x K times Wgmma<N>::add.
 // Costs: a tile's halo is read once for N channels, and all weights of N channels once for each tile.
-template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_> struct SmallTile {
+// ELEMENT: of pixels and weights, as ConvTiles'.
+template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
+          Element ELEMENT_ = Element::BF16>
+struct SmallTile {
     static constexpr bool BACKWARD = BACKWARD_;
+    static constexpr bool FP8 = ELEMENT_ == Element::FP8;
+    static constexpr int WIDTH = slice_channels(ELEMENT_); // channels of a slice
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int N = N_;
     static constexpr int IMAGES = IMAGES_;
@@ -14173,7 +14411,7 @@ template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int 
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // from the cluster's other block
-    static constexpr int SHIFTS_BYTES = CONSUMERS * 8;                                // bias + embedding
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
     // The remaining memory is for weights. A step is GROUP taps of a slice. BACKWARD: a tap is CHUNKS boxes of 64
     // channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
@@ -14212,7 +14450,7 @@ template <class T> struct SmallWork {
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
         UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
             const uint32_t place = to.address + i * T::TAP_BYTES;
-            if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * SLICE_CHANNELS, tap0 + i, c0);
+            if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * T::WIDTH, tap0 + i, c0);
             UNROLL_FOR (int k = 0; T::BACKWARD && k < T::CHUNKS; k++) {
                 tma_load(place + k * BLOCK_BYTES, &p.weight, to.full, c0 + k * SLICE_CHANNELS, 8 - tap0 - i,
                          slice * SLICE_CHANNELS);
@@ -14231,7 +14469,7 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, T::HALO_BYTES);
-        tma_load(to.address, &p.x.map1, to.full, next++ * SLICE_CHANNELS, work.origin.w - 1, work.origin.h - 1,
+        tma_load(to.address, &p.x.map1, to.full, next++ * T::WIDTH, work.origin.w - 1, work.origin.h - 1,
                  work.origin.n);
     };
     load_halo();
@@ -14274,12 +14512,26 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
         if (step == work.first || group == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
-        wgmma_fence();
-        UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
-            UNROLL_FOR (int k = 0; k < K; k++) {
-                Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * B_STEP));
-            }
-        wgmma_commit();
+        // In FP8 each branch has a fence and a commit of its own. Otherwise the compiler would wait after each product.
+        auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
+            wgmma_fence();
+            UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
+                UNROLL_FOR (int k = 0; k < STEPS; k++)
+                    WgmmaFp8<T::N>::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
+            wgmma_commit();
+        };
+        if constexpr (T::FP8) {
+            if (work.p.x.is_half(step / T::GROUPS)) multiply_fp8(std::integral_constant<int, 2>{});
+            else multiply_fp8(std::integral_constant<int, 4>{});
+        } else {
+            wgmma_fence();
+            UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
+                UNROLL_FOR (int k = 0; k < K; k++) {
+                    Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2),
+                                                            b.at(tap * TAP_STEP + k * B_STEP));
+                }
+            wgmma_commit();
+        }
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) { // the step that has just ended
             weights.release();
@@ -14308,9 +14560,10 @@ template <class T> struct SmallEpilogue {
     const int tid = threadIdx.x & 127;
     const int warp = tid >> 5;
     const int lane = tid & 31;
-    const Origin at;    // this warpgroup's square of 8 x 8 pixels
-    float bias[2] = {}; // bias of this block's channels tid, tid + 128
-    float emb[2] = {};  // embedding of the same channels; both are added when their loads have arrived
+    const Origin at;       // this warpgroup's square of 8 x 8 pixels
+    float bias[2] = {};    // bias of this block's channels tid, tid + 128
+    float emb[2] = {};     // embedding of the same channels; both are added when their loads have arrived
+    float factors[2] = {}; // FP8: of the same channels
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -14318,13 +14571,29 @@ template <class T> struct SmallEpilogue {
             const int c = work.out_c0 + own;
             if (own >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
+            if (T::FP8) factors[i] = p.factors[c];
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
-    // Writes bias + embedding to shared memory, where each thread finds those of its channels.
+    // Writes bias + embedding to shared memory, where each thread finds those of its channels; and FP8's factors,
+    // behind the shifts of all warpgroups.
+    static constexpr int FACTORS_AT = T::CONSUMERS * 8;
     INLINE void put_shifts(uint32_t shifts) const {
         for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128) {
             PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
+            if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * own), "f"(factors[i]));
+        }
+    }
+    // FP8: turns sums into values, bias and embedding included.
+    INLINE void scale(float (&d)[T::N / 2], uint32_t shifts) const {
+        UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j++) {
+            const uint32_t place = shifts + (j * 8 + (lane & 3) * 2) * 4;
+            const float2 factor = load_shared_2(place + FACTORS_AT);
+            const float2 shift = load_shared_2(place);
+            UNROLL_FOR (int k = 4 * j; k < 4 * j + 4; k += 2) {
+                d[k] = fmaf(d[k], factor.x, shift.x);
+                d[k + 1] = fmaf(d[k + 1], factor.y, shift.y);
+            }
         }
     }
     // SPLIT = 2: sends the half of the sums that the other block finishes, and adds the half that the other block has
@@ -14350,7 +14619,7 @@ template <class T> struct SmallEpilogue {
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    // Adds the addend, bias and embedding, and rounds. The addend lies where the results will go.
+    // Adds the addend, bias and embedding (FP8: they are there), and rounds. The addend lies where the results will go.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
         // Says where this lane's row for ldmatrix and stmatrix lies, of the four matrices (pixels 0-7, block j),
         // (pixels 8-15, block j), (pixels 0-7, block j + 1), (pixels 8-15, block j + 1); blocks of 8 channels.
@@ -14370,10 +14639,15 @@ template <class T> struct SmallEpilogue {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
                 const float* const sums = d + 4 * (j + i);
-                const int channel = (j + i) * 8 + (lane & 3) * 2;
-                const float2 s = load_shared_2(shifts + channel * 4);
-                UNROLL_FOR (int k = 0; k < 2; k++) {
-                    v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
+                if constexpr (T::FP8) {
+                    v[2 * i] = pack_bf16(sums[0], sums[1]);
+                    v[2 * i + 1] = pack_bf16(sums[2], sums[3]);
+                } else {
+                    const int channel = (j + i) * 8 + (lane & 3) * 2;
+                    const float2 s = load_shared_2(shifts + channel * 4);
+                    UNROLL_FOR (int k = 0; k < 2; k++) {
+                        v[2 * i + k] = pack_bf16(sums[2 * k] + s.x, sums[2 * k + 1] + s.y);
+                    }
                 }
             }
             stmatrix(place(j), v);
@@ -14482,6 +14756,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
     warps_sync(1, T::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
+    if constexpr (T::FP8) epilogue.scale(acc, shifts);
     epilogue.round(acc, results, shifts);
     const uint32_t sums = weights.stage(0).address + wg * 4 * (T::OUT_N * 8);
     __syncwarp();
@@ -14505,8 +14780,8 @@ template <class T> static void conv_small(const ConvCall& p) {
     const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    constexpr int STEPS_OF_32 = T::N <= 64 ? 2 : 4; // wide tiles have no version for one slice of 32 channels
-    auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
+    constexpr bool HALF = T::N <= 64 && !T::FP8; // is there a version for one slice of 32 channels?
+    auto kernel = p.C1 == 32 && HALF ? conv_small_kernel < T, HALF ? 2 : 4 > : conv_small_kernel<T, 4>;
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
@@ -14922,6 +15197,7 @@ static void cast_params(act* copy, const float* params, size_t n) {
     switch (act_element) {
     case Element::FP32: return; // there is no copy
     case Element::BF16: return cast_params((bf16*)copy, params, n);
+    case Element::FP8: return; // act_element never is
     }
 }
 
@@ -15002,6 +15278,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     const int blocks = (int)std::min<size_t>(blocks_for(quads), 8 * gpu.sms);
     switch (act_element) {
     case Element::FP32: // there is no copy of the weights to be rounded,
+    case Element::FP8:  // (act_element never is)
     case Element::BF16: // and this kernel rounds it to bf16
         return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
     }
@@ -15362,10 +15639,10 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
 // conv_tiles' tiles for 3x3: taps, rows, blocks of 64 channels, resident weights. With up to 128 input channels all
 // weights stay in shared memory, and the two warpgroups take turns; with more channels the weights stream past.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
-template <bool BACKWARD> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD>;
-template <bool BACKWARD> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD>;
-template <bool BACKWARD> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD>;
-template <bool BACKWARD> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD>;
+template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, 4, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD, 4, E>;
 
 // The time of a block of conv_small, in ns, as measured on an H200.
 struct SmallCosts {
@@ -15374,9 +15651,14 @@ struct SmallCosts {
     int tap_full;  // the same, if there are more blocks
 };
 
-// Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32.
-template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
-    const int taps = ceil_div(p.C1, 64) * 9; // taps of all slices
+// Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
+// as long as one of bf16, and has twice the channels; a last slice of 64 channels counts half.
+template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
+    constexpr bool FP8 = E == Element::FP8;
+    const int slices = ceil_div(p.C1, slice_channels(E));
+    const int taps_of_64 = ceil_div(p.C1, 64) * 9;
+    const int taps = FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
+    const bool is_32 = p.C1 == 32 && !FP8;                       // one slice, half of it
     Cheapest<void (*)(const ConvCall&)> way;
 
     // Time = rounds of blocks * (block + its taps * tap).
@@ -15386,22 +15668,22 @@ template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
         const int tiles = count_tiles(p, T::IMAGES, 8, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
         const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
-        const bool half_slice = p.C1 == 32 && T::N <= 64; // a slice of 32 channels is half the products
+        const bool half_slice = is_32 && T::N <= 64; // a slice of 32 channels is half the products
         int tap = blocks <= gpu.sms ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
         const int block = cost.block + tap * taps / T::SPLIT;
         way.consider(rounds * block, conv_small<T>);
     };
     //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
-    consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2>(), {1270, 104, 209});  // the most blocks
-    consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2>(), {2350, 52, 235});   // two blocks share a tile's taps
-    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1>(), {2780, 94, 196});   // the same, and two images share weights
-    consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1>(), {1780, 140, 184});  // two images share weights
-    consider(SmallTile<BACKWARD, 1, 192, 1, 1, 1>(), {1250, 267, 345}); // many channels share pixels
-    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1>(), {2340, 286, 366}); // both
-    if (p.W > 8) {                                                      // tiles of 8 x 16 pixels
-        consider(SmallTile<BACKWARD, 2, 32, 1, 1, 1>(), {1040, 129, 124});
-        consider(SmallTile<BACKWARD, 2, 192, 1, 1, 1>(), {3160, 422, 475});
+    consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // the most blocks
+    consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>(), {2350, 52, 235});   // two blocks share a tile's taps
+    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // the same, and two images share weights
+    consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>(), {1780, 140, 184});  // two images share weights
+    consider(SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>(), {1250, 267, 345}); // many channels share pixels
+    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>(), {2340, 286, 366}); // both
+    if (p.W > 8) {                                                         // tiles of 8 x 16 pixels
+        consider(SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>(), {1040, 129, 124});
+        consider(SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>(), {3160, 422, 475});
     }
     if (p.H <= 8) return way.best(p);
 
@@ -15412,10 +15694,10 @@ template <bool BACKWARD> static void pick_conv_small(const ConvCall& p) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
         way.consider(once + runs_of_n * each, conv_tiles<decltype(tile)>);
     };
-    if (p.C1 == 32) consider_tiles(HalfSlice<BACKWARD>(), 1550, 1, 325 + 74 * taps);
-    else if (taps <= 18) consider_tiles(Resident16<BACKWARD>(), 1550, 1, 325 + 148 * taps);
-    else if (p.H % 32) consider_tiles(Streamed16<BACKWARD>(), 425, 2, 1660 + 314 * taps);
-    else consider_tiles(Streamed32<BACKWARD>(), 425, 4, 1660 + 640 * taps);
+    if (is_32) consider_tiles(HalfSlice<BACKWARD>(), 1550, 1, 325 + 74 * taps);
+    else if (slices <= 2) consider_tiles(Resident16<BACKWARD, E>(), 1550, 1, 325 + 148 * taps);
+    else if (p.H % 32) consider_tiles(Streamed16<BACKWARD, E>(), 425, 2, 1660 + 314 * taps);
+    else consider_tiles(Streamed32<BACKWARD, E>(), 425, 4, 1660 + 640 * taps);
     way.best(p);
 }
 
@@ -15495,23 +15777,24 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 
 // Picks the tile of conv_tiles for 3x3 on larger images. Convolutions with a skip connection come here for any size of
 // images.
-template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
-    const int slices = ceil_div(c.C1, 64);
-    const bool skip = c.out.skip.weight; // Only tiles with RESIDENT weights can compute it.
-    const bool one_slice_and_32_rows = slices == 1 && c.Cout > 64 && c.H >= 64;
+template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
+    const int slices = ceil_div(c.C1, slice_channels(E));
+    const bool skip = c.out.skip.weight;                 // Only tiles with RESIDENT weights can compute it.
+    const bool enough = E == Element::BF16 || c.C1 > 64; // products: half a slice of FP8 has few for so many pixels
+    const bool one_slice_and_32_rows = slices == 1 && enough && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
     const Way<ConvCall> ways[] = {
         // 32 input channels are half a slice: two products a tap instead of four
-        {c.C1 == 32, conv_tiles<HalfSlice<BACKWARD>>},
+        {c.C1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
-        {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD>>},
+        {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // up to two slices of weights fit into shared memory beside the pixels
-        {slices <= 2, conv_tiles<Resident16<BACKWARD>>},
+        {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
         // more weights stream past; a tile of 32 rows uses them for more pixels, if few of its rows lie outside the
         // image
-        {fills_32_rows, conv_tiles<Streamed32<BACKWARD>>},
-        {true, conv_tiles<Streamed16<BACKWARD>>},
+        {fills_32_rows, conv_tiles<Streamed32<BACKWARD, E>>},
+        {true, conv_tiles<Streamed16<BACKWARD, E>>},
     };
     decide(c, ways);
 }
@@ -15524,13 +15807,14 @@ template <bool BACKWARD> static void pick_conv_tiles_3x3(const ConvCall& c) {
 //   conv_forward                 goes the whole way, or a detour (upsampling, stride 2, few channels); fills a ConvCall
 //   conv_product                 which kernel: the table in it
 //
-//   Hopper, bf16, 3x3 (1x1)      Hopper, bf16, small images   any GPU, 3x3, stride 1       any GPU, all others
+//   Hopper, bf16, 3x3 (1x1);     Hopper, bf16, small images;  any GPU, 3x3, stride 1       any GPU, all others
+//   FP8, 3x3                     FP8 (conv_product_fp8)
 //   pick_conv_tiles_3x3 (_1x1)   pick_conv_small              pick_conv_halo_bf16 (_fp32)  pick_conv_gather
 //   conv_tiles                   conv_small                   conv_halo                    conv_gather
 //   conv_tiles_kernel            conv_small_kernel            conv_halo_kernel             conv_gather_kernel
 //                                multiply_small               multiply_step, multiply_tap  multiply
 //   Accumulators::multiply                                    mma                          mma
-//   Wgmma<N>::add                Wgmma<N>::add                mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
+//   Wgmma<N>::add (WgmmaFp8)     Wgmma<N>::add (WgmmaFp8)     mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
 //   wgmma m64nNk16               wgmma m64nNk16               mma.sync m16n8k16            mma.sync m16n8k16
 //
 // An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true.
@@ -15563,9 +15847,17 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
+// The same for a forward convolution whose input is FP8: 3x3, of one input and stride 1, on Hopper.
+static void conv_product_fp8(const ConvCall& c) {
+    if (!conv_is_wgmma(c.s) || !conv_is_halo(c.s) || c.C2) die("internal error: no kernel of FP8 for this convolution");
+    const bool small = c.H <= 32 && c.W <= 32 && !c.out.skip.weight;
+    if (small) pick_conv_small<false, Element::FP8>(c);
+    else pick_conv_tiles_3x3<false, Element::FP8>(c);
+}
+
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // of a 1x1 also x2
                          const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s,
-                         const ConvSkip& skip) {
+                         const ConvSkip& skip, const float* factors) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
     const bool detour = conv_takes_detour(s);
     char* const workspace = device.workspace;
@@ -15604,7 +15896,9 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     call.x2 = x2;
     call.weight = weight;
     call.out = o;
-    conv_product<false>(call);
+    call.factors = factors;
+    if (s.in == Element::FP8) conv_product_fp8(call);
+    else conv_product<false>(call);
 }
 
 // Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can if shared
@@ -15612,7 +15906,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
-    const int slices = ceil_div(s.C1, 64);
+    const int slices = ceil_div(s.C1, s.in == Element::FP8 ? 128 : 64);
     const int skip_slices = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skip_slices;
     return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
@@ -16063,6 +16357,9 @@ static void start_device(const std::string& precision, int number) {
            // Code for 9.0 is always sm_90a's, which has wgmma: the #error at the head of section 16 makes sure of that.
            .wgmma = version == 90 && allowed.hopper};
     act_element = element_named(precision, Element::BF16);
+    if (precision == "fp8" && !gpu.wgmma)
+        die("--precision fp8: needs an H100 or H200 (compute capability 9.0), and GPU %d has %d.%d; use bf16", number,
+            properties.major, properties.minor);
     int low, high; // priorities
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));

@@ -193,6 +193,57 @@ class UNetModel(nn.Module):
 
 
 # ======================================================================================================================
+# --precision fp8
+
+FP8_MAX = 448.0  # of e4m3
+FP8_SPARED = 4  # of how many 3x3 convolutions at each end of the network the operands stay as they are
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to the nearest FP8 number; what is larger than FP8_MAX becomes FP8_MAX."""
+    return x.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def fp8_factor(norm: GroupNorm32) -> float:
+    """By what the norm's output is multiplied before it is rounded: 32 times its size must fit (fp8_factor in train_unet.cu says why)."""
+    size = float((norm.weight.detach().abs() + norm.bias.detach().abs()).max())
+    return 2.0 ** (math.frexp(FP8_MAX / 32 / size)[1] - 1) if size else 1.0
+
+
+def fp8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (Cout, ...) in FP8, and what each output channel's were divided by (Cout)."""
+    largest = weight.abs().amax(dim=tuple(range(1, weight.dim())))
+    scale = torch.where(largest > 0, largest / FP8_MAX, 1)
+    return to_fp8(weight / scale.view(-1, *[1] * (weight.dim() - 1))), scale
+
+
+class Fp8Conv(nn.Module):
+    """A 3x3 convolution that multiplies in FP8 what a norm has written. (Here float32 or bf16 numbers, which are FP8's, are multiplied.)"""
+
+    def __init__(self, norm: GroupNorm32, conv: nn.Conv2d):
+        super().__init__()
+        self.factor = fp8_factor(norm)
+        weight, scale = fp8_weight(conv.weight.detach())
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", (scale / self.factor)[:, None, None])
+        self.register_buffer("bias", conv.bias.detach()[:, None, None])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (F.conv2d(to_fp8(x * self.factor), self.weight, padding=1) * self.scale + self.bias).to(x.dtype)
+
+
+def use_fp8(model: UNetModel) -> None:
+    """The convolutions of train_unet.cu's choose_fp8, in its order."""
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    chosen = set(convs[FP8_SPARED : len(convs) - FP8_SPARED])
+    for block in [m for m in model.modules() if isinstance(m, ResBlock)]:
+        layers = [block.in_layers] if isinstance(block.resample, nn.Identity) else []  # else no norm writes what the convolution reads
+        for norm, *_, conv in [*layers, block.out_layers]:
+            if conv in chosen:
+                (block.in_layers if conv is block.in_layers[-1] else block.out_layers)[-1] = Fp8Conv(norm, conv)
+
+
+# ======================================================================================================================
 # its parameters: in a state_dict, and one after the other in a flat array
 
 
@@ -239,8 +290,10 @@ def initial_weights(config: Config) -> np.ndarray:
 def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torch.device | str = "cpu", precision: str = "fp32") -> UNetModel:
     """A model in eval mode whose parameters are views of weights, a flat array (if that is on the device already)."""
     model = UNetModel(config).to(device)
-    model.bf16 = precision == "bf16"
+    model.bf16 = precision == "bf16" or (precision == "fp8" and torch.device(device).type == "cuda")
     flat = torch.as_tensor(weights).to(device)
     for p, part in zip(model.parameters(), to_state_dict(config, flat).values()):
         p.data = part
+    if precision == "fp8":
+        use_fp8(model)
     return model.eval()

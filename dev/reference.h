@@ -347,6 +347,9 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
 //     +---------------------+      +------------------------+
 //
 // The rows on the left lie where they lie in x1 and x2: only pointers to them are put together, once a tap.
+static inline void conv_forward_fp8(float* out, Stats* stats, const float* x1, const float* weight,
+                                    const float* factors, const float* bias, const float* emb, int emb_stride,
+                                    const float* residual, ConvShape s);
 static inline void conv_forward(float* out,                       // (B, Ho, Wo, Cout)
                                 Stats* stats,                     // of out, or null
                                 const float* x1, const float* x2, // (B, H, W, C1), and (B, H, W, C2) or null
@@ -355,7 +358,10 @@ static inline void conv_forward(float* out,                       // (B, Ho, Wo,
                                 const float* emb, int emb_stride, // (B, emb_stride), or null
                                 const float* residual,            // as out, or null
                                 ConvShape s,                      //
-                                const ConvSkip&) {                // which only a GPU fuses
+                                const ConvSkip&,                  // which only a GPU fuses
+                                const float* factors) {           // (Cout), of FP8
+    if (s.in == Element::FP8)
+        return conv_forward_fp8(out, stats, x1, weight, factors, bias, emb, emb_stride, residual, s);
     const int HW = s.H * s.W;
     const int HWo = s.out_H() * s.out_W();
     const int taps = s.kernel * s.kernel;
@@ -392,6 +398,21 @@ static inline void conv_forward(float* out,                       // (B, Ho, Wo,
         }
     });
     if (stats) channel_stats(stats, out, s.B, HWo, s.Cout);
+}
+
+// The same of one input in FP8, whose numbers are bytes: what they stand for is multiplied in fp32.
+static inline void conv_forward_fp8(float* out, Stats* stats, const float* x1, const float* weight,
+                                    const float* factors, const float* bias, const float* emb, int emb_stride,
+                                    const float* residual, ConvShape s) {
+    const uint8_t* x_bytes = (const uint8_t*)x1;
+    const uint8_t* weight_bytes = (const uint8_t*)weight;
+    std::vector<float> x((size_t)s.B * s.H * s.W * s.C1);
+    for (size_t i = 0; i < x.size(); i++) x[i] = fp8_value(x_bytes[i]);
+    const size_t inputs = (size_t)s.kernel * s.kernel * s.C1;
+    std::vector<float> w(s.Cout * inputs);
+    for (size_t i = 0; i < w.size(); i++) w[i] = fp8_value(weight_bytes[i]) * factors[i / inputs];
+    s.in = Element::FP32;
+    conv_forward(out, stats, x.data(), nullptr, w.data(), bias, emb, emb_stride, residual, s, {}, nullptr);
 }
 
 // weight (Cout, taps, Cin) in the order in which the input gradient reads it: (taps, Cout, Cin padded to TN).
@@ -624,7 +645,7 @@ static inline ConvShape linear_shape(int B, int Cin, int Cout) {
 static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, // as above
                                   int B, int Cin, int Cout, Lane* = MAIN_LANE) {
     const ConvShape s = linear_shape(B, Cin, Cout);
-    conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, s, {});
+    conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, s, {}, nullptr);
 }
 
 // dx = dout weight,   dweight = dout^T x,   dbias = the sum of dout over B
@@ -769,7 +790,8 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
                                      const float* x2, Stats stats2,           // (B, HW, C2), and its sums
                                      const float* weight, const float* bias,  // (C)
                                      const float* scale_shift, int ss_stride, // (B, ss_stride), or null
-                                     Dropout dropout, NormShape s) {
+                                     Dropout dropout, NormShape s,
+                                     const float* factor) { // with it, out are bytes of FP8
     norm_statistics(mean, rstd, stats1, stats2, s);
     const NormInputs in{x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s};
     const int C = in.C();
@@ -781,7 +803,9 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
             for (int p = 0; p < s.HW; p++) {
                 // z = x * slope + offset; f(z); dropout
                 const float* x = row_of(block.first, p, block.pitch);
-                float* z = row_of(out, (size_t)b * s.HW + p, C) + c0;
+                float unrounded[NORM_CHANNELS];
+                const size_t first = ((size_t)b * s.HW + p) * C + c0;
+                float* z = factor ? unrounded : out + first;
 #pragma omp simd
                 for (int i = 0; i < NORM_CHANNELS; i++) {
                     z[i] = x[i] * map.slope[i] + map.offset[i];
@@ -793,6 +817,7 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
                     }
                 });
                 if (dropout.p > 0) dropout_block(z, dropout, b, (size_t)p * C + c0);
+                for (int i = 0; factor && i < NORM_CHANNELS; i++) ((uint8_t*)out)[first + i] = fp8_bits(z[i] * *factor);
             }
         }
 }

@@ -1,6 +1,7 @@
 // bench.cu - how long the steps and forward passes of train_unet take, and where their time goes; all flags of train_unet hold, too.
 //
 //   dev/bench --bench 20 --preset unet64       20 times the milliseconds of a training step and of a forward pass, as one line of JSON
+//   ... --precision fp8                        the milliseconds of a forward pass in bf16 and in FP8, both with the memory of sampling
 //   dev/bench --profile 20 --preset unet64     a table of where the time of a step and of a forward pass goes, by operation and shape
 //
 // Images and weights are made up (--init FILE: its model's shape). Without either flag it is train_unet itself, for test_launches.py, which wants one
@@ -93,18 +94,23 @@ static Dataset make_images(const Config& c) {
     return data;
 }
 
-static Trainer make_bench_trainer(const Config& c) {
-    const Dataset data = make_images(c);
-    Trainer tr = make_trainer(c, data);
-    std::vector<float> flat(tr.net.flat_size, 1);
+static std::vector<float> bench_weights(const UNet& net) {
+    std::vector<float> flat(net.flat_size, 1);
     float bound = 0;
-    for (const Param& p : tr.net.params) { // all random, as large as a run's first ones: zeros are quicker to multiply
+    for (const Param& p : net.params) { // all random, as large as a run's first ones: zeros are quicker to multiply
         if (p.shape.size() > 1) bound = p.init == INIT_NORMAL ? 1 : 1 / std::sqrt((float)p.size / p.shape[0]);
         for (size_t e = p.offset; p.init != INIT_ONE && e < p.offset + p.size; e++) {
             const uint32_t once = (uint32_t)e * 2654435761u, twice = (once ^ once >> 15) * 2246822519u;
             flat[e] = (float)(int32_t)(twice ^ twice >> 13) * 0x1p-31f * bound;
         }
     }
+    return flat;
+}
+
+static Trainer make_bench_trainer(const Config& c) {
+    const Dataset data = make_images(c);
+    Trainer tr = make_trainer(c, data);
+    const std::vector<float> flat = bench_weights(tr.net);
     copy_to_device(tr.params, flat.data(), flat.size() * sizeof(float));
     cast_params(tr.copy, tr.params, tr.net.flat_size);
     tr.net.t = tr.t;
@@ -131,6 +137,36 @@ static void bench(const Config& c, int n) {
         "{\"program\": \"train_unet\", \"model\": \"%s\", \"gpus\": %d, \"batch\": %d, \"precision\": \"%s\", \"step_ms\": %s, "
         "\"forward_ms\": %s, \"memory_gib\": %.3f}\n",
         c.preset.c_str(), world.size, c.batch_size, name_of(act_element), steps.c_str(), passes.c_str(), gibibytes);
+}
+
+// The milliseconds of a forward pass of a network that only draws samples.
+static std::string time_sampling(Config c, const char* precision, int n) {
+    c.precision = precision;
+    UNet net = build_unet(c);
+    plan_memory(&net, c.micro(), false);
+    net.t = device_alloc<float>(net.B);
+    net.labels = device_alloc<int>(net.B);
+    net.values = device_alloc<float>((size_t)net.B * c.num_values());
+    net.cond = device_alloc<float>((size_t)net.B * c.H * c.W * c.cond_channels);
+    const std::vector<float> flat = bench_weights(net);
+    float* const params = device_copy(flat);
+    act* const copy = make_copy(params, net.flat_size);
+    cast_params(copy, params, net.flat_size);
+    const Weights weights{params, copy, make_fp8_weights(net, flat)};
+    Graph graph;
+    return quantiles(time_work(n, [&] { replay(&graph, [&] { unet_forward(&net, weights, Dropout{}, net.B); }); }));
+}
+
+static void bench_fp8(const Config& c, int n) {
+    const std::string bf16_ms = time_sampling(c, name_of(act_element), n);
+    const size_t bf16_bytes = device_bytes;
+    const std::string fp8_ms = time_sampling(c, "fp8", n);
+    const double bf16_gibibytes = bf16_bytes / 0x1p30;
+    const double gibibytes = (device_bytes - bf16_bytes) / 0x1p30;
+    printf("{\"program\": \"train_unet\", \"model\": \"%s\", \"gpus\": %d, \"batch\": %d, \"precision\": \"fp8\", "
+           "\"forward_%s_ms\": %s, \"forward_ms\": %s, \"memory_%s_gib\": %.3f, \"memory_gib\": %.3f}\n",
+           c.preset.c_str(), world.size, c.batch_size, name_of(act_element), bf16_ms.c_str(), fp8_ms.c_str(),
+           name_of(act_element), bf16_gibibytes, gibibytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -349,6 +385,9 @@ int main(int argc, char** argv) {
     check_run(&c, "");
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());
-    if (steps) bench(c, steps);
+    const bool fp8 = c.precision == "fp8";
+    if (fp8 && profiles) die("--precision fp8: --profile shows training steps, which are in bf16; --bench times both");
+    if (fp8) bench_fp8(c, steps);
+    else if (steps) bench(c, steps);
     if (profiles) print_profiles(c, profiles);
 }

@@ -236,7 +236,52 @@ struct CublasConv {
 };
 #endif
 
+// A convolution whose input and weights are FP8 (arrays of numbers that FP8 has), with or without a skip connection.
+static void conv_check_fp8(Arrays& io) {
+    const ConvShape s{.B = io.dim("fp8_x", 0),
+                      .H = io.dim("fp8_x", 1),
+                      .W = io.dim("fp8_x", 2),
+                      .C1 = io.dim("fp8_x", 3),
+                      .C2 = 0,
+                      .Cout = io.dim("fp8_weight", 0),
+                      .kernel = 3,
+                      .stride = 1,
+                      .upsample = 0,
+                      .in = Element::FP8};
+    auto fp8 = [&](const char* name) {
+        std::vector<uint8_t> bytes(count_of(io.get(name, "f4").dims));
+        for (size_t i = 0; i < bytes.size(); i++) {
+            bytes[i] = fp8_bits(io.host(name)[i]);
+            if (fp8_value(bytes[i]) != io.host(name)[i]) die("%s: holds a number that FP8 does not have", name);
+        }
+        return (const act*)io.memory.upload(bytes.data(), bytes.size());
+    };
+    const bool has_emb = io.has("fp8_emb");
+    const float* emb = has_emb ? io.input<float>("fp8_emb") + 64 : nullptr;
+    const act* residual = io.activation("fp8_residual");
+    ConvSkip skip = {};
+    if (io.has("fp8_skip_x")) {
+        ConvShape shape = s;
+        shape.in = act_element;
+        shape.kernel = 1;
+        shape.C1 = io.dim("fp8_skip_x", 3);
+        skip = {io.activation("fp8_skip_x"),      nullptr,  io.activation("fp8_skip_weight"),
+                io.input<float>("fp8_skip_bias"), shape.C1, 0};
+        if (!conv_takes_skip(s, shape)) { // as in a network, a layer of its own
+            act* out = io.memory.poisoned_activation((size_t)s.B * s.H * s.W * s.Cout);
+            conv_forward(out, nullptr, skip.x1, nullptr, skip.weight, skip.bias, nullptr, 0, nullptr, shape);
+            residual = out;
+            skip = {};
+        }
+        io.takes(skip.weight ? "skip" : "residual");
+    }
+    conv_forward(io.activation_output("out", {s.B, s.H, s.W, s.Cout}), io.stats("stats", s.B, s.H, s.W, s.Cout),
+                 fp8("fp8_x"), nullptr, fp8("fp8_weight"), io.input<float>("fp8_bias"), emb, io.dim("fp8_emb", 1),
+                 residual, s, skip, io.input<float>("fp8_factors"));
+}
+
 static void conv_check(Arrays& io) {
+    if (io.has("fp8_x")) return conv_check_fp8(io);
     ConvShape s{io.dim("x1", 0),     io.dim("x1", 1),           io.dim("x1", 2),
                 io.dim("x1", 3),     io.dim("x2", 3),           io.dim("weight", 0),
                 io.dim("weight", 1), (int)io.integer("stride"), (int)io.integer("upsample")};

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from harness import Case, Pair, Tensors, Timed, bench_tensor, channel_stats, nchw, nhwc, oihw, poisoned_columns, rounding, whole
 
+from common.model import fp8_weight, to_fp8
+
 
 def sizes(case: Case) -> Case:
     return {"C2": 0, "stride": 1, "upsample": 0, "emb": False, "residual": False, "addends": 0} | case
@@ -25,6 +27,9 @@ def inputs(kernel: int, case: Case, rng: np.random.Generator) -> dict[str, Any]:
     B, H, W, C1, C2, Cout = (s[n] for n in ("B", "H", "W", "C1", "C2", "Cout"))
     out = (B, *out_size(case), Cout)
     K = kernel * kernel * (C1 + C2)
+
+    if case.get("fp8"):
+        return inputs_fp8(s, rng)
 
     def normal(*shape: int, scale: float = 1) -> np.ndarray:
         return whole(rng, *shape) if case.get("exact") else harness.normal(rng, *shape, scale=scale)
@@ -54,7 +59,51 @@ def inputs(kernel: int, case: Case, rng: np.random.Generator) -> dict[str, Any]:
     return a
 
 
+def inputs_fp8(s: Case, rng: np.random.Generator) -> dict[str, Any]:
+    """Of a 3x3 convolution: x is what a norm writes, its factor being 8, the weights are rounded as make_fp8_weights does."""
+    B, H, W, C1, Cout = (s[n] for n in ("B", "H", "W", "C1", "Cout"))
+    x = F.silu(torch.from_numpy(harness.normal(rng, B, H, W, C1))) * 8
+    weight = (
+        torch.from_numpy(harness.normal(rng, Cout, 3, 3, C1, scale=(9 * C1) ** -0.5)) * 2.0 ** torch.arange(Cout).remainder(5)[:, None, None, None]
+    )
+    if s.get("exact"):
+        x, weight = (torch.from_numpy(whole(rng, *t.shape)) for t in (x, weight))
+        scale = torch.full((Cout,), 0.125)
+    else:
+        weight, scale = fp8_weight(weight)
+    a = {"fp8_x": to_fp8(x).numpy(), "fp8_weight": weight.numpy(), "fp8_factors": (scale / 8).numpy(), "fp8_bias": whole(rng, Cout)}
+    if s["emb"]:
+        a["fp8_emb"] = whole(rng, B, Cout + 160)
+    if s["residual"]:
+        a["fp8_residual"] = whole(rng, B, H, W, Cout)
+    if "skip" in s:
+        a["fp8_skip_x"], a["fp8_skip_bias"] = whole(rng, B, H, W, s["skip"]), whole(rng, Cout)
+        a["fp8_skip_weight"] = (whole(rng, Cout, 1, 1, s["skip"]) / 4).astype(np.float32)
+    return a
+
+
+def reference_fp8(v: dict[str, Any]) -> Tensors:
+    out = nhwc(F.conv2d(nchw(v["fp8_x"]), oihw(v["fp8_weight"]), padding=1)) * v["fp8_factors"] + v["fp8_bias"]
+    if "fp8_emb" in v:
+        out = out + v["fp8_emb"][:, None, None, 64:][..., : out.shape[-1]]
+    if "fp8_residual" in v:
+        out = out + v["fp8_residual"]
+    if "fp8_skip_x" in v:
+        out = out + nhwc(F.conv2d(nchw(v["fp8_skip_x"]), oihw(v["fp8_skip_weight"]), v["fp8_skip_bias"]))
+    return {"out": out} | channel_stats(out)
+
+
+def inside(case: Case, name: str) -> float:
+    """What roundings between input and output make, as a relative error. FP8: the tensor cores sum 32 products at a time, and keep 14 bits of a sum; see
+    rounding() in harness.py, with EPS 2^-13."""
+    if case.get("fp8"):
+        return 2.0**-13 * (9 * case["C1"] / 32) ** 0.5
+    return 2.0**-17 if "fp32" in case else 0.0  # which two bf16 numbers add up to
+
+
 def reference(case: Case, v: dict[str, Any]) -> Tensors:
+    if case.get("fp8"):
+        return reference_fp8(v)
     x = v["x1"] if "x2" not in v else torch.cat([v["x1"], v["x2"]], -1)
     x = nchw(x)
     if v["upsample"]:
@@ -109,7 +158,10 @@ def conv_pair(name: str, kernel: int, cases: list[Case]) -> Pair:
         reference,
         lambda case, name: tolerance(kernel, case, name),
         ("x1", "x2", "weight", "bias", "emb"),
-        ("x1", "x2", "weight", "dout", "residual", "dx1", "dx1_add", *(["bias"] if kernel == 1 else [])),  # cuBLAS adds biases of the output's type
-        inside=lambda case, name, all: 2.0**-17 if "fp32" in case else 0.0,  # which two bf16 numbers add up to
+        (
+            *("x1", "x2", "weight", "dout", "residual", "dx1", "dx1_add", "fp8_residual", "fp8_skip_x", "fp8_skip_weight"),
+            *(["bias"] if kernel == 1 else []),  # cuBLAS adds biases of the output's type
+        ),
+        inside=lambda case, name, all: inside(case, name),
         bench=lambda shape: bench(kernel, shape),
     )

@@ -49,6 +49,36 @@ RINGS = [
     dict(B=6, H=8, W=16, C1=32, Cout=32, sms=1, takes="3 warpgroups, one range", exact="hopper", on="H200 bf16"),
 ]
 
+# FP8: one slice of 64 and of 128 channels and more; each kernel and tile, with all that is added to the result
+ON_HOPPER = dict(fp8=True, only=precisions()[0], on="H200 bf16")
+FP8 = [
+    # conv_small: images of at most 8x8, of 8x16, of 32x32; clusters
+    dict(B=3, H=8, W=8, C1=64, Cout=64, emb=True),
+    dict(B=2, H=7, W=8, C1=192, Cout=96, residual=True, sms=2),
+    dict(B=1, H=8, W=8, C1=320, Cout=64, emb=True, sms=2, exact="clusters"),
+    dict(B=2, H=8, W=8, C1=448, Cout=32, emb=True, residual=True, sms=2),
+    dict(B=1, H=8, W=8, C1=96, Cout=320, sms=1),
+    dict(B=2, H=8, W=8, C1=192, Cout=256, emb=True, sms=1),
+    dict(B=4, H=8, W=8, C1=320, Cout=128, residual=True, sms=1),
+    dict(B=1, H=8, W=15, C1=192, Cout=192, residual=True, emb=True, sms=1),
+    dict(B=1, H=8, W=16, C1=160, Cout=32, emb=True, sms=1),
+    dict(B=1, H=16, W=24, C1=32, Cout=64, residual=True, sms=1),
+    dict(B=1, H=9, W=21, C1=128, Cout=64, emb=True),
+    # conv_tiles: resident weights of one slice and of two, tiles of 32 rows, streamed weights
+    dict(B=1, H=40, W=18, C1=64, Cout=64, emb=True, residual=True, sms=1),
+    dict(B=1, H=35, W=20, C1=32, Cout=32, residual=True, sms=1),
+    dict(B=1, H=64, W=9, C1=128, Cout=96, residual=True, emb=True, sms=1),
+    dict(B=1, H=40, W=12, C1=192, Cout=64, emb=True, sms=1),
+    dict(B=1, H=40, W=12, C1=256, Cout=32, sms=1),
+    dict(B=1, H=33, W=10, C1=288, Cout=64, residual=True, sms=1),
+    dict(B=1, H=64, W=18, C1=320, Cout=64, emb=True, residual=True, sms=1),
+    dict(B=1, H=32, W=32, C1=448, Cout=64, emb=True, sms=1),
+    # a skip connection, which stays in bf16, fused and not
+    dict(B=2, H=16, W=17, C1=64, Cout=64, skip=96, sms=1, takes="skip"),
+    dict(B=1, H=35, W=18, C1=128, Cout=96, skip=96, sms=1, takes="skip"),
+    dict(B=1, H=33, W=18, C1=192, Cout=64, skip=32, sms=1, takes="residual"),
+]
+
 PAIR = conv_pair(
     "conv3x3",
     3,
@@ -70,6 +100,7 @@ PAIR = conv_pair(
         dict(B=3, H=8, W=8, C1=192, Cout=128, addends=2),
         dict(B=1, H=9, W=21, C1=128, Cout=64, emb=True),
         *(LARGE + RINGS if "bf16" in precisions() else []),
+        *(case | ON_HOPPER for case in FP8),
         dict(B=1, H=8, W=8, C1=64, Cout=128, upsample=1, addends=1),
     ],
 )

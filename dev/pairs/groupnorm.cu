@@ -194,6 +194,19 @@ static void check(Arrays& io) {
 #endif
     groupnorm_forward(io.activation_output("out", out_dims), mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
                       Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s);
+    if (io.has("factor")) { // once more, with an output in FP8, which is divided by the factor again
+        const float factor = (float)io.real("factor");
+        const size_t n = count_of(out_dims);
+        uint8_t* const bytes = io.memory.poisoned<uint8_t>(n);
+        groupnorm_forward((act*)bytes, mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
+                          Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s,
+                          io.memory.upload(&factor, 1));
+        io.out.push_back({"fp8", [=] {
+                              std::vector<float> values;
+                              for (const uint8_t b : download(bytes, n)) values.push_back(fp8_value(b) / factor);
+                              return Arrays::packed(values, out_dims);
+                          }});
+    }
     do_nothing(); // as in a network, the kernel just before the backward pass is another one
     groupnorm_backward(io.gradient("dx1", x1_dims), s.C2 ? io.gradient("dx2", x2_dims) : Grad{},
                        io.parameter_gradient("weight"), io.parameter_gradient("bias"), dss, dout, x1, x2, mean, rstd,

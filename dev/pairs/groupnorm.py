@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from common.model import FP8_MAX
 from harness import (
     Arrays, Case, Pair, Tensors, Timed, bench_tensor, dropout_mask, forward_backward, main, nchw, nhwc, normal, poisoned_columns, precisions, rounding, whole,
 )  # fmt: skip
@@ -21,6 +22,7 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     arrays: dict[str, Any] = {
         "silu": int(case["silu"]),
         "p": float(case.get("dropout", 0)),
+        **({"factor": case["fp8"]} if "fp8" in case else {}),
         **DROPOUT,
         "x1": normal(rng, B, H, W, C1, scale=2, mean=case.get("mean", 0.5)),
         "weight": normal(rng, C),
@@ -69,7 +71,8 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         out = out * dropout_mask(v["p"], v["seed"], v["step"], v["sample0"], v["layer"], (B, H, W, C))
     groups = x.view(B, H * W, 32, C // 32).transpose(1, 2).flatten(2)
     rstd = 1 / torch.sqrt(groups.var(-1, correction=0) + 1e-5)
-    return {"out": out, "mean": groups.mean(-1), "rstd": rstd}
+    fp8 = {"fp8": out.detach().clamp(-FP8_MAX / v["factor"], FP8_MAX / v["factor"])} if "factor" in v else {}
+    return {"out": out, "mean": groups.mean(-1), "rstd": rstd, **fp8}
 
 
 def tolerance(case: Case, name: str) -> float:
@@ -78,6 +81,8 @@ def tolerance(case: Case, name: str) -> float:
     dz and dz * xhat inherit the errors of their terms.
     """
     offset = abs(case.get("mean", 0.5)) / 2
+    if name == "fp8":  # half of a last place is 2^-4 of a number at most, of which error() takes half; of all numbers it is some 2^-3 / 12^0.5
+        return 2.0**-5
     if name in ("mean", "rstd"):
         return rounding(steps=1)
     return rounding(steps=6 + 2 * offset if name == "out" else 10 + 4 * offset)
@@ -117,6 +122,9 @@ CASES = [
     dict(B=2, H=8, W=8, C1=64, silu=True, mean=100),
     *(LARGE if "bf16" in precisions() else []),
     dict(B=32, H=4, W=4, C1=64, silu=True, on="A100 fp32, H200 bf16"),
+    # an output in FP8, which some numbers of the second case are too large for
+    dict(B=2, H=12, W=20, C1=96, silu=True, fp8=8.0, only=precisions()[0], on="H200 bf16"),
+    dict(B=2, H=7, W=9, C1=96, C2=64, silu=True, scale_shift=True, fp8=64.0, only=precisions()[0], on="H200 bf16"),
     dict(B=1, H=1, W=3, C1=96, C2=64, silu=True),
 ]
 GRADIENTS = ("x1", "x2", "weight", "bias", "scale_shift")

@@ -346,6 +346,24 @@ u16 to_bf16(f32 v) {
     return std::isnan(v) ? 0x7fff : (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 u16 to_fp16(f32 v) { return std::bit_cast<u16>((_Float16)v); }
+f32 e4m3_value(uint8_t v) {
+    static const std::vector<f32> all = [] {
+        std::vector<f32> values(128, NAN);
+        for (int code = 0; code < 127; code++)
+            values[(size_t)code] = (code < 8 ? (f32)code : (f32)(8 + code % 8) * (f32)(1 << (code / 8 - 1))) / 512;
+        return values;
+    }();
+    return v & 128 ? -all[v & 127] : all[v];
+}
+uint8_t to_e4m3(f32 v) { // the nearest one, of two as near the even one, at most the largest one
+    if (std::isnan(v)) return 127;
+    const f64 size = std::fabs((f64)v);
+    uint8_t code = 0;
+    while (code < 126 && e4m3_value(code) < size) code++;
+    const f64 above = e4m3_value(code) - size, below = code ? size - e4m3_value((uint8_t)(code - 1)) : INFINITY;
+    if (below < above || (below == above && code % 2)) code--;
+    return (uint8_t)(code | (std::signbit(v) ? 128 : 0));
+}
 
 // a b + c, rounded down: the product of two floats is exact in double, and what the sum loses is known.
 f32 fma_down(f32 a, f32 b, f32 c) {
@@ -488,6 +506,8 @@ const Forms& forms() {
         f["cvt.rn.f16.f32"] = form<u16, f32>([](f32 a) { return to_fp16(a); });
         f["cvt.rn.bf16x2.f32"] = form<u32, f32, f32>([](f32 a, f32 b) { return (u32)to_bf16(a) << 16 | to_bf16(b); });
         f["cvt.rn.f16x2.f32"] = form<u32, f32, f32>([](f32 a, f32 b) { return (u32)to_fp16(a) << 16 | to_fp16(b); });
+        f["cvt.rn.satfinite.e4m3x2.f32"] =
+            form<u16, f32, f32>([](f32 a, f32 b) { return (u16)(to_e4m3(a) << 8 | to_e4m3(b)); });
         f["prmt.b32"] = form<u32, u32, u32, u32>([](u32 a, u32 b, u32 order) {
             u32 v = 0;
             for (int k = 0; k < 4; k++) {
@@ -593,15 +613,16 @@ template <bool BF16> bool mma(Warp& w, const Ins& i, u32) { // list: d0..3, a0..
     return true;
 }
 
-// A matrix of bf16 in shared memory that wgmma reads: element (row, k) of A (or of B, whose rows are columns).
+// A matrix of bf16 (or e4m3, which is never turned) in shared memory that wgmma reads: element (row, k) of A (or of B, whose rows are columns).
 struct Descriptor {
     u32 start, leading, stride, row_bytes;
-    bool turned; // rows lie side by side, not k
+    bool turned;     // rows lie side by side, not k
+    u32 element = 2; // bytes
 
     u32 at(int row, int k) const {
         const int width = (int)row_bytes / 2;
         const u32 offset = turned ? row / width * leading + k / 8 * stride + k % 8 * row_bytes + row % width * 2
-                                  : row / 8 * stride + row % 8 * row_bytes + k * 2;
+                                  : row / 8 * stride + row % 8 * row_bytes + k * element;
         const u32 address = start + offset;
         return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4;
     }
@@ -637,8 +658,37 @@ void hold_back(Warp& w, const Ins& i, int values) {
     }
     w.late.push_back(std::move(p));
 }
-// A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned.
+// A warp's 16 of wgmma's 64 rows in e4m3. The tensor cores keep fewer bits of the sums than this.
+void quarter_fp8(Warp& w, const Ins& i) {
+    const int columns = (int)i.imm[0], values = columns / 2;
+    arrive_late(w, [&](const LateProduct& p) { return p.has(i.list[0]); });
+    Descriptor from = descriptor(w, w.reg<u64>(i.op[1])[0], false), to = descriptor(w, w.reg<u64>(i.op[2])[0], false);
+    from.element = to.element = 1;
+    static f32 a[16][32], b[32][256], d[16][256];
+    for (int m = 0; m < 16; m++) {
+        for (int k = 0; k < 32; k += 16) reads(w, from.at(w.rank % 4 * 16 + m, k));
+        for (int k = 0; k < 32; k++) a[m][k] = e4m3_value(*(uint8_t*)shared(w, from.at(w.rank % 4 * 16 + m, k), 1));
+    }
+    for (int n = 0; n < columns; n++) {
+        for (int k = 0; k < 32; k += 16) reads(w, to.at(n, k));
+        for (int k = 0; k < 32; k++) b[k][n] = e4m3_value(*(uint8_t*)shared(w, to.at(n, k), 1));
+    }
+    for (int m = 0; m < 16; m++) {
+        std::fill_n(d[m], columns, 0.f);
+        for (int k = 0; k < 32; k++)
+            for (int n = 0; n < columns; n++) d[m][n] += a[m][k] * b[k][n];
+    }
+    const bool add = *w.reg<u32>(i.op[0]) & 1;
+    for (int v = 0; v < values; v++)
+        for (int l = 0; l < 32; l++) {
+            f32& out = w.reg<f32>(i.list[v])[l];
+            out = (add ? out : 0) + d[l / 4 + v / 2 % 2 * 8][v / 4 * 8 + l % 4 * 2 + v % 2];
+        }
+    if (!reversed()) hold_back(w, i, values);
+}
+// A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned, e4m3.
 void quarter(Warp& w, const Ins& i) {
+    if (i.imm[1] & 4) return quarter_fp8(w, i);
     const int columns = (int)i.imm[0], values = columns / 2;
     arrive_late(
         w, [&](const LateProduct& p) { return p.has(i.list[0]); }); // one product may add to what another one adds to
@@ -1352,6 +1402,7 @@ void Decoder::decode_operands(Ins& i, Text m, const std::vector<Text>& o, Text s
         else i.op[1] = operand(o[1], 8, statement);
         i.op[2] = operand(o[2], 8, statement), i.op[0] = operand(o[3], 0, statement);
         if (o[4] != "1" || o[5] != "1") complain("a scale that is not 1", statement);
+        if (contains(".e4m3.e4m3")) return (void)(i.imm[1] = 4); // never turned, both in shared memory
         i.imm[1] = registers ? (o[6] == "1") * 2 : (o[6] == "1") + (o[7] == "1") * 2;
         return;
     }
@@ -1773,7 +1824,7 @@ CUresult emulated_tensor_map(CUtensorMap* to, CUtensorMapDataType type, cuuint32
                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
     TensorMap map = {};
     map.memory = (char*)memory, map.rank = rank;
-    map.stride[0] = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+    map.stride[0] = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
     map.row_bytes = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
                     : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
                     : swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32

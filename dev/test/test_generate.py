@@ -345,6 +345,8 @@ def test_names_of_exported_files(model: Path, tmp_path: Path) -> None:
     refused([*given, "--export_onnx", "a.onnx", "--export_coreml", "a.mlpackage"], "one thing at a time")
     refused([*given, "--show", "samplers", "--backend", "native"], "--show and --backend", "one thing at a time")
     refused([*given, "--precision", "fp16"], "--export_coreml")
+    refused([*given, "--precision", "fp8", "--export_onnx", "a.onnx"], "--precision fp8", "--backend torch and native")
+    refused([*given, "--precision", "fp8", "--backend", "onnx"], "--precision fp8", "--backend torch and native")
     (tmp_path / "mine.mlpackage/mine").mkdir(parents=True)
     with pytest.raises(twin.UserError, match="holds no Manifest.json"):
         generate.save_coreml(None, str(tmp_path / "mine.mlpackage"))

@@ -151,7 +151,16 @@ def models() -> list[list[str]]:
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_training(gpu: Gpu, tmp_path: Path) -> None:
-    check_all([[*words, "--precision", p, "--bench", 1] for words in (models() if gpu.presets else MODELS) for p in ("bf16", "fp32")], gpu, tmp_path)
+    """And, with fp8, forward passes."""
+    precisions = ("bf16", "fp32", "fp8") if gpu.capability == 90 else ("bf16", "fp32")
+    check_all([[*words, "--precision", p, "--bench", 1] for words in (models() if gpu.presets else MODELS) for p in precisions], gpu, tmp_path)
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.capability != 90], ids=lambda gpu: gpu.name)
+def test_fp8_needs_hopper(gpu: Gpu, tmp_path: Path) -> None:
+    told = run(["--preset", "unet64", "--bench", 1, "--precision", "fp8"], describe(tmp_path, gpu), tmp_path)
+    assert told.returncode == 1
+    assert told.stderr.startswith("train_unet: --precision fp8: needs an H100 or H200")
 
 
 CHOICES = Path(__file__).with_name("launches.txt")

@@ -46,6 +46,8 @@ def cases(gpu: str, precision: str, name: str) -> Iterator[int]:
     last = len(PAIRS[name].cases) - 1
     for i, case in enumerate(PAIRS[name].cases):
         usual = case.get("only", precision) == precision
+        if "fp8" in case and BUILD != "cpu":  # of which only Hopper has kernels
+            usual &= gpu == "H200" or (BUILD == "cuda" and torch.cuda.get_device_capability() == (9, 0))
         if gpu:
             usual &= case.get("sms", 0) < 132
             chosen = (i in (1, last) or i in special(name)) and (precision, gpu) != ("fp32", "H200")
