@@ -67,32 +67,32 @@
 //  13747         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
 //  13864         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 //  14310         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14738         conv_weight_tma: weight gradients (sm_90a)
-//  15019    21. The optimiser
-//  15022         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15252    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15255         groupnorm_backward
-//  15390         attention: forward and, where a has dout, backward
-//  15451         convolution: forward and input gradient
-//  15896         convolution: weight gradients
-//  16231    23. The GPU: memory, copies, repeated work
-//  16448    24. Between ranks: from device to device
+//  14739         conv_weight_tma: weight gradients (sm_90a)
+//  15020    21. The optimiser
+//  15023         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15253    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15256         groupnorm_backward
+//  15391         attention: forward and, where a has dout, backward
+//  15452         convolution: forward and input gradient
+//  15897         convolution: weight gradients
+//  16232    23. The GPU: memory, copies, repeated work
+//  16449    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7294, run_program 7234, train 6636, run_step 6447, train_step 5505, load_batch 4623;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16358):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16359):
 //     step_gradients 5406: draw_levels 9230, forward_and_loss 5321, q_sample_forward 9416, unet_forward 2834,
 //     forward_layer 2822 (a function of the layer's kind), loss_forward_backward 9526, unet_backward 2897,
-//     sum_gradients 15068;
-//     judge_step 15115, update_slice 5471, adamw_update 15225, next_step 15121, record_step 15126;
+//     sum_gradients 15069;
+//     judge_step 15116, update_slice 5471, adamw_update 15226, next_step 15122, record_step 15127;
 //     later collect_steps 6402
 //   pictures, from noise: sample_batch 4063, plan_route 3837, device_step 3880, euler_step 3643 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15770 draws all of its roads):
-//     forward_conv 2073; conv_forward 15807, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15729 above that; conv_tiles 14295, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 15771 draws all of its roads):
+//     forward_conv 2073; conv_forward 15808, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15730 above that; conv_tiles 14295, with conv_tiles_kernel above it;
 //     Accumulators 8609; Wgmma 8212;
-//     on any other GPU pick_conv_halo_bf16 15523; conv_halo 12752, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 15524; conv_halo 12752, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8036
 //   why several GPUs compute the bits of one: step_gradients 5406
 //   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7341, with_nonlinearity 7351 (a case); BEHIND_NORMS, in front of
@@ -104,8 +104,8 @@
 //     LayerKind 1966; add_resblock 2332 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 225, ElementOf 7317; until they know it, nothing compiles: unpack 7701,
-//     pack 7729, FourOf 7781, mma 8036, with_act 7567, cast_params 15145, adamw_update 15225, tma_type 8341;
-//     which kernels take it: conv_product 15770, act_has_wgmma 7577; docs/READING.md says what at each
+//     pack 7729, FourOf 7781, mma 8036, with_act 7567, cast_params 15146, adamw_update 15226, tma_type 8341;
+//     which kernels take it: conv_product 15771, act_has_wgmma 7577; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
 //     ends in is unknown_word 1095, called by who does not know it
 //
@@ -14729,8 +14729,9 @@ template <class T> static void conv_small(const ConvCall& p) {
     const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    constexpr bool HALF = T::N <= 64 && !T::FP8; // is there a version for one slice of 32 channels?
-    auto kernel = p.C1 == 32 && HALF ? conv_small_kernel < T, HALF ? 2 : 4 > : conv_small_kernel<T, 4>;
+    // Wide tiles, and those of FP8, have no version for one slice of 32 channels.
+    constexpr int STEPS_OF_32 = T::N <= 64 && !T::FP8 ? 2 : 4;
+    auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
