@@ -67,32 +67,32 @@
 //  13798         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
 //  13915         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 //  14361         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14789         conv_weight_tma: weight gradients (sm_90a)
-//  15070    21. The optimiser
-//  15073         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15303    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15306         groupnorm_backward
-//  15441         attention: forward and, where a has dout, backward
-//  15502         convolution: forward and input gradient
-//  15947         convolution: weight gradients
-//  16283    23. The GPU: memory, copies, repeated work
-//  16500    24. Between ranks: from device to device
+//  14790         conv_weight_tma: weight gradients (sm_90a)
+//  15071    21. The optimiser
+//  15074         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15304    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15307         groupnorm_backward
+//  15442         attention: forward and, where a has dout, backward
+//  15503         convolution: forward and input gradient
+//  15948         convolution: weight gradients
+//  16284    23. The GPU: memory, copies, repeated work
+//  16501    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7328, run_program 7268, train 6669, run_step 6480, train_step 5538, load_batch 4652;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16410):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16411):
 //     step_gradients 5439: draw_levels 9273, forward_and_loss 5353, q_sample_forward 9460, unet_forward 2838,
 //     forward_layer 2824 (a function of the layer's kind), loss_forward_backward 9570, unet_backward 2903,
-//     sum_gradients 15119;
-//     judge_step 15166, update_slice 5504, adamw_update 15276, next_step 15172, record_step 15177;
+//     sum_gradients 15120;
+//     judge_step 15167, update_slice 5504, adamw_update 15277, next_step 15173, record_step 15178;
 //     later collect_steps 6435
 //   pictures, from noise: sample_batch 4092, plan_route 3866, device_step 3909, euler_step 3672 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15821 draws all of its roads):
-//     forward_conv 2073; conv_forward 15858, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15780 above that; conv_tiles 14346, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 15822 draws all of its roads):
+//     forward_conv 2073; conv_forward 15859, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15781 above that; conv_tiles 14346, with conv_tiles_kernel above it;
 //     Accumulators 8646; Wgmma 8249;
-//     on any other GPU pick_conv_halo_bf16 15574; conv_halo 12797, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 15575; conv_halo 12797, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8073
 //   why several GPUs compute the bits of one: step_gradients 5439
 //   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7376, with_nonlinearity 7386 (a case); BEHIND_NORMS, in front of
@@ -104,8 +104,8 @@
 //     LayerKind 1966; add_resblock 2333 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 225, ElementOf 7352; until they know it, nothing compiles: unpack 7737,
-//     pack 7765, FourOf 7817, mma 8073, with_act 7603, cast_params 15196, adamw_update 15276, tma_type 8378;
-//     which kernels take it: conv_product 15821, act_has_wgmma 7613; docs/READING.md says what at each
+//     pack 7765, FourOf 7817, mma 8073, with_act 7603, cast_params 15197, adamw_update 15277, tma_type 8378;
+//     which kernels take it: conv_product 15822, act_has_wgmma 7613; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1095, called by who does not know it
 //
@@ -14780,8 +14780,9 @@ template <class T> static void conv_small(const ConvCall& p) {
     const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    constexpr bool HALF = T::N <= 64 && !T::FP8; // is there a version for one slice of 32 channels?
-    auto kernel = p.C1 == 32 && HALF ? conv_small_kernel < T, HALF ? 2 : 4 > : conv_small_kernel<T, 4>;
+    // Wide tiles, and those of FP8, have no version for one slice of 32 channels.
+    constexpr int STEPS_OF_32 = T::N <= 64 && !T::FP8 ? 2 : 4;
+    auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
