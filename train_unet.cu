@@ -26,76 +26,76 @@
 //   5592         what a run holds
 //   5659         the log and the status line
 //   5845         checkpoints, snapshots and grids
-//   6091         the start of a run: new, from a file's weights, or resumed
-//   6284         the loop over the steps
-//   6397         a run from its first to its last line
-//   6566         samples, without a run
-//   6716    13. main: the command line, then a run or samples
-//   6990         what ranks must have in common
-//   7058         main
-//   7180  Part II. The device
-//   7183    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7260    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7328    16. The GPU: what all kernels share
-//   7392         Launches, which may overlap
-//   7434         Decisions: what kernels are chosen with
-//   7480         Single instructions: shared memory, mbarriers, clusters
-//   7564         Activations: pieces of 16 bytes
-//   7839         each_kernel: a thread for an element
-//   7853         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8009         Swizzle: how rows lie in shared memory
-//   8027         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8229         building blocks of Hopper's kernels (sm_90a)
-//   8500    17. Small operations: resampling, embeddings, diffusion
-//   8503         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8699         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9042         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9541    18. Group norm
-//   9544         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10061         groupnorm_backward_whole: an image's slab in shared memory
-//  10429    19. Attention
-//  10532         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11054         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11189         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  11852    20. Convolution
-//  11887         ConvOut: results, 4 channels of a pixel at a time
-//  12115         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12176         conv_halo: 3x3, stride 1, any GPU
-//  12568         conv_gather: any kernel size and stride, any GPU
-//  12821         conv_few: the first and the last layer
-//  12992         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13550         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
-//  13652         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14077         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14463         conv_weight_tma: weight gradients (sm_90a)
-//  14744    21. The optimiser
-//  14747         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  14975    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  14978         groupnorm_backward
-//  15113         attention: forward and, where a has dout, backward
-//  15174         convolution: forward and input gradient
-//  15602         convolution: weight gradients
-//  15937    23. The GPU: memory, copies, repeated work
-//  16151    24. Between ranks: from device to device
+//   6105         the start of a run: new, from a file's weights, or resumed
+//   6298         the loop over the steps
+//   6411         a run from its first to its last line
+//   6580         samples, without a run
+//   6732    13. main: the command line, then a run or samples
+//   7006         what ranks must have in common
+//   7074         main
+//   7196  Part II. The device
+//   7199    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7276    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7344    16. The GPU: what all kernels share
+//   7408         Launches, which may overlap
+//   7450         Decisions: what kernels are chosen with
+//   7496         Single instructions: shared memory, mbarriers, clusters
+//   7580         Activations: pieces of 16 bytes
+//   7855         each_kernel: a thread for an element
+//   7869         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8025         Swizzle: how rows lie in shared memory
+//   8043         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8245         building blocks of Hopper's kernels (sm_90a)
+//   8516    17. Small operations: resampling, embeddings, diffusion
+//   8519         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8715         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9058         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9557    18. Group norm
+//   9560         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10077         groupnorm_backward_whole: an image's slab in shared memory
+//  10445    19. Attention
+//  10548         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11070         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11205         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  11868    20. Convolution
+//  11903         ConvOut: results, 4 channels of a pixel at a time
+//  12131         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12192         conv_halo: 3x3, stride 1, any GPU
+//  12584         conv_gather: any kernel size and stride, any GPU
+//  12837         conv_few: the first and the last layer
+//  13008         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13566         Hopper's convolutions (sm_90a, bf16): what they share: TMA, mbarriers, wgmma
+//  13668         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14093         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14479         conv_weight_tma: weight gradients (sm_90a)
+//  14760    21. The optimiser
+//  14763         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  14991    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  14994         groupnorm_backward
+//  15129         attention: forward and, where a has dout, backward
+//  15190         convolution: forward and input gradient
+//  15618         convolution: weight gradients
+//  15953    23. The GPU: memory, copies, repeated work
+//  16167    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7176, run_program 7116, train 6522, run_step 6333, train_step 5391, load_batch 4554;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16061):
-//     step_gradients 5292: draw_levels 9055, forward_and_loss 5207, q_sample_forward 9241, unet_forward 2765,
-//     forward_layer 2753 (a function of the layer's kind), loss_forward_backward 9351, unet_backward 2828,
-//     sum_gradients 14793;
-//     judge_step 14840, update_slice 5357, adamw_update 14949, next_step 14846, record_step 14851;
-//     later collect_steps 6288
+//     main 7192, run_program 7132, train 6536, run_step 6347, train_step 5391, load_batch 4554;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16077):
+//     step_gradients 5292: draw_levels 9071, forward_and_loss 5207, q_sample_forward 9257, unet_forward 2765,
+//     forward_layer 2753 (a function of the layer's kind), loss_forward_backward 9367, unet_backward 2828,
+//     sum_gradients 14809;
+//     judge_step 14856, update_slice 5357, adamw_update 14965, next_step 14862, record_step 14867;
+//     later collect_steps 6302
 //   pictures, from noise: sample_batch 3994, plan_route 3768, device_step 3811, euler_step 3574 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15486 draws all of its roads):
-//     forward_conv 2031; conv_forward 15515, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15447 above that; conv_tiles 14062, with conv_tiles_kernel above it;
-//     Accumulators 8448; Wgmma 8078;
-//     on any other GPU pick_conv_halo_bf16 15246; conv_halo 12555, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 7902
+//   a convolution, to the tensor cores (a table above conv_product 15502 draws all of its roads):
+//     forward_conv 2031; conv_forward 15531, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15463 above that; conv_tiles 14078, with conv_tiles_kernel above it;
+//     Accumulators 8464; Wgmma 8094;
+//     on any other GPU pick_conv_halo_bf16 15262; conv_halo 12571, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 7918
 //   why several GPUs compute the bits of one: step_gradients 5292
-//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7223, with_nonlinearity 7233 (a case); BEHIND_NORMS, in front of
+//   a nonlinearity beside SiLU: Nonlinearity 256, Silu 7239, with_nonlinearity 7249 (a case); BEHIND_NORMS, in front of
 //     add_norm 2241, chooses it
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3032
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 368, and beside each other edm_question 2895,
@@ -103,9 +103,9 @@
 //   a kind of layer: forward_linear 1952 and what stands beside it, with a list of all places in front of
 //     LayerKind 1924; add_resblock 2289 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7199; until they know it, nothing compiles: unpack 7582,
-//     pack 7610, FourOf 7647, mma 7902, with_act 7449, cast_params 14870, adamw_update 14949, tma_type 8188;
-//     which kernels take it: conv_product 15486, act_has_wgmma 7458; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7215; until they know it, nothing compiles: unpack 7598,
+//     pack 7626, FourOf 7663, mma 7918, with_act 7465, cast_params 14886, adamw_update 14965, tma_type 8204;
+//     which kernels take it: conv_product 15502, act_has_wgmma 7474; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die; what a flag's unknown word
 //     ends in is unknown_word 1067, called by who does not know it
 //
@@ -6072,6 +6072,20 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
+// Says whether the folder holds a run that has, or may later write, a file of this name. Nothing else may lie there
+// under it: the run would replace that, or take it for its own.
+static bool is_name_of_run(const Folder& folder, const std::string& name) {
+    const bool holds_run = folder.has("log.csv") || !folder.list().empty();
+    if (!holds_run) return false;
+    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // loss.png is the twin's
+        if (name == one_of_its) return true;
+    const bool has_step = step_in_name(name, "model_", ".bin") >= 0 || step_in_name(name, "ema_", ".bin") >= 0 ||
+                          step_in_name(name, "samples_", ".png") >= 0;
+    return has_step;
+}
+
+constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
+
 // defines: begin_page, write_page, end_page, page_turn, compare_runs
 #include "host/page.h"
 
@@ -6611,6 +6625,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
     const Folder folder = open_folder(path.parent_path().string());
     must(folder.descriptor >= 0,
          text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
+
+    must(!is_name_of_run(folder, name), NAME_OF_RUN);
 
     // A file of this name may be replaced if it holds samples, and if this program does not read it.
     struct stat target;
