@@ -336,8 +336,11 @@ def seconds_of(folder: Path) -> np.ndarray:
 
 def test_seconds_add_up_over_resumes(run: Callable, open_page: Callable, data: Path, tmp_path: Path) -> None:
     """Both programs write them; rows of logs that lack them, as older programs wrote, count with their ms."""
+    import torch
+
     import train_unet as twin
 
+    torch.set_num_threads(1)
     run(flags(TINY, "--data_file", data, "--max_steps 4 --save_interval 4"))
     log = tmp_path / "out/log.csv"
     header, *rows = log.read_text().splitlines()
