@@ -26,76 +26,76 @@
 //   5739         what a run holds
 //   5806         the log and the status line
 //   5992         checkpoints, snapshots and grids
-//   6238         the start of a run: new, from a file's weights, or resumed
-//   6431         the loop over the steps
-//   6544         a run from its first to its last line
-//   6713         samples, without a run
-//   6866    13. main: the command line, then a run or samples
-//   7140         what ranks must have in common
-//   7208         main
-//   7332  Part II. The device
-//   7335    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7413    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7482    16. The GPU: what all kernels share
-//   7546         Launches, which may overlap
-//   7588         Decisions: what kernels are chosen with
-//   7635         Single instructions: shared memory, mbarriers, clusters
-//   7719         Activations: pieces of 16 bytes
-//   8010         each_kernel: a thread for an element
-//   8024         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8180         Swizzle: how rows lie in shared memory
-//   8198         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8420         building blocks of Hopper's kernels (sm_90a)
-//   8712    17. Small operations: resampling, embeddings, diffusion
-//   8715         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8913         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9259         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9760    18. Group norm
-//   9763         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10294         groupnorm_backward_whole: an image's slab in shared memory
-//  10668    19. Attention
-//  10771         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11293         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11428         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12092    20. Convolution
-//  12127         ConvOut: results, 4 channels of a pixel at a time
-//  12357         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12418         conv_halo: 3x3, stride 1, any GPU
-//  12810         conv_gather: any kernel size and stride, any GPU
-//  13063         conv_few: the first and the last layer
-//  13234         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13798         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  13915         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14361         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14790         conv_weight_tma: weight gradients (sm_90a)
-//  15071    21. The optimiser
-//  15074         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15304    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15307         groupnorm_backward
-//  15442         attention: forward and, where a has dout, backward
-//  15503         convolution: forward and input gradient
-//  15948         convolution: weight gradients
-//  16284    23. The GPU: memory, copies, repeated work
-//  16501    24. Between ranks: from device to device
+//   6252         the start of a run: new, from a file's weights, or resumed
+//   6445         the loop over the steps
+//   6558         a run from its first to its last line
+//   6727         samples, without a run
+//   6882    13. main: the command line, then a run or samples
+//   7156         what ranks must have in common
+//   7224         main
+//   7348  Part II. The device
+//   7351    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7429    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7498    16. The GPU: what all kernels share
+//   7562         Launches, which may overlap
+//   7604         Decisions: what kernels are chosen with
+//   7651         Single instructions: shared memory, mbarriers, clusters
+//   7735         Activations: pieces of 16 bytes
+//   8026         each_kernel: a thread for an element
+//   8040         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8196         Swizzle: how rows lie in shared memory
+//   8214         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8436         building blocks of Hopper's kernels (sm_90a)
+//   8728    17. Small operations: resampling, embeddings, diffusion
+//   8731         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   8929         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9275         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9776    18. Group norm
+//   9779         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10310         groupnorm_backward_whole: an image's slab in shared memory
+//  10684    19. Attention
+//  10787         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11309         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11444         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12108    20. Convolution
+//  12143         ConvOut: results, 4 channels of a pixel at a time
+//  12373         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12434         conv_halo: 3x3, stride 1, any GPU
+//  12826         conv_gather: any kernel size and stride, any GPU
+//  13079         conv_few: the first and the last layer
+//  13250         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13814         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  13931         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14377         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14806         conv_weight_tma: weight gradients (sm_90a)
+//  15087    21. The optimiser
+//  15090         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15320    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15323         groupnorm_backward
+//  15458         attention: forward and, where a has dout, backward
+//  15519         convolution: forward and input gradient
+//  15964         convolution: weight gradients
+//  16300    23. The GPU: memory, copies, repeated work
+//  16517    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7328, run_program 7268, train 6669, run_step 6480, train_step 5538, load_batch 4652;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16411):
-//     step_gradients 5439: draw_levels 9273, forward_and_loss 5353, q_sample_forward 9460, unet_forward 2838,
-//     forward_layer 2824 (a function of the layer's kind), loss_forward_backward 9570, unet_backward 2903,
-//     sum_gradients 15120;
-//     judge_step 15167, update_slice 5504, adamw_update 15277, next_step 15173, record_step 15178;
-//     later collect_steps 6435
+//     main 7344, run_program 7284, train 6683, run_step 6494, train_step 5538, load_batch 4652;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16427):
+//     step_gradients 5439: draw_levels 9289, forward_and_loss 5353, q_sample_forward 9476, unet_forward 2838,
+//     forward_layer 2824 (a function of the layer's kind), loss_forward_backward 9586, unet_backward 2903,
+//     sum_gradients 15136;
+//     judge_step 15183, update_slice 5504, adamw_update 15293, next_step 15189, record_step 15194;
+//     later collect_steps 6449
 //   pictures, from noise: sample_batch 4092, plan_route 3866, device_step 3909, euler_step 3672 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15822 draws all of its roads):
-//     forward_conv 2073; conv_forward 15859, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15781 above that; conv_tiles 14346, with conv_tiles_kernel above it;
-//     Accumulators 8646; Wgmma 8249;
-//     on any other GPU pick_conv_halo_bf16 15575; conv_halo 12797, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8073
+//   a convolution, to the tensor cores (a table above conv_product 15838 draws all of its roads):
+//     forward_conv 2073; conv_forward 15875, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15797 above that; conv_tiles 14362, with conv_tiles_kernel above it;
+//     Accumulators 8662; Wgmma 8265;
+//     on any other GPU pick_conv_halo_bf16 15591; conv_halo 12813, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8089
 //   why several GPUs compute the bits of one: step_gradients 5439
-//   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7376, with_nonlinearity 7386 (a case); BEHIND_NORMS, in front of
+//   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7392, with_nonlinearity 7402 (a case); BEHIND_NORMS, in front of
 //     add_norm 2285, chooses it
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3130
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 394, and beside each other edm_question 2976,
@@ -103,9 +103,9 @@
 //   a kind of layer: forward_linear 1994 and what stands beside it, with a list of all places in front of
 //     LayerKind 1966; add_resblock 2333 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7352; until they know it, nothing compiles: unpack 7737,
-//     pack 7765, FourOf 7817, mma 8073, with_act 7603, cast_params 15197, adamw_update 15277, tma_type 8378;
-//     which kernels take it: conv_product 15822, act_has_wgmma 7613; docs/READING.md says what at each
+//   an element type beside bf16: Element 225, ElementOf 7368; until they know it, nothing compiles: unpack 7753,
+//     pack 7781, FourOf 7833, mma 8089, with_act 7619, cast_params 15213, adamw_update 15293, tma_type 8394;
+//     which kernels take it: conv_product 15838, act_has_wgmma 7629; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1095, called by who does not know it
 //
@@ -6219,6 +6219,20 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
+// Says whether the folder holds a run that has, or may later write, a file of this name. Nothing else may lie there
+// under it: the run would replace that, or take it for its own.
+static bool is_name_of_run(const Folder& folder, const std::string& name) {
+    const bool holds_run = folder.has("log.csv") || !folder.list().empty();
+    if (!holds_run) return false;
+    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // loss.png is the twin's
+        if (name == one_of_its) return true;
+    const bool has_step = step_in_name(name, "model_", ".bin") >= 0 || step_in_name(name, "ema_", ".bin") >= 0 ||
+                          step_in_name(name, "samples_", ".png") >= 0;
+    return has_step;
+}
+
+constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
+
 // defines: begin_page, write_page, end_page, page_turn, compare_runs
 #include "host/page.h"
 
@@ -6758,6 +6772,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
     const Folder folder = open_folder(path.parent_path().string());
     must(folder.descriptor >= 0,
          text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
+
+    must(!is_name_of_run(folder, name), NAME_OF_RUN);
 
     // A file of this name may be replaced if it holds samples, and if this program does not read it.
     struct stat target;

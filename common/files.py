@@ -175,6 +175,20 @@ def is_model(start: Sequence[int]) -> bool:
     return start[0] == MODEL_MAGIC
 
 
+# Names that a run gives its files: train_unet.cu, is_name_of_run.
+NAME_OF_RUN = re.compile(r"index\.html|log\.csv|loss\.png|best\.bin|\.lock|(model|ema)_\d{7,}\.bin|samples_\d{7,}\.png")
+
+
+def check_name(flag: str, path: str) -> None:
+    """DataError if a folder holds a run that has, or may later write, a file of this name: it would replace that, or take it for its own."""
+    folder, name = os.path.split(path)
+    if not NAME_OF_RUN.fullmatch(name) or not os.path.isdir(folder or "."):
+        return
+    there = os.listdir(folder or ".")
+    if "log.csv" in there or any(re.fullmatch(r"model_\d{7,}\.bin", other) for other in there):
+        raise DataError(f"{flag} {path}: is a name for files of the run in that folder; choose another one")
+
+
 def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable[[Sequence[int]], bool] | None = None) -> None:
     """Before work that may take long: DataError if a file can't be written under this name, or would replace one that somebody may miss: what is read
     (inputs), or a file of models or data. replaces: which of these it may, by its first 256 numbers. Leaves nothing behind."""
@@ -184,6 +198,7 @@ def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable
     except OSError as error:
         raise DataError(f"{told}its folder can't be opened ({error.strerror}); name one that is there") from None
     try:
+        check_name(flag, path)
         if os.path.isdir(path):
             raise DataError(f"{told}is a folder; name a file")
         if os.path.exists(path):

@@ -511,10 +511,7 @@ def checkpoints(folder: str) -> dict[int, str]:
 
 
 def check_model_output(flag: str, path: str, inputs: Iterable[str]) -> None:
-    """UserError if a model file can't be written, or would replace more than one that was written so before: a run's, for one."""
-    target = Path(path).resolve()
-    if target.exists() and re.fullmatch(r"(model|ema)_\d+\.bin", target.name) and (target.parent / "log.csv").exists():
-        raise UserError(f"{flag} {path}: belongs to the run in its folder; choose another name")
+    """UserError if a model file can't be written, or would replace more than one that was written so before."""
     files.check_output(flag, path, inputs, files.is_model)
 
 

@@ -286,15 +286,22 @@ static std::vector<std::string> names_in(const Folder& folder, int* error) {
     return names;
 }
 
+// The step in a name PREFIX0001000SUFFIX; -1: it is no such name.
+static int64_t step_in_name(const std::string& file, const std::string& prefix, const char* suffix) {
+    long step = -1;
+    if (file.starts_with(prefix)) sscanf(&file[prefix.size()], "%18ld", &step);
+    const bool is_such = step >= 0 && file == prefix + text("%07ld%s", step, suffix);
+    return is_such ? step : -1;
+}
+
 inline std::map<int64_t, std::string> Folder::list(const std::string& prefix, const char* suffix, int* trouble) const {
     std::map<int64_t, std::string> found;
     std::vector<std::string> names;
     int why = error;
     if (descriptor >= 0) names = names_in(*this, &why);
     for (const std::string& file : names) {
-        long step = -1;
-        if (file.starts_with(prefix)) sscanf(&file[prefix.size()], "%18ld", &step);
-        if (file == prefix + text("%07ld%s", step, suffix)) found[step] = file;
+        const int64_t step = step_in_name(file, prefix, suffix);
+        if (step >= 0) found[step] = file;
     }
     // A folder that can't be read is not an empty one: a run would begin again and write over what is there.
     if (trouble) *trouble = why;

@@ -4,7 +4,7 @@
 // runs' numbers in JSON; the scripts in the page draw all curves and tables from them. So a page is one file that needs
 // no server, and the page of several runs is the same page with more runs in it.
 //
-// train_unet.cu includes this file behind what it shows: Run, Config and its FLAGS, LogSummary, describe, BEST. It
+// train_unet.cu includes this file behind what it shows: Run, Config and its FLAGS, LogSummary, describe, BEST, is_name_of_run. It
 // needs files.h and ranks.h, too.
 #pragma once
 
@@ -243,8 +243,7 @@ static void compare_runs(const Config& c) {
     const Folder target = open_folder(path.parent_path().string());
     must(target.descriptor >= 0, "--output " + output,
          text("its folder can't be opened (%s); name one that is there", strerror(target.error)));
-    const bool is_page_of_run = path.filename() == "index.html" && target.has("log.csv");
-    must(!is_page_of_run, "--output " + output, "is the page of the run in its folder; choose another name");
+    must(!is_name_of_run(target, path.filename().string()), "--output " + output, NAME_OF_RUN);
     const std::string failure = try_write_file(target, path.filename().string(), page_of(runs));
     must(failure.empty(), output, failure);
     printf("%s: %zu runs on one page\n", output.c_str(), runs.size());

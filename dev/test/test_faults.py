@@ -26,6 +26,7 @@ import torch
 from conftest import (
     ROOT,
     TINY,
+    TINY_MODEL,
     binary_path,
     checkpoints,
     column,
@@ -300,12 +301,57 @@ def test_samples_replace_nothing_of_worth(program: list[str], data: Path, tmp_pa
     given = [*program, "--sample", 100000, "--timestep_respacing", 250, "--init", "f.bin", "--output"]
     for name in "f.bin", "second.bin", "link.bin", "folder/f.bin", str(tmp_path / "f.bin"):
         refuse([*given, name], tmp_path, f"--output {name}: would replace f.bin, which is read")
-    refuse([*given, f"out/{model_name(2)}"], tmp_path, "holds a model or data")
-    refuse([*given, "d.bin"], tmp_path, "holds a model or data")
+    shutil.copy(tmp_path / "out" / model_name(2), tmp_path / "another.bin")
+    for name in "d.bin", "another.bin":
+        refuse([*given, name], tmp_path, "holds a model or data")
     refuse([*given, "x.bin", "--start_from", "x.bin"], tmp_path)  # which is not there
     call([*program, *flags("--sample 2 --timestep_respacing 2 --init f.bin --output x.bin")], tmp_path)
     refuse([*given, "x.bin", "--start_from", "x.bin"], tmp_path, "would replace x.bin, which is read")
     call([*program, *flags("--sample 3 --timestep_respacing 2 --init f.bin --output x.bin")], tmp_path)  # older samples
+
+
+NAME_OF_RUN = "is a name for files of the run in that folder; choose another one"
+
+
+@pytest.mark.parametrize("left", ["log.csv", model_name(2)])
+def test_samples_take_no_name_of_a_run(program: list[str], data: Path, tmp_path: Path, left: str) -> None:
+    """Such a file may be there, or may come with the run's next steps; a run's page would show its pictures, and `latest` find its checkpoints."""
+    call([binary_path("cpu"), *flags(TINY, "--data_file", data, "--max_steps 2 --sample_interval 1")], tmp_path)
+    shutil.copy(tmp_path / "out" / model_name(2), tmp_path / "f.bin")
+    given = [*program, *flags("--sample 1 --timestep_respacing 1 --init", tmp_path / "f.bin"), "--output"]
+    for path in (tmp_path / "out").iterdir():
+        if path.name not in (left, "samples_0000002.png"):
+            path.unlink()
+    (tmp_path / "link").symlink_to("out")
+    names = [f"samples_{2:07d}.png", f"samples_{3:07d}.png", f"samples_{10**7}.png", model_name(2), model_name(9), f"ema_{9:07d}.bin", "best.bin"]
+    for name in [*(f"out/{name}" for name in names), f"link/{model_name(9)}", "./link/../out/best.bin", str(tmp_path / "out/best.bin")]:
+        refuse([*given, name], tmp_path, f"--output {name}: {NAME_OF_RUN}")
+    refuse([*given, model_name(9)], tmp_path / "out", f"--output {model_name(9)}: {NAME_OF_RUN}")
+    # names that no run gives, and then, where no run is, those that one does
+    for name in "out/samples.png", "out/samples_3.png", "out/model_9.bin", "out/best.png", "best.bin", model_name(9):
+        call([*given, name], tmp_path)
+
+
+def test_other_programs_take_no_name_of_a_run(data: Path, tmp_path: Path) -> None:
+    """Whatever they write, and whether such a file is there yet or not."""
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    model = f"out/{model_name(1)}"
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "pictures/a.png")
+    names = [model_name(1), model_name(9), f"ema_{9:07d}.bin", "best.bin"]
+    new_weights = [*flags(TINY_MODEL, "--data_file", data, "--init_model_only True"), "--init_model_filename"]
+    generate = [sys.executable, ROOT / "generate.py", "--model_filename", model, *flags("--num_samples 1 --steps 1"), "--output"]
+    prepare = [sys.executable, ROOT / "prepare_data.py", *flags("--data_dir pictures --image_size 8"), "--output_name"]
+    for flag, command, taken in (
+        ("--convert", [*TWIN, "--convert", model], names),
+        ("--init_model_filename", [*TWIN, *new_weights], names),
+        ("--output", generate, [f"samples_{9:07d}.png", *names]),
+        ("--output_name", prepare, ["index.html", "log.csv", "loss.png", ".lock", *names]),
+        ("--cond_output_name", [*prepare, "d.bin", "--cond_dir", "pictures", "--cond_output_name"], names),
+    ):
+        for name in taken:
+            refuse([*command, f"out/{name}"], tmp_path, f"{flag} out/{name}: {NAME_OF_RUN}")
+    call([*prepare, "out/mine.bin"], tmp_path)
 
 
 def test_an_output_that_can_not_be_written_is_refused_before_work(program: list[str], data: Path, tmp_path: Path) -> None:
@@ -338,15 +384,11 @@ def test_other_programs_replace_nothing_of_worth(data: Path, tmp_path: Path) -> 
     Image.new("RGB", (8, 8)).save(tmp_path / "pictures/a.png")
     shutil.copy(data, tmp_path / "d.bin")
     python = [sys.executable]
-    refuse([*TWIN, "--convert", model, model], tmp_path, f"--convert {model}: belongs to the run in its folder")
+    refuse([*TWIN, "--convert", model, model], tmp_path, f"--convert {model}: {NAME_OF_RUN}")
     shutil.copy(tmp_path / model, tmp_path / "m.bin")
     refuse([*TWIN, "--convert", "m.bin", "./m.bin"], tmp_path, "--convert ./m.bin: would replace m.bin, which is read")
-    refuse([*TWIN, "--convert", snapshot, model], tmp_path, f"--convert {model}: belongs to the run in its folder")
-    refuse(
-        [*TWIN, "--ema_sigma_rel", 0.1, "--convert", snapshot, "out/ema_0000001.bin"],
-        tmp_path,
-        "out/ema_0000001.bin: belongs to the run in its folder",
-    )
+    refuse([*TWIN, "--convert", snapshot, model], tmp_path, f"--convert {model}: {NAME_OF_RUN}")
+    refuse([*TWIN, "--ema_sigma_rel", 0.1, "--convert", snapshot, "out/ema_0000001.bin"], tmp_path, f"out/ema_0000001.bin: {NAME_OF_RUN}")
     refuse([*TWIN, "--convert", model, "out/"], tmp_path, "--convert out/: would replace")
     refuse([*TWIN, "--convert", "out/../" + model, "out/"], tmp_path, "--convert out/: would replace")
     refuse([*TWIN, *flags("--init_model_only True --init_model_filename d.bin --data_file d.bin")], tmp_path, "would replace d.bin, which is read")
@@ -355,7 +397,7 @@ def test_other_programs_replace_nothing_of_worth(data: Path, tmp_path: Path) -> 
     refuse([*make, "--output", "nowhere/x.png"], tmp_path, "its folder can't be opened (No such file or directory)")
     prepare = [*python, ROOT / "prepare_data.py", "--data_dir", "pictures", "--image_size", 8, "--output_name"]
     refuse([*prepare, "pictures/a.png"], tmp_path, "--output_name pictures/a.png: would replace pictures/a.png, which is read")
-    refuse([*prepare, model], tmp_path, f"--output_name {model}: holds a model or data")
+    refuse([*prepare, "m.bin"], tmp_path, "--output_name m.bin: holds a model or data")
     judge = [*python, ROOT / "dev/benchmarks/quality.py", "--data_file", ROOT / "data/fashion32.bin", "--samples", "d.bin", "--plot"]
     refuse([*judge, "d.bin"], tmp_path, "--plot d.bin: would replace d.bin, which is read")
     call([*TWIN, "--convert", model, "weights.pt"], tmp_path)

@@ -50,9 +50,9 @@ from PIL import Image
 import train_unet as twin
 from common import model_files
 from common.config import make_config
-from common.data_files import open_data
+from common.data_files import open_data, write_data
 from common.files import DataError
-from common.flags import FLAGS, parse_flags
+from common.flags import FLAGS, format_value, parse_flags
 from common.program import run_program
 
 torch.set_num_threads(1)
@@ -243,6 +243,76 @@ def test_a_files_own_values_come_before_a_presets(
     for name in model_files.SAVED_FLAGS:
         assert getattr(made.config, name) == getattr(config, name), name
     assert np.array_equal(made.weights, weights)
+
+
+# Models that differ from every preset in as much as can be; together in every flag that a model file keeps (below).
+OF_ALL = flags(
+    "--in_channels 2 --num_channels 96 --num_res_blocks 3 --channel_mult 1,1,1 --num_heads 3 --num_head_channels -1 --max_period 5000 --dropout 0.3",
+    "--diffusion_steps 500 --use_new_attention_order False --noise_schedule linear --num_classes 3 --class_cond True",
+)
+ODD_MODELS = {
+    "ddpm": flags(
+        "--num_heads_upsample 6 --class_dropout 0.2 --learn_sigma True --resblock_updown True --conv_resample True --augment 0.1 --predict v",
+        "--rescale_timesteps True --vlb_weight 0.03 --min_snr_gamma 3 --use_scale_shift_norm False",
+    ),
+    "the bound alone": flags("--learn_sigma True --vlb_weight 0.1 --use_kl True --use_scale_shift_norm True --conv_resample False --predict eps"),
+    "edm": flags("--objective edm --sigma_data 0.7 --P_mean -1 --P_std 1.1 --cond_dim 2 --use_scale_shift_norm False --sigma_small True"),
+    "flow": flags("--objective flow --t_mean 0.3 --t_std 0.8 --patch_size 1 --cond_channels 2 --cond_dropout 0.1 --conv_resample True"),
+    "ect": flags("--objective ect --ect_frame flow --P_mean -0.9 --P_std 1.7 --cond lowres:2 --cond_channels 2"),
+}
+ODD_RUN = flags(
+    "--batch_size 2 --microbatch 1 --lr 0.0007 --weight_decay 0.02 --adam_beta1 0.8 --adam_beta2 0.95 --adam_eps 1e-7 --grad_clip 0.7 --lr_schedule cosine",
+    "--warmup_steps 3 --max_steps 2 --random_flip True --ema_rate 0.9,0.8 --seed 7 --cond_noise 0.3",
+    "--ect_q 4 --ect_k 3 --ect_b 2 --ect_d 7 --ect_c 0.1 --ect_weight snr",
+)
+
+
+def odd_model(name: str, size: int) -> twin.Config:
+    words = parse_flags(flags(OF_ALL, ODD_MODELS[name], "--image_size", size, "--attention_resolutions", size // 2), FLAGS)
+    return model_files.valid({"timestep_respacing": ""} | words)
+
+
+def test_odd_models_are_odd() -> None:
+    """No preset says of a flag what all of these files say of it, so that none of its values can pass for a file's."""
+    presets = [make_config({"preset": preset}) for preset in ("quick32", "fashion32", "emoji64", "quick64", "unet64")]
+    models = [odd_model(name, 32) for name in ODD_MODELS]
+    for name in set(model_files.SAVED_FLAGS) - {"image_size"}:
+        for preset in presets:
+            assert any(getattr(model, name) != getattr(preset, name) for model in models), (name, preset.preset)
+
+
+@pytest.mark.parametrize("program", ["program", pytest.param("twin", marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [8, 32, pytest.param(64, marks=pytest.mark.long)])  # fashion32, quick32 and emoji64 are what nobody has asked for
+@pytest.mark.parametrize("model", ODD_MODELS)
+def test_every_flag_of_a_file_comes_before_a_presets(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, size: int, program: str
+) -> None:
+    """A new run takes what the model file says of the model, a resumed one also what its checkpoint says of the run."""
+    monkeypatch.chdir(tmp_path)
+    config, random = odd_model(model, size), np.random.default_rng(0)
+    twin.write_model("m.bin", twin.ModelFile(config, random_weights(config)))
+    images = random.integers(0, 256, (6, 2, size, size), np.uint8)
+    write_data("d.bin", images, np.arange(6) % 3, 3, random.standard_normal((6, 2)).astype(np.float32))
+    begin = lambda words: twin.run([*words, "--device", "cpu"]) if program == "twin" else run(words, timeout=300)  # noqa: E731
+    pictures = ["--cond_file", "d.bin"] if model == "flow" else []
+    begin(flags("--init m.bin --data_file d.bin --batch_size 1 --max_steps 1 --sample_interval 0 --output_dir new", pictures))
+    made = twin.read_model(f"new/{model_name(1)}").config
+    unused = {"P_mean", "P_std"} & set(model_files.unused_slots(vars(config)))
+    assert not {n: (getattr(made, n), getattr(config, n)) for n in set(model_files.SAVED_FLAGS) - unused if getattr(made, n) != getattr(config, n)}
+
+    given = parse_flags(ODD_RUN, FLAGS)
+    for name in [name for name in given if name in model_files.unused_slots(vars(config))] + ["cond_noise"] * ("lowres" not in config.cond):
+        given.pop(name, None)
+    if config.augment:
+        del given["random_flip"]  # which is a part of it
+    words = [word for name, value in given.items() for word in (f"--{name}", format_value(name, value))]
+    begin(flags("--init m.bin --data_file d.bin --sample_interval 0 --save_interval 1 --output_dir run", words, pictures))
+    begin(flags("--sample_interval 0 --output_dir again --resume_checkpoint", f"run/{model_name(1)}"))
+    assert Path(f"run/{model_name(2)}").read_bytes() == Path(f"again/{model_name(2)}").read_bytes()
+    made = twin.read_model(f"again/{model_name(2)}").config
+    assert not {
+        name: (getattr(made, name), value) for name, value in vars(twin.Config(**given)).items() if name in given and getattr(made, name) != value
+    }
 
 
 def test_a_flag_against_a_file_of_unet_cu(refused: Callable, tmp_path: Path) -> None:

@@ -43,12 +43,16 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         if not request.url.startswith(("file://", "data:")):
             complaints.append(request.url)
 
+    def failed(request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # the page's own reload, in a window that closes
+            complaints.append(f"{request.url} failed: {request.failure}")
+
     def open_page(folder: Path, query: str = "?reload=0", **context: Any) -> Any:
         contexts.append(browser.new_context(**context))
         page = contexts[-1].new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("requestfailed", lambda request: complaints.append(f"{request.url} failed"))
+        page.on("requestfailed", failed)
         page.on("request", asked)
         page.goto((folder / "index.html").as_uri() + query)
         return page
@@ -140,8 +144,16 @@ def test_zoom(open_page: Callable, trained: Path) -> None:
     before = page.evaluate("range(charts[0])")
     page.locator(".key").first.click()  # single steps go, and the axis fits what is left
     page.wait_for_function(f"range(charts[0])[1] < {before[1]}")
-    page.reload()
-    assert page.evaluate("choice.off").count("raw") == 1
+    page.locator("#loss").hover()
+    page.mouse.wheel(0, -200)
+    page.wait_for_function("choice.view && !keeping")
+    page.evaluate("scrollTo(0, 150)")
+    view = page.evaluate("view()")
+    for again in page.reload, lambda: page.evaluate("location.reload()"):  # as the reader does, and as the page does
+        with page.expect_navigation():
+            again()
+        page.wait_for_function("scrollY === 150")
+        assert page.evaluate("choice.off").count("raw") == 1 and page.evaluate("view()") == view
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
@@ -324,8 +336,11 @@ def seconds_of(folder: Path) -> np.ndarray:
 
 def test_seconds_add_up_over_resumes(run: Callable, open_page: Callable, data: Path, tmp_path: Path) -> None:
     """Both programs write them; rows of logs that lack them, as older programs wrote, count with their ms."""
+    import torch
+
     import train_unet as twin
 
+    torch.set_num_threads(1)
     run(flags(TINY, "--data_file", data, "--max_steps 4 --save_interval 4"))
     log = tmp_path / "out/log.csv"
     header, *rows = log.read_text().splitlines()
@@ -401,7 +416,7 @@ def test_compare_runs(run: Callable, refused: Callable, open_page: Callable, dat
     refused(["--compare_runs", "runs/a,runs/b's", "--output", "x.png"], ".html")
     refused(["--compare_runs", "runs/a,runs/b's", "--lr", "1"], "--lr")
     for replaced in "runs/a/index.html", "runs/../runs/b's/index.html":
-        refused(["--compare_runs", "runs/a,runs/b's", "--output", replaced], f"--output {replaced}: is the page of the run in its folder")
+        refused(["--compare_runs", "runs/a,runs/b's", "--output", replaced], f"--output {replaced}: is a name for files of the run in that folder")
     (tmp_path / "pages").mkdir()
     run(["--compare_runs", "runs/a,runs/b's", "--output", "pages/index.html"])
     page = open_page(tmp_path / "pages", viewport={"width": 1200, "height": 900})

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +17,9 @@ import pytest
 import torch
 from conftest import (
     TINY,
+    binary_path,
     checkpoints,
+    environment,
     flags,
     make_images,
     model_name,
@@ -142,6 +149,74 @@ def test_a_file_that_is_replaced_under_a_run(run: Callable, pairs: tuple[Path, P
     assert "nan.bin: image 5 holds a value that is not finite" in result.err and "--resume_checkpoint latest goes on" in result.err
     with pytest.raises(UserError, match="nan.bin: image 5 holds a value that is not finite"):
         twin.run(flags(given, "--data_file", pairs[0], "--cond_file", tmp_path / "nan.bin", "--output_dir", tmp_path / "twin", "--device cpu"))
+
+
+@pytest.fixture(params=["program", pytest.param("twin", marks=pytest.mark.long)])  # which starts in seconds, for PyTorch
+def begin(request: pytest.FixtureRequest, pairs: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """begin(): a run of either program on the pairs in tmp_path, which has no end of its own, once it has done a few steps."""
+    program = [str(binary_path("cpu"))] if request.param == "program" else [sys.executable, str(Path(twin.__file__)), "--device", "cpu"]
+    begun = []
+
+    def begin() -> subprocess.Popen:
+        given = flags(TINY, "--data_file images.bin --cond_file pictures.bin --max_steps 1000000 --save_interval 1000000 --random_flip True")
+        command, log = [*program, *given, "--output_dir", "out"], tmp_path / "out/log.csv"
+        begun.append(subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        end = time.monotonic() + 100
+        while not log.exists() or log.read_text().count("\n") < 12:  # an epoch has six steps
+            assert begun[-1].poll() is None and time.monotonic() < end, begun[-1].communicate()
+            time.sleep(0.02)
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.wait()
+
+
+HARM = {
+    "replaced": lambda path, other: os.replace(other, path),
+    "removed": lambda path, other: path.unlink(),
+    "cut short": lambda path, other: os.truncate(path, path.stat().st_size - 600),
+    "emptied": lambda path, other: os.truncate(path, 0),
+    "written over": lambda path, other: shutil.copyfile(other, path),
+}
+
+
+@pytest.mark.parametrize("how", HARM)
+def test_pictures_that_change_under_a_run(begin: Callable, run: Callable, pairs: tuple[Path, Path], tmp_path: Path, how: str) -> None:
+    """A file under another name goes on being read; one that is no longer what it was ends the run in a sentence. Either way all steps are saved, and
+    with the file back in its place the run goes on to the bits of one that nobody has disturbed."""
+    pictures, other = pairs[1], tmp_path / "other.bin"
+    write_data(str(other), make_images(channels=2, seed=9))
+    shutil.copy(pictures, tmp_path / "kept.bin")
+    process = begin()
+    HARM[how](pictures, other)
+    if goes_on := how in ("replaced", "removed"):
+        done = (tmp_path / "out/log.csv").read_text().count("\n")
+        while (tmp_path / "out/log.csv").read_text().count("\n") < done + 12:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    if goes_on:
+        assert process.returncode == 128 + signal.SIGTERM and not err, (process.returncode, out, err)
+    else:
+        assert process.returncode == 1 and err.startswith("train_unet: ") and err.count("\n") == 1, (process.returncode, out, err)
+        assert "pictures.bin" in err and "--resume_checkpoint latest goes on" in err, err
+    [step] = checkpoints(tmp_path / "out")
+    assert step >= 11 and len(read_log(tmp_path / "out")) == step
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.bin")) == [model_name(step)] and not list((tmp_path / "out").glob("*.tmp*"))
+    # goes on
+    os.replace(tmp_path / "kept.bin", pictures)
+    resume = flags("--resume_checkpoint latest --sample_interval 0 --max_steps", step + 2)
+    assert run(resume, code=None).code == 0 and step + 2 in checkpoints(tmp_path / "out")
+    given = flags(TINY, "--data_file images.bin --cond_file pictures.bin --random_flip True --output_dir calm --save_interval 1000000")
+    run(flags(given, "--max_steps", step + 2))
+    ours, theirs = (np.array([float(row["loss"]) for row in read_log(tmp_path / name)]) for name in ("out", "calm"))
+    assert len(ours) == len(theirs) == step + 2
+    if "train_unet_cpu" in str(process.args[0]):
+        assert np.array_equal(ours, theirs)
+    assert np.allclose(ours[:50], theirs[:50], rtol=1e-3)
 
 
 def test_the_network_sees_both_side_by_side() -> None:
