@@ -2176,8 +2176,8 @@ constexpr LayerKind JOIN{
 };
 
 // --patch_size: squares of pixels become channels (PATCHES), and at the end channels become squares of pixels (PIXELS).
-// The backward pass of PIXELS turns the gradient back into patches. The H and W that it passes to to_patches are the size
-// in pixels, which is that of the layer's output.
+// The backward pass of PIXELS turns the gradient back into patches. The H and W that it passes to to_patches are the
+// size in pixels, which is that of the layer's output.
 static void forward_patches(LayerArgs& a) {
     const int p = a.net->config.patch();
     to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, p);
@@ -2866,8 +2866,8 @@ struct WeightGradients {
 
     // Launches those that wait. After that the gradients of all layers from `last` on have been sent.
     void send() {
-        // In the flat arrays, gradients from complete_from on are complete: all weights of convolutions that still have none
-        // lie in front of it.
+        // In the flat arrays, gradients from complete_from on are complete: all weights of convolutions that still have
+        // none lie in front of it.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -2938,8 +2938,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   what it is told                 t
 //   what it should answer           target_x0 x_0 + target_noise noise
 //   what its answer says about x_0  x0_x input + x0_out answer
-// So a new objective whose loss is a weighted square of the answer's error is a new way to fill NoiseLevels, and neither
-// kernels nor samplers know which one they work for.
+// So a new objective whose loss is a weighted square of the answer's error is a new way to fill NoiseLevels, and
+// neither kernels nor samplers know which one they work for.
 //
 // To add an objective, as edm and flow are, change these places:
 //
@@ -2952,10 +2952,10 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // For another quantity that the network predicts, with the levels of ddpm, change two: the row of `predict` in
 // common/flags.h, and ddpm_level.
 //
-// For another loss than the weighted square, do as ect does, whose loss also needs the network's answer at a second noise
-// level: common/flags.h; a parameter in Objective and make_objective; a branch in forward_and_loss (section 11), which calls
-// an operation of its own; that operation's prototype in section 2, its loops in dev/reference.h and its kernel beside
-// ddpm_loss_forward (section 17).
+// For another loss than the weighted square, do as ect does, whose loss also needs the network's answer at a second
+// noise level: common/flags.h; a parameter in Objective and make_objective; a branch in forward_and_loss (section 11),
+// which calls an operation of its own; that operation's prototype in section 2, its loops in dev/reference.h and its
+// kernel beside ddpm_loss_forward (section 17).
 //
 // In the order in which they run: make_objective, once; then for each sample draw_level, which takes one of
 // ddpm_levels, or calls ask or student_level. Samplers ask level_at for the level of a sigma.
@@ -5192,8 +5192,8 @@ struct Trainer {
     float* grads;  // the gradients of the current microbatch
     act *copy, *ema_copy; // what the network reads: the weights, the average; see Weights
     float* received;      // gradients of other ranks, for the slice; null: there are none
-    // This rank's slice of the sum of all gradients of the step. It lies in `received`, if there are several ranks; else in
-    // an array of its own, or, if the batch is one microbatch, in `grads`.
+    // This rank's slice of the sum of all gradients of the step. It lies in `received`, if there are several ranks;
+    // else in an array of its own, or, if the batch is one microbatch, in `grads`.
     float* sum;
     // Slices.
     float *m, *v;             // AdamW's moments
@@ -8819,8 +8819,8 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     if (stats) stats->parts = 1;
     const int pieces = C / VEC<T>;
     const int pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
-    // Narrow slabs give more blocks, and wide slabs read longer contiguous parts of memory. With stats, slabs are widened
-    // only as long as the GPU stays nearly full.
+    // Narrow slabs give more blocks, and wide slabs read longer contiguous parts of memory. With stats, slabs are
+    // widened only as long as the GPU stays nearly full.
     int columns = 2;
     while (columns < 8 && pieces % (2 * columns) == 0) {
         const int blocks = B * pieces / (2 * columns);
@@ -9387,8 +9387,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
     return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
 }
 
-// The functions from here to mask_images make the pictures of a batch that are its condition. A thread writes one element
-// of (B, H, W, K); in mask_images it writes all channels of a pixel.
+// The functions from here to mask_images make the pictures of a batch that are its condition. A thread writes one
+// element of (B, H, W, K); in mask_images it writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
@@ -13356,8 +13356,8 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
 
 // The second kernel adds up the partials: the first blocks of a work add up those of the bias, and the others those of
 // the weights. Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. A group of
-// `groups` rows shares the same 32 fragments, and each of its rows adds up every groups-th range. So a thread adds up at
-// most 8 ranges, if there are at most 64.
+// `groups` rows shares the same 32 fragments, and each of its rows adds up every groups-th range. So a thread adds up
+// at most 8 ranges, if there are at most 64.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -13482,8 +13482,8 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 
 // conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: 2 x 2 quarters of
 // the 64 x 64 for each of three kw; a warp has the three kh. A pixel tile is 8 x 8 pixels of dout, and the 10 x 10
-// pixels of x around them. One product of k = 16 pixels is two image rows of 8. Pixel tiles pass through a ring of STAGES in shared
-// memory:
+// pixels of x around them. One product of k = 16 pixels is two image rows of 8. Pixel tiles pass through a ring of
+// STAGES in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // of shared memory: 4 stages of bf16 or 2 of floats
@@ -13791,8 +13791,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // weight_place numbers the fragments in tiles of 64 x 64 weights, which four warps share. a and b are the numbers,
-        // along Cout and Cin, of the square of 32 x 32 weights in which this fragment lies.
+        // weight_place numbers the fragments in tiles of 64 x 64 weights, which four warps share. a and b are the
+        // numbers, along Cout and Cin, of the square of 32 x 32 weights in which this fragment lies.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);
