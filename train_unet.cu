@@ -74,23 +74,23 @@
 //  15323         groupnorm_backward
 //  15458         attention: forward and, where a has dout, backward
 //  15519         convolution: forward and input gradient
-//  15964         convolution: weight gradients
-//  16300    23. The GPU: memory, copies, repeated work
-//  16517    24. Between ranks: from device to device
+//  15972         convolution: weight gradients
+//  16308    23. The GPU: memory, copies, repeated work
+//  16525    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7344, run_program 7284, train 6683, run_step 6494, train_step 5538, load_batch 4652;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16427):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16435):
 //     step_gradients 5439: draw_levels 9289, forward_and_loss 5353, q_sample_forward 9476, unet_forward 2838,
 //     forward_layer 2824 (a function of the layer's kind), loss_forward_backward 9586, unet_backward 2903,
 //     sum_gradients 15136;
 //     judge_step 15183, update_slice 5504, adamw_update 15293, next_step 15189, record_step 15194;
 //     later collect_steps 6449
 //   pictures, from noise: sample_batch 4092, plan_route 3866, device_step 3909, euler_step 3672 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15838 draws all of its roads):
-//     forward_conv 2073; conv_forward 15875, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15797 above that; conv_tiles 14362, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 15849 draws all of its roads):
+//     forward_conv 2073; conv_forward 15883, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15802 above that; conv_tiles 14362, with conv_tiles_kernel above it;
 //     Accumulators 8662; Wgmma 8265;
 //     on any other GPU pick_conv_halo_bf16 15591; conv_halo 12813, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8089
@@ -105,7 +105,7 @@
 //     dev/reference.h
 //   an element type beside bf16: Element 225, ElementOf 7368; until they know it, nothing compiles: unpack 7753,
 //     pack 7781, FourOf 7833, mma 8089, with_act 7619, cast_params 15213, adamw_update 15293, tma_type 8394;
-//     which kernels take it: conv_product 15838, act_has_wgmma 7629; docs/READING.md says what at each
+//     which kernels take it: conv_product 15849, act_has_wgmma 7629; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1095, called by who does not know it
 //
@@ -15711,10 +15711,15 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
         way.consider(once + runs_of_n * each, conv_tiles<decltype(tile)>);
     };
-    if (is_32) consider_tiles(HalfSlice<BACKWARD>(), 1550, 1, 325 + 74 * taps);
-    else if (slices <= 2) consider_tiles(Resident16<BACKWARD, E>(), 1550, 1, 325 + 148 * taps);
-    else if (p.H % 32) consider_tiles(Streamed16<BACKWARD, E>(), 425, 2, 1660 + 314 * taps);
-    else consider_tiles(Streamed32<BACKWARD, E>(), 425, 4, 1660 + 640 * taps);
+    if (is_32) {
+        consider_tiles(HalfSlice<BACKWARD>(), 1550, 1, 325 + 74 * taps);
+    } else if (slices <= 2) {
+        consider_tiles(Resident16<BACKWARD, E>(), 1550, 1, 325 + 148 * taps);
+    } else if (p.H % 32) {
+        consider_tiles(Streamed16<BACKWARD, E>(), 425, 2, 1660 + 314 * taps);
+    } else {
+        consider_tiles(Streamed32<BACKWARD, E>(), 425, 4, 1660 + 640 * taps);
+    }
     way.best(p);
 }
 
@@ -15796,9 +15801,9 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // images.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.C1, slice_channels(E));
-    const bool skip = c.out.skip.weight;                 // Only tiles with RESIDENT weights can compute it.
-    const bool enough = E == Element::BF16 || c.C1 > 64; // products: half a slice of FP8 has few for so many pixels
-    const bool one_slice_and_32_rows = slices == 1 && enough && c.Cout > 64 && c.H >= 64;
+    const bool skip = c.out.skip.weight;                     // Only tiles with RESIDENT weights can compute it.
+    const bool half_slice = c.C1 <= 64 && E == Element::FP8; // of FP8, which has few products for so many pixels
+    const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
     const Way<ConvCall> ways[] = {
@@ -15814,6 +15819,12 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
         {true, conv_tiles<Streamed16<BACKWARD, E>>},
     };
     decide(c, ways);
+}
+
+// Small images have too few tiles for conv_tiles' persistent blocks. But only conv_tiles can compute a skip connection.
+static bool conv_is_small(const ConvCall& c) {
+    const bool small = c.H <= 32 && c.W <= 32;
+    return small && !c.out.skip.weight;
 }
 
 // Decides which kernel computes a convolution. A pick_ function, above, chooses its tile: in general the largest one
@@ -15832,7 +15843,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
 //                                multiply_small               multiply_step, multiply_tap  multiply
 //   Accumulators::multiply                                    mma                          mma
 //   Wgmma<N>::add (WgmmaFp8)     Wgmma<N>::add (WgmmaFp8)     mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
-//   wgmma m64nNk16               wgmma m64nNk16               mma.sync m16n8k16            mma.sync m16n8k16
+//   wgmma m64nNk16 (k32)         wgmma m64nNk16 (k32)         mma.sync m16n8k16            mma.sync m16n8k16
 //
 // An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
@@ -15846,15 +15857,12 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool all_parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
-    // Small images have too few tiles for conv_tiles' persistent blocks. But only conv_tiles can compute a skip
-    // connection.
-    const bool small = c.H <= 32 && c.W <= 32 && !o.skip.weight;
 
     const bool bf16_is_it = act_element == Element::BF16;
     const bool fp32_is_it = act_element == Element::FP32;
     const Way<ConvCall> ways[] = {
         {wgmma && s.kernel == 1, pick_conv_tiles_1x1<BACKWARD>},
-        {wgmma && small, pick_conv_small<BACKWARD>},
+        {wgmma && conv_is_small(c), pick_conv_small<BACKWARD>},
         {wgmma, pick_conv_tiles_3x3<BACKWARD>},
         {halo && bf16_is_it, pick_conv_halo_bf16<BACKWARD>},
         {halo && fp32_is_it, pick_conv_halo_fp32<BACKWARD>},
@@ -15866,9 +15874,9 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
 
 // The same for a forward convolution whose input is FP8: 3x3, of one input and stride 1, on Hopper.
 static void conv_product_fp8(const ConvCall& c) {
-    if (!conv_is_wgmma(c.s) || !conv_is_halo(c.s) || c.C2) die("internal error: no kernel of FP8 for this convolution");
-    const bool small = c.H <= 32 && c.W <= 32 && !c.out.skip.weight;
-    if (small) pick_conv_small<false, Element::FP8>(c);
+    const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
+    if (!known) die("internal error: no kernel of FP8 for this convolution");
+    if (conv_is_small(c)) pick_conv_small<false, Element::FP8>(c);
     else pick_conv_tiles_3x3<false, Element::FP8>(c);
 }
 
@@ -15923,7 +15931,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
-    const int slices = ceil_div(s.C1, s.in == Element::FP8 ? 128 : 64);
+    const int slices = ceil_div(s.C1, slice_channels(s.in));
     const int skip_slices = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
     const int weights = 9 * slices + skip_slices;
     return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
