@@ -49,50 +49,50 @@
 //   8728    17. Small operations: resampling, embeddings, diffusion
 //   8731         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
 //   8929         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9275         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9776    18. Group norm
-//   9779         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10310         groupnorm_backward_whole: an image's slab in shared memory
-//  10684    19. Attention
-//  10787         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11309         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11444         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12108    20. Convolution
-//  12143         ConvOut: results, 4 channels of a pixel at a time
-//  12373         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12434         conv_halo: 3x3, stride 1, any GPU
-//  12826         conv_gather: any kernel size and stride, any GPU
-//  13079         conv_few: the first and the last layer
-//  13250         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13814         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  13931         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14377         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14806         conv_weight_tma: weight gradients (sm_90a)
-//  15087    21. The optimiser
-//  15090         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15320    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15323         groupnorm_backward
-//  15458         attention: forward and, where a has dout, backward
-//  15519         convolution: forward and input gradient
-//  15972         convolution: weight gradients
-//  16308    23. The GPU: memory, copies, repeated work
-//  16525    24. Between ranks: from device to device
+//   9277         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9778    18. Group norm
+//   9781         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10312         groupnorm_backward_whole: an image's slab in shared memory
+//  10686    19. Attention
+//  10789         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11314         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11449         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12113    20. Convolution
+//  12148         ConvOut: results, 4 channels of a pixel at a time
+//  12378         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12439         conv_halo: 3x3, stride 1, any GPU
+//  12831         conv_gather: any kernel size and stride, any GPU
+//  13084         conv_few: the first and the last layer
+//  13255         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13819         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  13936         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14387         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14817         conv_weight_tma: weight gradients (sm_90a)
+//  15099    21. The optimiser
+//  15102         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15332    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15335         groupnorm_backward
+//  15470         attention: forward and, where a has dout, backward
+//  15531         convolution: forward and input gradient
+//  15984         convolution: weight gradients
+//  16320    23. The GPU: memory, copies, repeated work
+//  16537    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7344, run_program 7284, train 6683, run_step 6494, train_step 5538, load_batch 4652;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16435):
-//     step_gradients 5439: draw_levels 9289, forward_and_loss 5353, q_sample_forward 9476, unet_forward 2838,
-//     forward_layer 2824 (a function of the layer's kind), loss_forward_backward 9586, unet_backward 2903,
-//     sum_gradients 15136;
-//     judge_step 15183, update_slice 5504, adamw_update 15293, next_step 15189, record_step 15194;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16447):
+//     step_gradients 5439: draw_levels 9291, forward_and_loss 5353, q_sample_forward 9478, unet_forward 2838,
+//     forward_layer 2824 (a function of the layer's kind), loss_forward_backward 9588, unet_backward 2903,
+//     sum_gradients 15148;
+//     judge_step 15195, update_slice 5504, adamw_update 15305, next_step 15201, record_step 15206;
 //     later collect_steps 6449
 //   pictures, from noise: sample_batch 4092, plan_route 3866, device_step 3909, euler_step 3672 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15849 draws all of its roads):
-//     forward_conv 2073; conv_forward 15883, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15802 above that; conv_tiles 14362, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 15861 draws all of its roads):
+//     forward_conv 2073; conv_forward 15895, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15814 above that; conv_tiles 14372, with conv_tiles_kernel above it;
 //     Accumulators 8662; Wgmma 8265;
-//     on any other GPU pick_conv_halo_bf16 15591; conv_halo 12813, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 15603; conv_halo 12818, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8089
 //   why several GPUs compute the bits of one: step_gradients 5439
 //   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7392, with_nonlinearity 7402 (a case); BEHIND_NORMS, in front of
@@ -104,8 +104,8 @@
 //     LayerKind 1966; add_resblock 2333 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 225, ElementOf 7368; until they know it, nothing compiles: unpack 7753,
-//     pack 7781, FourOf 7833, mma 8089, with_act 7619, cast_params 15213, adamw_update 15293, tma_type 8394;
-//     which kernels take it: conv_product 15849, act_has_wgmma 7629; docs/READING.md says what at each
+//     pack 7781, FourOf 7833, mma 8089, with_act 7619, cast_params 15225, adamw_update 15305, tma_type 8394;
+//     which kernels take it: conv_product 15861, act_has_wgmma 7629; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1095, called by who does not know it
 //
@@ -8929,7 +8929,8 @@ static void join_channels(float* out, const float* x, const float* cond, int B, 
 // --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
 // Used when: the embedding of t and of the class goes to every residual block.
 // How: a warp computes a few outputs (forward) or input gradients (backward) of 32 images; partial sums are added in a
-// fixed order. Costs: mostly latencies. Each weight is read once, and there are too few images to keep the GPU busy.
+//   fixed order.
+// Costs: mostly latencies. Each weight is read once, and there are too few images to keep the GPU busy.
 
 // Returns what is stored as dx: the gradient d of element i plus the addends.
 INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
@@ -8944,8 +8945,9 @@ constexpr int LINEAR_ROWS = 32;
 //   lane    an image
 //   warp    every eighth quad of inputs (4 neighbours), 64 quads at a time, which are first copied to shared memory
 // Shared memory: 64 quads of the block's weights, and the same quads of its images.
-//   1. copy 64 quads of inputs   2. each warp multiplies its share of them: acc += x w   (again, while inputs are left)
-//   3. the 8 warps' partial sums are added, in the order of the warps, and stored
+//   1. All threads copy 64 quads of inputs.
+//   2. Each warp multiplies its share of them: acc += x w. Steps 1 and 2 are repeated while inputs are left.
+//   3. The 8 warps' partial sums are added, in the order of the warps, and stored.
 // All lanes read the same weight at once, and shared memory sends it to all of them in one access. The kernel before
 // does not write weights, so their copies begin before it has ended.
 template <int OUTPUTS>
@@ -11066,7 +11068,9 @@ template <class Tile> struct RunningSoftmax {
 // grid (B * heads * tiles of T): a block has M queries of one head, a warp 16 MT of them.
 // Shared memory: the block's queries; two stages, each with N keys and N values. For each stage:
 //   1. the next stage's copies begin
-//   2. S = q k^T of SUB keys      3. their softmax: P      4. out += P v
+//   2. S = q k^T of SUB keys
+//   3. their softmax: P
+//   4. out += P v
 // In the end each row of out is divided by its sum of P.
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
@@ -11209,7 +11213,8 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
 // Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2 and, if these are
 // queries, their SoftmaxRow and D. For each stage:
 //   1. the next stage's copies begin
-//   2. S = A1 B1^T and dP = A2 B2^T of SUB streamed rows     3. P and dS
+//   2. S = A1 B1^T and dP = A2 B2^T of SUB streamed rows
+//   3. P and dS
 //   4. the gradients of own rows grow: sum1 += dS B1 (of q or k); for keys also sum2 += P B2 (of v)
 template <class Tile, bool KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
@@ -13831,7 +13836,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //      +----+----+----+----+ channels              +---------------+                  +--------+--------+  t % 32 / 4
 //       four products of k = 16: + 32 bytes each, in A and in B alike                                     and 8 more
 //
-// These kernels are built of blocks in section 16: Halo::shifted is B for a tap, Operand::rows is A, and
+// These kernels are made of the parts in section 16: Halo::shifted is B for a tap, Operand::rows is A, and
 // Accumulators::multiply starts the four products, each one Wgmma<N>::add = one instruction wgmma.m64nNk16.
 //
 // In FP8 a slice has 128 channels, so its rows have 128 bytes, too, and all of the above stays as it is but for the
@@ -13929,7 +13934,8 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-// Used when: images are larger than 32 x 32 (conv_small's costs decide below that); 1x1.
+// Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
+//   On smaller images conv_small's costs may choose it.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and 64 BLOCKS channels. D[64 BLOCKS channels][8 x ROWS pixels],
 //   with A = weights and B = pixels, as drawn above: the pixels are the wide side (N), so that even 64 channels give
 //   wide products. Blocks are persistent: there are as many as multiprocessors, and each has some output channels and
@@ -13939,7 +13945,8 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //     warpgroup 1  (warps 4-7)    the same, of other tiles
 //     warp 8                      one thread loads pixels, addends and weights (TMA)
 //     warps 9, 10                 one thread each stores the results of one warpgroup (TMA)
-//     warp 11                     idle: setmaxnreg, which gives its registers away, works on whole warpgroups
+//     warp 11                     idle. It exists because setmaxnreg takes whole warpgroups: warps 8-11 give registers
+//                                 away together
 //
 //   Shared memory: | barriers | a ring of stages of pixels: slices of x, addends, then results | stages of weights |
 //   Template parameters:
@@ -14012,16 +14019,17 @@ struct ConvTiles {
 //            slices of x       | skip connection  | addends come in, results go out
 //
 // A tile's results go out through the stages of its last BLOCKS pieces: if there are addends, these are the addends'
-// stages, since each thread reads an addend in the same places in which it then writes. If a tile has fewer than BLOCKS
-// pieces, some of these stages are never loaded.
+// stages, since each thread reads an addend in the same places in which it then writes. If there are no addends and
+// fewer slices than BLOCKS, there are BLOCKS pieces all the same, and nothing is loaded into the last of them.
 template <class T> struct TileWork {
     const ConvTma& p;
     const int out0 = blockIdx.y * T::BLOCKS;                             // first slice of the output
     const int c0 = out0 * SLICE_CHANNELS;                                // its first channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
-    const int results = pieces - T::BLOCKS;      // pieces in front of the results
-    const int others = T::RESIDENT ? pieces : 0; // stages of the other warpgroup's tile, between two of its own tiles
+    const int results = pieces - T::BLOCKS; // pieces in front of the results
+    // The stages of the other warpgroup's tile, which a warpgroup skips between two of its own tiles.
+    const int others = T::RESIDENT ? pieces : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
         return (second ? p.out.part2 : p.out.part1).add1;
@@ -14091,11 +14099,12 @@ template <class T> struct PixelLoader {
 
 // Role: load.
 // Resident weights are loaded before the previous kernel has ended, since it does not write them.
-// Streamed weights: half way through the weights of slice i, the thread loads the pixels of slice i + 1. They go into a
-// stage of slice i - 1 or of an earlier one (there are at least two stages), which is released after the first tap of
-// slice i. The weights of that tap were loaded before, so the thread never waits for products whose weights it has not
-// loaded yet. When it has started the loads of all weights of a tile, it loads the tile's addends and the first slice
-// of the next tile.
+// Streamed weights: half way through the weights of slice i, the thread loads the next piece, which is slice i + 1 or,
+// after the last slice, the first addend or the next tile's first slice. It goes into a stage of slice i - 1 or of an
+// earlier one (there are at least two stages), which is released after the first tap of slice i. The weights of that
+// tap were loaded before, so the thread never waits for products whose weights it has not loaded yet. When it has
+// started the loads of all weights of a tile, it loads what is left up to the next tile's first slice, which is
+// included.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -14285,7 +14294,8 @@ template <class T> struct Epilogue {
 // A warpgroup's phases, for each of its tiles:
 //   1. The sums begin as the bias (FP8: as 0). With resident weights it waits for its turn at the tensor cores.
 //   2. For each slice and tap: wait for pixels and weights, start their products, release stages that earlier products
-//   have read. 3. The same for the slices of the skip connection, which have one tap each.
+//      have read.
+//   3. The same for the slices of the skip connection, which have one tap each.
 //   4. Pass the turn on, wait for the products, finish the tile (Epilogue).
 template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
@@ -14476,8 +14486,8 @@ template <class T> struct SmallWork {
 };
 
 // Role: load. The loads of the first SLOTS steps of weights have been started already. A slice's halo is loaded after
-// six taps of the previous slice: by then the products that free a stage for it have all their operands, so the wait
-// for the stage ends.
+// six taps of the previous slice. The stage that it waits for is freed by products whose weights are being loaded
+// already, so the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::GROUPS;           // the slice to load
@@ -14568,8 +14578,8 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
 //   d of a thread, for each block j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
 //   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each
 //
-// This code runs once in a block, so its time is the time to fetch it (20 bytes a cycle). So only the part that needs
-// the accumulators is unrolled; the rest loops over each warp's own 16 pixels.
+// This code runs once in a block, so its time is mostly that of fetching its instructions (20 bytes a cycle). So only
+// the part that needs the accumulators is unrolled; the rest loops over each warp's own 16 pixels.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -14738,7 +14748,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     const SmallWork<T> work{p};
     if (threadIdx.x == T::CONSUMERS) {
         init_barriers(halos, weights, addends);
-        // no recent kernel writes them, so no wait is needed
+        // The previous kernel does not write weights, so these loads need not wait for it.
         for (int i = 0; i < T::SLOTS && work.first + i < work.end; i++)
             work.load_weights(weights.stage(i), work.first + i);
         prefetch_tensor_map(&p.x.map1);
@@ -14771,7 +14781,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     epilogue.put_shifts(shifts);
     if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
-    warps_sync(1, T::CONSUMERS); // the shifts are there, and nobody reads the weights any more: sums go there
+    // The shifts have been written, and nobody reads the weights any more, so sums may be written in their place.
+    warps_sync(1, T::CONSUMERS);
     if constexpr (T::FP8) epilogue.scale(acc, shifts);
     epilogue.round(acc, results, shifts);
     const uint32_t sums = weights.stage(0).address + wg * 4 * (T::OUT_N * 8);
@@ -14818,8 +14829,9 @@ template <class T> static void conv_small(const ConvCall& p) {
 //
 //   A block has GROUPS warpgroups and a range of pixel tiles:
 //     1     one of these products
-//     3     3x3: all three filter rows; 1x1: up to 192 Cout. It reads a third of the bytes, which is good for large
-//           tensors. But there are fewer blocks, so there are more ranges and up to three times as many partials.
+//     3     3x3: all three filter rows; 1x1: up to 192 Cout. It needs a third of the bytes for each product, which is
+//           good for large tensors. But there are fewer blocks, so there are more ranges and up to three times as many
+//           partials.
 //   One warp loads. In the blocks of filter row 0 and input tile 0 further warps sum dout over the pixels, for the
 //   bias. If there is only one range, TMA stores the sums in dweight; otherwise they are partials, for conv_weight_sum.
 //   One launch computes several layers, since a small layer alone would leave most of the GPU idle.
@@ -14836,7 +14848,7 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr bool TAPS = KERNEL == 3;          // a product is three taps of a filter row
-    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks for the filter rows of a tile of channels
+    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks that share the filter rows of a tile of channels
     // The order of the warps: those that multiply, the one that loads, those that sum for the bias.
     static constexpr int LOADER = 4 * GROUPS;
     static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // with three warpgroups
