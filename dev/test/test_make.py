@@ -173,3 +173,9 @@ def test_the_program_is_told_its_commit(make: Callable[..., subprocess.Completed
     told = re.search(r" -DTRAIN_UNET_COMMIT=(\w+)(-changed)? ", make("train_unet_cpu").stdout)
     assert (told[1] if told else "") == wanted
     assert "TRAIN_UNET_COMMIT" not in make("train_unet_cpu", GIT_DIR="/nowhere").stdout
+
+
+def test_the_page_compiles() -> None:
+    """nvcc reads ?? and one of nine characters as a trigraph, and warns of it, in a raw string, too."""
+    for file in (ROOT / "host/page.html", ROOT / "common/flags.h"):
+        assert not re.search(r"\?\?[=/'()!<>-]", file.read_text()), file
