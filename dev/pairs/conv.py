@@ -56,6 +56,10 @@ def inputs(kernel: int, case: Case, rng: np.random.Generator) -> dict[str, Any]:
     if case.get("wild"):  # of very different sizes: wherever a tile's largest number lies, it must be seen
         for name in ("x1", "weight", "dout"):
             a[name] *= 2.0 ** rng.integers(-6, 7, a[name].shape)
+    if case.get("spikes"):  # a number in each tile, more or less, is far larger than all others: who overlooks it when the tile is scaled overflows
+        for name, every in {"x1": 1500, "weight": 12000, "dout": 1500}.items():
+            is_spike = rng.random(a[name].shape) < 1 / every
+            a[name] = np.where(is_spike, np.float32(256) * (a[name] + np.sign(a[name]) * abs(a[name]).mean()), a[name])
     return a
 
 
