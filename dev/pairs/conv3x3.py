@@ -90,10 +90,6 @@ PAIR = conv_pair(
         dict(B=3, H=7, W=5, C1=64, Cout=32, stride=2),
         dict(B=3, H=9, W=10, C1=64, Cout=64, wild=True, on="A100 fp32"),
         dict(B=3, H=7, W=8, C1=96, Cout=64, wild=True, on="A100 fp32"),
-        dict(B=20, H=8, W=8, C1=256, Cout=32, spikes=True, on="A100 fp32"),
-        dict(B=1, H=8, W=8, C1=256, Cout=192, spikes=True, on="A100 fp32"),
-        dict(B=2, H=24, W=24, C1=160, Cout=32, spikes=True, on="A100 fp32"),
-        dict(B=1, H=9, W=8, C1=160, Cout=160, spikes=True, on="A100 fp32"),
         dict(B=2, H=6, W=5, C1=96, Cout=64, upsample=1, addends=1, emb=True),
         dict(B=2, H=12, W=20, C1=3, Cout=64, fp32="x1", on="A100 bf16, H200 bf16"),
         dict(B=1, H=9, W=11, C1=1, Cout=32, fp32="x1"),
@@ -106,6 +102,10 @@ PAIR = conv_pair(
         *(LARGE + RINGS if "bf16" in precisions() else []),
         *(case | ON_HOPPER for case in FP8),
         dict(B=1, H=8, W=8, C1=64, Cout=128, upsample=1, addends=1),
+        dict(B=20, H=8, W=8, C1=256, Cout=32, spikes=True, on="A100 fp32"),
+        dict(B=1, H=8, W=8, C1=256, Cout=192, spikes=True, on="A100 fp32"),
+        dict(B=2, H=24, W=24, C1=160, Cout=32, spikes=True, on="A100 fp32"),
+        dict(B=1, H=9, W=8, C1=160, Cout=160, spikes=True, on="A100 fp32"),
     ],
 )
 
