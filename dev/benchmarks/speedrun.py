@@ -322,6 +322,7 @@ def print_table(runs: Runs) -> None:
 
 def plot(runs: Runs, title: str, path: str) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     axes = (figure := Figure(figsize=(7, 4.2), layout="constrained")).subplots()
     for name, found in runs.items():
@@ -329,9 +330,13 @@ def plot(runs: Runs, title: str, path: str) -> None:
         columns = [[run[i] for run in found] for i in range(count)]
         seconds = [statistics.median(m.seconds for m in column) for column in columns]
         distances = [[m.distance for m in column] for column in columns]
-        (line,) = axes.plot(seconds, [statistics.median(d) for d in distances], marker="o", markersize=3, label=shown(name))
+        (line,) = axes.plot(seconds, [statistics.median(d) for d in distances], marker="o", markersize=5, label=shown(name))
         axes.fill_between(seconds, [min(d) for d in distances], [max(d) for d in distances], alpha=0.2, color=line.get_color())
     axes.set(title=title, xlabel="seconds of training", ylabel="Fréchet distance to the training images", xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
     axes.grid(which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)
