@@ -2955,7 +2955,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // For another loss than the weighted square, do as ect does, whose loss also needs the network's answer at a second
 // noise level: common/flags.h; a parameter in Objective and make_objective; a branch in forward_and_loss (section 11),
 // which calls an operation of its own; that operation's prototype in section 2, its loops in dev/reference.h and its
-// kernel beside ddpm_loss_forward (section 17).
+// kernel beside loss_forward_backward (section 17).
 //
 // In the order in which they run: make_objective, once; then for each sample draw_level, which takes one of
 // ddpm_levels, or calls ask or student_level. Samplers ask level_at for the level of a sigma.
