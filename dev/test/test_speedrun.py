@@ -17,6 +17,7 @@ from conftest import ROOT, TINY_MODEL, TINY_RUN, binary_path, environment, make_
 from common.program import UserError, run_program
 
 sys.path.insert(0, str(ROOT / "dev/benchmarks"))
+import conditions
 import quality
 import speedrun
 import speedrun_rivals
@@ -259,3 +260,40 @@ def test_a_rival_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         UserError, match="--rivals lucidrains: Python's package no_such_package is missing; .*pip install denoising-diffusion-pytorch`"
     ):
         speedrun_rivals.check(["lucidrains"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dev/benchmarks/conditions.py
+
+
+def test_what_resembles_held_out_images_is_left_out() -> None:
+    images = np.stack([np.full((3, 8, 8), level, np.uint8) for level in (0, 10, 100, 200)])
+    assert conditions.nearest_distance(images[:3], images[3:]).tolist() == [200, 190, 100]
+
+
+def test_errors_of_conditions() -> None:
+    truth = np.zeros((2, 3, 8, 8), np.float32)
+    left_out = conditions.holes(2, 8, 8)
+    assert left_out.sum((1, 2, 3)).tolist() == [16, 16]
+    assert conditions.error(truth + 0.1, truth) == pytest.approx(12.75)
+    assert conditions.error(truth + 0.2 * left_out, truth, left_out) == pytest.approx(25.5)
+    assert conditions.smaller(truth + 0.1).shape == (2, 3, 2, 2)
+
+
+@pytest.mark.long
+def test_conditions_by_the_program(tmp_path: Path, make_data: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its models, tiny ones: each is trained, draws, and leaves its picture; a second call finds them trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(conditions, "DDPM_STEPS", 12)
+    file = make_data("d.bin", np.random.default_rng(0).integers(0, 256, (60, 3, 8, 8)).astype(np.uint8))
+    recipe = " ".join(map(str, [*TINY_MODEL, "--batch_size", 2, "--timestep_respacing", 3]))
+    words = ["--data_file", str(file), "--program", str(binary_path("cpu")), "--recipe", recipe, "--max_steps", "2", "--output_dir", "c"]
+    conditions.run(words)
+    told = capsys.readouterr().out
+    assert "57 images to train on, 3 held out, 0 left out" in told
+    assert all(f"{task}: " in told and (tmp_path / f"c/{task}.png").exists() for task in conditions.TASKS)
+    conditions.run([*words, "--only", "gray"])
+    assert "gray: coloured by the model" in capsys.readouterr().out
+    for more, message in ((["--only", "depth"], "--only depth: must be"), (["--output_dir", str(file)], "is a file; name a folder")):
+        with pytest.raises(UserError, match=message):
+            conditions.run([*words, *more])
