@@ -8737,11 +8737,12 @@ template <bool TAKE_TURNS> struct Turn {
 // Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
 // norm that reads the tensor computes mean and variance from them, and so needs no pass of its own over x.
 
-// POOL: the average of 2x2 pixels. REPEAT: each pixel 2x2 times. PICK: the pixels of even rows and columns.
-// A convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
+// POOL writes the average of 2x2 pixels. REPEAT writes each pixel 2x2 times. PICK keeps the pixels of even rows and
+// columns: a convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
 enum Resampling { POOL, REPEAT, PICK };
 
-// Says where pixel k = 0 ... 3 of a square of 2x2 begins, counted from the square's first pixel. W: pixels to a row
+// Returns where pixel k = 0 ... 3 of a square of 2x2 begins, in elements from the square's first pixel. W: pixels of a
+// row
 INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
 
 // sum += the four pixels of the square that begins at x
@@ -8752,15 +8753,16 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 }
 
 // The grid is (blocks that share the pixels, slabs of channels, images). A block has a slab of `columns` pieces of
-// channels, and THREADS / columns rows of threads, each of which takes every (THREADS / columns)-th pixel:
+// channels. Its threads form THREADS / columns rows. Each row begins with another pixel, and then takes every (THREADS
+// / columns)-th pixel:
 //
 //                  columns
 //   pixel 0       [ thread 0     1     2     3 ]
 //   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
 //
-// A "pixel" p belongs to the smaller image: x for REPEAT, otherwise out. In the larger image, p is a square of 2x2.
-// With stats, one block reads all pixels of its slab and computes their sums: in fp32 over a thread's pixels, in double
-// over threads. Shared memory holds the threads' sums, at the end.
+// A "pixel" p belongs to the smaller image, which is x for REPEAT and out otherwise. In the larger image, p is a square
+// of 2x2. With stats, one block reads all pixels of its slab and computes their sums. Each thread sums its pixels in
+// fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at the end.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, ...): what R makes of H and W
                                                               double* stats, // (B, C, 2), or null
@@ -8769,12 +8771,12 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
     static_assert(R == POOL || R == REPEAT || R == PICK, "another one needs its sizes and places here");
     constexpr int V = VEC<T>;
     constexpr int THREADS = 512;
-    constexpr int COPIES = R == REPEAT ? 4 : 1; // of a pixel that is written
+    constexpr int COPIES = R == REPEAT ? 4 : 1; // how often a pixel is written
     __shared__ float sums[2 * V * (THREADS + 8)];
     const int b = blockIdx.z;
     const int c = (blockIdx.y * columns + threadIdx.x % columns) * V; // this thread's first channel
     const int rows = THREADS / columns;
-    const int odd = R == PICK; // PICK rounds up, POOL down
+    const int odd = R == PICK; // half of an odd size: PICK rounds it up, POOL down
     const int small_H = R == REPEAT ? H : (H + odd) / 2;
     const int small_W = R == REPEAT ? W : (W + odd) / 2;
     const int large_W = R == REPEAT ? 2 * W : W;
@@ -8833,9 +8835,9 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, sums, x, H, W, C, columns);
 }
 
-// The reverse of PICK: out (B, H, W, C) gets x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, and zeros
-// elsewhere. It turns the gradient of the output of a convolution with stride 2 into the gradient of what the same
-// convolution gives with stride 1. A thread moves a piece.
+// The reverse of PICK. It writes x (B, ceil(H / 2), ceil(W / 2), C) to the even rows and columns of out (B, H, W, C),
+// and zeros elsewhere. So it turns the gradient of a convolution's output with stride 2 into the gradient of the output
+// that the same convolution has with stride 1. Each thread writes one piece.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
     const uint4* from = (const uint4*)x;
@@ -8858,9 +8860,10 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
     with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
 }
 
-// The gradient of POOL or REPEAT. grid (B H): a block has a row of an image, a thread a piece of a pixel at a time.
-// POOL: dx = a quarter of the pooled pixel's gradient, or 0 in an odd last row or column, which was not pooled.
-// REPEAT: dx = the sum of the four copies' gradients.
+// The gradient of POOL or REPEAT. grid (B H): a block computes one row of an image. Each thread computes one piece of a
+// pixel at a time.
+// POOL: dx is a quarter of the pooled pixel's gradient. In an odd last row or column, which was not pooled, dx is 0.
+// REPEAT: dx is the sum of the four copies' gradients.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx,  // (B, H, W, C)
@@ -8868,7 +8871,7 @@ static __global__ void __launch_bounds__(256)
                              int H, int W, int C) {
     static_assert(R == POOL || R == REPEAT, "another one needs its formula here; the gradient of PICK is spread");
     constexpr int V = VEC<T>;
-    const int pieces = C / V; // of a pixel
+    const int pieces = C / V; // of each pixel
     const int b = blockIdx.x / H;
     const int h = blockIdx.x % H;
     const int Ho = H / 2;
@@ -8916,7 +8919,7 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
     each(n, [=] __device__(size_t i) { out[i] = x[place_in_patches(i, H, W, C, p)]; });
 }
 
-// [x | cond]. A thread writes an element.
+// out = [x | cond]: each pixel has the C channels of x and then the K channels of cond. Each thread writes one element.
 static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K) {
     each((size_t)B * HW * (C + K), [=] __device__(size_t i) {
         const size_t pixel = i / (C + K);
@@ -8938,18 +8941,20 @@ INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     return d + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// Images at a time. Cin is a multiple of 4, and x, weight and dweight begin at multiples of 16 bytes.
+// How many images a block works on at a time. Cin is a multiple of 4; x, weight and dweight begin at multiples of 16
+// bytes.
 constexpr int LINEAR_ROWS = 32;
 
-// out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block has OUTPUTS outputs of 32 images.
-//   lane    an image
-//   warp    every eighth quad of inputs (4 neighbours), 64 quads at a time, which are first copied to shared memory
-// Shared memory: 64 quads of the block's weights, and the same quads of its images.
-//   1. All threads copy 64 quads of inputs.
-//   2. Each warp multiplies its share of them: acc += x w. Steps 1 and 2 are repeated while inputs are left.
-//   3. The 8 warps' partial sums are added, in the order of the warps, and stored.
-// All lanes read the same weight at once, and shared memory sends it to all of them in one access. The kernel before
-// does not write weights, so their copies begin before it has ended.
+// out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
+// images.
+//   lane    works on one image
+//   warp    multiplies every eighth quad of inputs. (A quad is 4 neighbouring inputs.)
+// Shared memory holds 64 quads of the block's weights, and the same quads of its images' inputs.
+//   1. All threads copy 64 quads of each row to shared memory.
+//   2. Each warp multiplies its share of the quads: acc += x w. Steps 1 and 2 are repeated while inputs are left.
+//   3. The partial sums of the 8 warps are added, in the order of the warps, and stored.
+// All lanes read the same weight at once, and shared memory sends it to all of them in one access. The previous kernel
+// does not write weights. So the first copies of weights begin before that kernel has ended.
 template <int OUTPUTS>
 static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out,          // (B, Cout)
                                                                     const float* x,      // (B, Cin)
@@ -8957,7 +8962,7 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
                                                                     const float* bias,   // (Cout)
                                                                     int B, int Cin, int Cout) {
     constexpr int WARPS = 8;
-    constexpr int QUADS = 64; // of a row at a time
+    constexpr int QUADS = 64; // how many quads of a row are in shared memory at a time
     __shared__ float4 weights[OUTPUTS][QUADS], rows[LINEAR_ROWS][QUADS];
     const int row = threadIdx.x % 32; // the number of this lane's image among the block's 32
     const int warp = threadIdx.x / 32;
@@ -8965,8 +8970,9 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     const int b0 = blockIdx.y * LINEAR_ROWS;       // the block's first image
     const int column = n0 + threadIdx.x % OUTPUTS; // the output that this thread adds up and stores in the end
     const float shift = column < Cout ? bias[column] : 0;
-    // Copies 64 quads, from input k0 on, of rows first, first + 1, ... of an array of `end` rows. Quad i of row r lies
-    // at place i ^ (r & swap): with swap = 7, the lanes' 32 rows are read from different banks.
+    // Copies 64 quads of each of the rows first, first + 1, ... of an array that has `end` rows, beginning with input
+    // k0. Quad i of row r lies at place i ^ (r & swap). With swap = 7, lanes that read the same quad of different rows
+    // use different banks.
     auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
         UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
             const int r = i / QUADS; // the row
@@ -8977,14 +8983,14 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
             copy_async_16(&to[r][quad ^ (r & swap)], from + place, inside);
         }
     };
-    float acc[OUTPUTS] = {}; // this thread's share of its image's outputs
+    float acc[OUTPUTS] = {}; // this thread's share of the sums of its image's outputs
     for (int k0 = 0; k0 < Cin; k0 += 4 * QUADS) {
         load(weights, weight, n0, Cout, k0, 0);
         if (k0 == 0) await_previous_kernel();
         load(rows, x, b0, B, k0, 7);
         copies_committed();
         copies_arrived<0>();
-        __syncthreads(); // all threads' copies have arrived
+        __syncthreads(); // the copies of all threads have arrived
         UNROLL_FOR (int quad = warp; quad < QUADS; quad += WARPS) {
             if (k0 + (quad - warp) * 4 >= Cin) break;
             const float4 v = rows[row][quad ^ (row & 7)];
@@ -8996,10 +9002,10 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
                 acc[n] += v.w * w.w;
             }
         }
-        __syncthreads(); // all threads have read, so the next quads may be copied
+        __syncthreads(); // all threads have read these quads, so the next ones may be copied
     }
-    // The warps' partial sums take the place of rows, which nobody reads any more. Each thread then adds up and stores
-    // one output of some of the images.
+    // The warps' partial sums are written over the array `rows`, which nobody reads any more. Then each thread adds up
+    // and stores one output of some of the images.
     typedef float PartialSums[WARPS][OUTPUTS][LINEAR_ROWS + 1];
     PartialSums& sums = *(PartialSums*)rows;
     UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
@@ -9018,18 +9024,19 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 // Backward, in one pass over the weights:
 //   dweight = dout^T x      dbias = the sum of dout over images      dx = dout weight
 //
-//   warp    64 inputs of 32 images, and some groups of eight outputs
-//   lane    two of the inputs. It keeps in registers their values (32 x 2) and their gradients (as many).
+//   warp    works on 64 inputs of 32 images, and on some groups of eight outputs
+//   lane    works on two of the inputs. Its registers hold their values (32 x 2) and their gradients (as many).
 //
-// The weights, dout and earlier dweight of 8 outputs at a time are copied to one of two stages in shared memory. For
-// each output a lane reads its own two weights,
-// once, and the dout of 32 images, which all lanes read together. Each dout is multiplied four times: by two values
-// (for dweight) and by two weights (for dx). The 4 warps of a block have the same inputs and different outputs; at the
-// end they add up their dx. Blocks of different `splits` also have different outputs; a second kernel adds up their dx,
-// which are parts (splits, B, Cin).
+// A warp works on 8 outputs at a time. Their weights, their dout and their earlier dweight are copied to one of the
+// warp's two stages in shared memory. For each output, a lane reads its own two weights once. It also reads the dout of
+// 32 images, which all lanes read together. Each dout is multiplied four times: by two values (for dweight) and by two
+// weights (for dx). The 4 warps of a block have the same inputs and different outputs; at the end they add up their dx.
+// Blocks of different `splits` also have different outputs. They store their dx as parts (splits, B, Cin), which a
+// second kernel adds up.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
-// A warp's outputs at a time. before: the dweight of the images before these 32, or zeros
+// What a warp reads for 8 outputs. `before` is the dweight summed over the images before these 32, or zeros if there
+// are none.
 struct LinearStage {
     float weight[LINEAR_OUTS][64];
     float before[LINEAR_OUTS][64];
@@ -9037,26 +9044,26 @@ struct LinearStage {
 };
 struct LinearShared { // of a block
     LinearStage stages[LINEAR_WARPS][2];
-    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // the warps' dx
+    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // each warp's share of dx
 };
 struct LinearBackward {
     float *dweight, *dbias;
     float* parts; // (splits, B, Cin): partial sums of dx; null: dx is not wanted
     const float *dout, *x, *weight;
     int B, Cin, Cout;
-    int tiles;  // of 64 inputs each
+    int tiles;  // how many tiles of 64 inputs there are
     int splits; // into how many parts the outputs are divided; different blocks work on different parts
 };
 
-// Starts the copies of outputs o0 ... o0 + 7 into a stage, for the images b0 ... b0 + 31. A lane copies 16 bytes of
-// every second output's weights, and 4 bytes of every fourth image's dout; where there is no such image or output, dout
-// is 0.
+// Starts the copies of outputs o0 ... o0 + 7 into a stage, for the images b0 ... b0 + 31. A lane copies 16 bytes of the
+// weights, and of the earlier dweight, of every second output. It also copies dout (4 bytes) of one output for every
+// fourth image. If such an image or output does not exist, dout becomes 0.
 INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, int b0, int tile) {
     const int lane = threadIdx.x % 32;
     const int w_row = lane / 16;
     const int w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
     const int d_output = lane % LINEAR_OUTS;
-    const int d_row = lane / LINEAR_OUTS; // the first image
+    const int d_row = lane / LINEAR_OUTS; // the first image that this lane copies
     const int rows = min(LINEAR_ROWS, p.B - b0);
     const int left = p.Cout - o0;
     if (left <= 0) return;
@@ -9076,8 +9083,8 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
 
 // grid (tiles * splits): a block has one tile of 64 inputs and one split of the outputs. For 32 images at a time:
 //   1. Each lane loads its inputs x.
-//   2. For 8 outputs at a time, it adds to dbias, dweight and dx.
-//   3. The warps' dx are added up.
+//   2. For 8 outputs at a time, it adds the share of these images to dbias, dweight and dx.
+//   3. The block adds up the dx of its warps.
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
     LinearShared& shared = *(LinearShared*)memory;
@@ -9088,7 +9095,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int i = tile * 64 + lane * 2;                            // this lane's first input
     const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output
     const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // from there to its next eight outputs
-    // When dbias is summed, this lane has output o0 + bias_output and images 8 bias_row ... 8 bias_row + 7 of the 32.
+    // For dbias, this lane sums output o0 + bias_output over images 8 bias_row ... 8 bias_row + 7 of the 32.
     const int bias_output = lane % LINEAR_OUTS;
     const int bias_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
@@ -9102,14 +9109,14 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             x[b] = inside && b < rows ? *(const float2*)from : float2{};
             dx[b] = float2{};
         }
-        // Two stages: while one is read, the next eight outputs come into the other one.
+        // There are two stages. While the warp reads one stage, the next eight outputs are copied to the other one.
         int place = 0; // the stage that is read
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
             copies_arrived<0>();
             __syncwarp();
             load_linear_stage(shared.stages[warp][place ^ 1], p, o0 + stride, b0, tile);
             const LinearStage& now = shared.stages[warp][place];
-            if (tile == 0) { // the bias: a lane adds up 8 images of an output, then 4 lanes together
+            if (tile == 0) { // dbias: a lane adds up 8 images of an output, then 4 lanes add up their sums
                 const float4* const d = (const float4*)&now.dout[bias_output][bias_row * 8];
                 const float4 u = d[0];
                 const float4 v = d[1];
@@ -9118,7 +9125,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 float* const bias = p.dbias + o0 + bias_output;
                 if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
-            // dweight of each output is complete for these images; dx grows with each output.
+            // Each turn of this loop completes one output's dweight over these images, and adds the output's share to
+            // dx.
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
@@ -9140,7 +9148,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         }
         // The warps' dx of these images are added up through shared memory.
         copies_arrived<0>();
-        __syncthreads(); // the stages have been read, and so have the sums of the images before
+        __syncthreads(); // all warps have read their stages, and the previous images' sums
         if (!p.parts) continue;
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             shared.sums[warp][b][lane] = dx[b];
@@ -9160,14 +9168,15 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane = MAIN_LANE) {
-    // Outputs of a block. With more of them x is read less often; with fewer there are more blocks.
+    // How many outputs a block computes. With more outputs x is read less often; with fewer there are more blocks.
     const int outputs = Cout <= 1024 ? 8 : 16;
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
     launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
-// Returns how many parts give two blocks for each multiprocessor, but not so many that a warp would have no outputs.
+// Returns the number of splits. It is chosen to give about two blocks for each multiprocessor, but not so many blocks
+// that one would have no outputs.
 static int linear_splits(int Cin, int Cout) {
     const int two_blocks_an_sm = 2 * gpu.sms / ceil_div(Cin, 64);
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
@@ -9186,7 +9195,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     const LinearBackward call{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits};
     launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared), call);
     if (!dx.dx) return;
-    // dx = the sum over the splits, in their order, and the addends
+    // dx = the sum of the parts, in the order of the splits, + the addends
     each(n, [=] __device__(size_t i) {
         float sum = 0;
         _Pragma("unroll 12") for (int k = 0; k < splits; k++) sum += parts[k * n + i];
@@ -9194,7 +9203,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
-// Silu<float> has the formulas of the function (f) and of its derivative (df). Each thread has one element.
+// struct Silu holds the formulas of the function (f) and of its derivative (df). Each thread computes one element.
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
     each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
@@ -9222,7 +9231,7 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
     });
 }
 
-// out (B, C) = x + row `label` of table (rows, C), with the sample's label
+// out (B, C) = x + one row of table (rows, C) for each sample: the row with the number labels[sample]
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
                                     Lane* lane = MAIN_LANE) {
     each_on(lane, (size_t)B * C, [=] __device__(size_t i) {
@@ -9230,9 +9239,9 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
         out[i] = x[i] + table[(size_t)label * C + i % C];
     });
 }
-// dx = dout, dtable (rows, C) = the sums of dout over the samples with a row's label. A thread has an element of dx
-// and, in the same place, an element of dtable, for which it looks through all labels. So there are no atomics, and the
-// order of the sum is fixed.
+// dx = dout. dtable (rows, C): each row is the sum of dout over the samples whose label is this row. A thread computes
+// one element of dx, and the element of dtable in the same place. For the latter it looks through the labels of all
+// samples. So there are no atomics, and the order of the sum is fixed.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
     const size_t n = (size_t)std::max(B, rows) * C;
@@ -9248,7 +9257,8 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
     });
 }
 
-// out (B, C) = x + values (B, K) weight (C, K)^T: a thread for an element of out. K is small: a few numbers an image.
+// out (B, C) = x + values (B, K) weight (C, K)^T. Each thread computes one element of out. K is small: an image has few
+// values.
 static void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B, int K,
                                      int C, Lane* lane = MAIN_LANE) {
     each_on(lane, (size_t)B * C, [=] __device__(size_t i) {
@@ -9259,8 +9269,8 @@ static void values_embedding_forward(float* out, const float* x, const float* we
         out[i] = x[i] + sum;
     });
 }
-// A thread owns an element of dx and, in the same place, an element of dweight, for which it sums over the samples in
-// their order.
+// A thread computes one element of dx and, in the same place, one element of dweight. For dweight it sums over the
+// samples, in their order.
 static void values_embedding_backward(GradOf<float> dx, float* dweight, const float* dout, const float* values, int B,
                                       int K, int C) {
     each((size_t)std::max(B, K) * C, [=] __device__(size_t i) {
@@ -9280,14 +9290,14 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 //   double, in a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
 // Costs: memory traffic. Images are small beside activations.
 
-// Returns block number `block` of Philox's random words for sample b, four words. They depend on nothing but the key,
-// which includes the step, and on these two numbers.
+// Philox makes random words in blocks of four. This returns the four words of block number `block` for sample b. They
+// depend only on the key, which includes the step, and on these two numbers.
 INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-// These draw a noise level for each sample, and the levels of the same samples' teachers (--objective ect). Each thread
-// has one sample.
+// draw_levels draws a noise level for each sample. draw_teachers draws the levels of the same samples' teachers
+// (--objective ect). Each thread works on one sample.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
@@ -9305,9 +9315,10 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
-// --augment, in three launches. In the first one a thread has a sample, and draws its change; in the second one it has
-// a place of the canvas (the changed image at twice the resolution, canvas_value) in all channels; in the third one it
-// has a value of the result.
+// --augment, in three launches. The canvas is the changed image at twice the resolution (canvas_value).
+//   1. Each thread draws the change of one sample.
+//   2. Each thread computes one place of the canvas, in all channels.
+//   3. Each thread computes one value of the result from the canvas.
 static void augment_images(float* out, Augmentation* drawn, float* canvas, float* told, int stride, const void* images,
                            float p, RandomKey key, int B, int C, int H, int W, int bytes) {
     each(B, [=] __device__(size_t b) {
@@ -9339,7 +9350,8 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
 }
 
-// --schedule_sampler loss-second-moment. Each thread has one t, and looks through the batch for samples with this t.
+// --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples with this
+// t.
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -9349,13 +9361,13 @@ static void update_weights(double* weights, float* history, const NoiseLevel* le
     });
 }
 
-// each_quad calls f(b, e) for elements e ... e + 3 of image b, with n elements to an image: a thread has the four
-// elements that one block of Philox gives random numbers to.
+// each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
+// elements, because one block of Philox gives four random words.
 template <class F> struct Quads {
     F f;
     int n;
     __device__ void operator()(size_t i) const {
-        const size_t quads = (n + 3) / 4; // of an image
+        const size_t quads = (n + 3) / 4; // how many quads of elements an image has
         const int b = (int)(i / quads);
         const int e = (int)(i % quads) * 4;
         f(b, e);
@@ -9379,7 +9391,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// These say whether sample b's image, and so its picture, is mirrored, and whether its picture is left out.
+// picture_is_mirrored says whether the image of sample b, and so also its picture, is mirrored. picture_is_left_out
+// says whether its picture is left out.
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -9389,8 +9402,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
     return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
 }
 
-// The functions from here to mask_images make the pictures of a batch that are its condition. A thread writes one
-// element of (B, H, W, K); in mask_images it writes all channels of a pixel.
+// The functions from here to mask_images make the condition: the batch's pictures. Each thread writes one element of
+// the result; in mask_images it writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
@@ -9482,7 +9495,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
     each_quad(B, n, [=] __device__(int b, int e) {
         const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
         const NoiseLevel l = levels[b];
-        float z[4]; // noise, and then the target
+        float z[4]; // the noise; later the target
         float x[4];
         normals(z, random_words(noise_key, e / 4, b));
         // Element e is channel c of the pixel in row h and column w.
@@ -9511,7 +9524,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
         for (int k = 0; k < 4 && teacher && e + k < n; k++) {
             z[k] += l.target_teacher * teacher[i + k];
         }
-        // Store both: in one piece, if all images begin at multiples of 16 bytes.
+        // Both results are stored in pieces of 16 bytes if every image begins at a multiple of 16 bytes.
         if (n % 4 == 0) {
             *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
             *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
@@ -9523,16 +9536,16 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
     });
 }
 
-constexpr int LOSS_PARTS = 4; // blocks to an image
+constexpr int LOSS_PARTS = 4; // how many blocks share an image
 
-// Blocks of 1,024 threads to a multiprocessor. With only one block all threads would wait for memory at the same time.
-// If a multiprocessor has 2,048 threads, there is room for two. Other GPUs have 1,536.
+// How many blocks of 1,024 threads run on a multiprocessor. With only one block all threads would wait for memory at
+// the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On other GPUs it can run 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// The sum over a block of 1024 threads, which thread 0 gets: over each warp, then over the 32 warps' sums. The order is
-// fixed, so that a repeated run has the same losses and norms, bit by bit.
+// Returns to thread 0 the sum over a block of 1024 threads. First each warp adds up its values, then the 32 warps' sums
+// are added. The order is fixed, so that a repeated run has the same losses and norms, bit by bit.
 INLINE double block_sum(double v) {
-    __shared__ double sums[32]; // of each warp
+    __shared__ double sums[32]; // one sum of each warp
     v = warp_sum(v);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
     __syncthreads();
@@ -9542,7 +9555,7 @@ INLINE double block_sum(double v) {
 // The loss of an image, and its gradient. With d = out - target, for each element:
 //   loss = mean over elements of mse d^2 + bound * (the term of the variational bound; only with BOUND)
 //   dout = factor * (its derivative)
-// factor is the sample's share of the batch. If Cout > C, the second half of out's channels is the variance, which only
+// dout = factor * (the derivative of loss by out)
 // the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
 template <bool BOUND>
@@ -9551,19 +9564,19 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
                 float* dout,         // (B, HW, Cout)
                 const float* out,    // (B, HW, Cout)
                 const float* target, // (B, HW, C)
-                const float* x,      // (B, HW, C): what the network was shown
+                const float* x,      // the input that the network read
                 const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout;     // this image's first element in out and dout
-    const size_t first_target = (size_t)blockIdx.y * HW * C; // the same in target and x
+    const size_t first_target = (size_t)blockIdx.y * HW * C; // this image's first element in target and x
     const NoiseLevel l = levels[blockIdx.y];
-    const float mse = o.mse * l.weight; // how much each term counts at this noise level
+    const float mse = o.mse * l.weight; // the weight of each of the two terms at this noise level
     const float bound = o.bound * l.importance;
     const float slope = factor / ((float)HW * C);
     double sum = 0;
     NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
-        const int p = i / C; // pixel and channel of element i
+        const int p = i / C; // the pixel of element i; c is its channel
         const int c = i - p * C;
-        const size_t mean = first + (size_t)p * Cout + c; // where out has it
+        const size_t mean = first + (size_t)p * Cout + c; // where out has the answer for element i
         const size_t variance = mean + C;
         const float wanted = target[first_target + i];
         const float d = out[mean] - wanted;
@@ -9582,7 +9595,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
 }
-// The workspace holds LOSS_PARTS sums for each image, and a slope for the tuning loss.
+// The workspace holds LOSS_PARTS sums for each image. For the tuning loss it also holds one slope for each image.
 static size_t loss_workspace(int B) { return (size_t)B * (LOSS_PARTS + 1) * sizeof(double); }
 
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
@@ -9600,9 +9613,10 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
     });
 }
 
-// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2, so its
-// gradient is slope (out - target) with one slope for the image, which depends on the whole distance (tuning_loss). So
-// three launches follow each other: the distance (this kernel), the slope, the gradient.
+// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. So its
+// gradient is slope (out - target). The slope is one number for the image, and depends on the whole distance
+// (tuning_loss). So there are three launches: this kernel computes the distances, the second launch the slopes, the
+// third one the gradients.
 // grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
@@ -9610,7 +9624,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const float x0_out = levels[blockIdx.y].x0_out;
     double sum = 0;
     for (int i = blockIdx.x * 1024 + threadIdx.x; i < n; i += LOSS_PARTS * 1024) {
-        // Student and teacher differ by this much in what they say about x0.
+        // d is the difference between the x0 that the student predicts and the x0 that the teacher predicts.
         const float d = x0_out * (out[first + i] - target[first + i]);
         sum += (double)d * d;
     }
@@ -9636,7 +9650,8 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
     });
 }
 
-// t (B) = what the network is told in step *k, which lies on the device: a captured graph then works for every step.
+// t (B) = the time that the network is told in step *k. Since k lies on the device, a captured graph works for every
+// step.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
     each(B, [=] __device__(size_t b) {
         const SamplerStep& s = steps[*k];
@@ -9644,18 +9659,18 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
     });
 }
 
-// What a sampler's step reads: x (B, HW, C), with n elements for each image; and out, the network's answer, whose
-// pixels have Cout channels. With guidance, the second half of out has the answers without the condition.
+// What a sampler's step reads. x is (B, HW, C), with n elements for each image. out is the network's answer, whose
+// pixels have Cout channels. With guidance, the second half of out's batch holds the answers without the condition.
 struct SamplerView {
     const float *x, *out;
     int B, n, C, Cout;
 
-    // Says where element e of image b lies in out.
+    // Returns the index of element e of image b in out.
     INLINE size_t place(int b, int e) const {
         const int p = e / C;
         return ((size_t)b * (n / C) + p) * Cout + e - p * C;
     }
-    // Returns x0 of this element, as the network's answer says it: x0_x x + x0_out answer.
+    // Returns the x0 that follows from the network's answer: x0_x x + x0_out answer.
     INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, int b, int e) const {
         const size_t i = place(b, e);
         float answer = out[i];
@@ -9667,10 +9682,10 @@ struct SamplerView {
     }
 };
 
-// d.threshold (B) = the rank-th smallest |x0| of each image, a block for an image. Floats that are not negative have
-// the same order as their bits, so it is found 8 bits at a time, from the highest ones on. Each of four passes looks at
-// the numbers that begin with the bits found so far. It counts how often each of the 256 values of the next 8 bits
-// occurs, and finds the value that contains the rank.
+// d.threshold (B) = the value with rank d.rank among the |x0| of each image, in rising order from rank 0. A block works
+// on one image. Floats that are not negative have the same order as their bits. So the value is found 8 bits at a time,
+// beginning with the highest bits. Each of four passes looks only at the numbers that begin with the bits found so far.
+// It counts how often each of the 256 values of the next 8 bits occurs, and finds the value that contains the rank.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(SamplerView view, const SamplerStep* steps, Denoising d, const int64_t* k) {
     __shared__ int count[256];
@@ -9682,7 +9697,7 @@ static __global__ void __launch_bounds__(1024)
         found = 0;
         left = d.rank;
     }
-    for (int shift = 24; shift >= 0; shift -= 8) { // bits shift ... shift + 7 are looked for
+    for (int shift = 24; shift >= 0; shift -= 8) { // this pass finds bits shift ... shift + 7
         if (threadIdx.x < 256) count[threadIdx.x] = 0;
         __syncthreads();
         const uint32_t known = found;
@@ -9712,14 +9727,14 @@ INLINE float limited(float x0, float limit) {
     return x0 / limit;
 }
 
-// A sampler's step, in place. If thresholds are wanted, they are computed first. A thread has four elements. With the
-// step's coefficients (SamplerStep), the sampler's memory m, and z standard normal:
+// A sampler's step, in place. If thresholds are wanted, they are computed first. Each thread computes four elements.
+// The formulas have the step's coefficients (SamplerStep), the sampler's memory m, and z, which is standard normal:
 //
 //   x0 = limited(x0_x x + x0_out answer)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
 //
-// With guidance the batch has a second half, which stays a copy of the first.
+// With guidance the batch has a second half. The new x is written there too, so that both halves stay equal.
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
                          RandomKey key, int B, int HW, int C, int Cout) {
     const int n = HW * C;
@@ -9737,7 +9752,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
             float x0 = view.predicted_x0(s, d, b, e + k);
             if (d.limit) x0 = limited(x0, limit);
             float sigma = s.sigma;
-            if (s.range > 0 && s.sigma > 0) { // sigma is learned: the second half of the answer's channels tells it
+            if (s.range > 0 && s.sigma > 0) { // sigma is learned: it follows from the second half of the answer's channels
                 const float variance = out[view.place(b, e + k) + C];
                 sigma = expf(s.log_sigma + s.range * 0.5f * (variance + 1));
             }
@@ -9750,8 +9765,8 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
-// Inpainting: where the mask is not above 0, the image is known. There x is replaced by the image with the noise of
-// this step:
+// Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image plus
+// the noise that belongs to this step:
 //   x = known_x image + known_sigma z
 // Then noise is added to all of x, so that the next step can harmonise both parts (RePaint, Lugmayr et al. 2022):
 //   x' = back_x x + back_sigma z'
@@ -9786,20 +9801,20 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   z    = (xhat weight + bias) (1 + film scale) + film shift
 //   out  = dropout(nonlinearity(z))
 //
-// ("Film" is the embedding's scale and shift, with --use_scale_shift_norm.) The forward kernel needs no pass over x for
-// mean and rstd: the kernel that wrote x also wrote the sums of each channel's x and x^2 to Stats. The rest is one
-// multiplication and addition: z = x scale + shift, with two coefficients for each image and channel, which a block
-// computes once.
+// ("Film" is the scale and shift that are computed from the embedding, with --use_scale_shift_norm.) The forward kernel
+// needs no pass over x for mean and rstd: the kernel that wrote x also wrote each channel's sums of x and x^2 to Stats.
+// What is left is one multiplication and one addition: z = x scale + shift. The two coefficients of each channel of an
+// image are computed once in a block.
 //
-// Backward, with dz = dout taken back through dropout and the nonlinearity:
+// Backward. dz is the gradient of z: dout, taken back through dropout and the nonlinearity.
 //
 //   dxhat = w dz                     w = weight (1 + film scale)
 //   dx    = rstd (dxhat - E[dxhat] - xhat E[dxhat xhat])
 //         = scale dz - (x_factor x + offset)                        scale = rstd w, the same as forward
 //   x_factor = rstd^2 E[dxhat xhat]    offset = rstd E[dxhat] - x_factor mean
 //
-// So a group has two more coefficients, x_factor and offset, which follow from each channel's sums of dz and of dz x
-// (group_terms). The parameters' gradients follow from the same sums (put_gradients).
+// So each group has two more coefficients, x_factor and offset. They are computed from each channel's sums of dz and of
+// dz x (group_terms). The gradients of the parameters are computed from the same sums (put_gradients).
 //
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
 // How: A block has a slab of 64 (or 32) channels of one image, and a chunk of its pixels. A thread has VEC neighbouring
@@ -9811,9 +9826,9 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   written. All blocks run at the same time, so the time to start a block is only spent once.
 
 constexpr int NORM_THREADS = 256;
-constexpr int NORM_SLAB = 64; // channels of a block, at most
+constexpr int NORM_SLAB = 64; // how many channels a block has at most
 constexpr int MAX_GROUPS = 64;
-// Says how many blocks a multiprocessor has registers for. heavy: with dropout or, in the second pass, with addends.
+// How many blocks a multiprocessor has registers for. heavy: with dropout or, in the second pass, with addends
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
@@ -9822,36 +9837,36 @@ struct NormArgs {
     const void *x1, *x2;        // (B, HW, C1) and (B, HW, C2)
     const float *weight, *bias; // (C)
     const float* scale_shift;   // (B, ss_stride): film scale (C), then film shift (C); null: none
-    int ss_stride;              // a multiple of 4 floats: vectors of 16 bytes are read
+    int ss_stride;              // from one image's scales to the next; a multiple of 4 floats, for reads of 16 bytes
     Dropout dropout;
     NormShape s;
     // The backward pass:
     const float *mean = nullptr, *rstd = nullptr; // (B, groups)
-    float* dscale_shift = nullptr;                // like scale_shift
+    float* dscale_shift = nullptr;                // its layout is that of scale_shift
     float2* sums = nullptr;                       // (B, C): each image's part of dbias and dweight
 
-    // The next ones follow from those above. The host computes them once.
+    // The members below are computed from those above, once, on the host.
     int C = s.C1 + s.C2;
-    int Cg = C / s.groups; // channels of a group
+    int Cg = C / s.groups; // how many channels a group has
     int log_slab = C % NORM_SLAB ? 5 : 6;
-    int slab = 1 << log_slab;                              // channels of a block
-    int chunk = 0;                                         // pixels of a block
+    int slab = 1 << log_slab;                              // how many channels a block has
+    int chunk = 0;                                         // how many pixels a block has
     uint32_t threshold = dropout_threshold(dropout.p);     // random words below it are dropped
     uint32_t group_factor = (1u << 31) / (uint32_t)Cg + 1; // see group_of
     double weight_of_one = 1.0 / ((double)s.HW * Cg);      // the weight of one value in its group's mean
 
-    // c / Cg. A division takes some 20 instructions; this multiplication is exact for c * Cg < 2^31.
+    // Returns c / Cg. A division takes some 20 instructions; this multiplication is exact for c * Cg < 2^31.
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
 };
 
-// What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end.
-// The threads of a block have `rows` pixels x the slab's channels, in the order of memory. For 64 bf16 channels:
+// What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end. The
+// threads of a block work on `rows` pixels of the slab at a time, in the order of memory. For 64 bf16 channels:
 //
 //                       channels 0 - 7    8 - 15   ...   56 - 63
 //   pixel 0            [ thread 0         1        ...   7  ]
 //   pixel 1            [ thread 8         9        ...   15 ]        ...   up to pixel rows - 1 = 31
 //
-// x and dx lie in two tensors of C1 and C2 channels; out and dout lie in one, of C.
+// x and dx lie in two tensors of C1 and C2 channels. out and dout lie in one tensor of C channels.
 template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
     int b;
@@ -9859,21 +9874,22 @@ template <class T, int PIXELS> struct NormColumn {
     // this thread's first element, counted within `rows` pixels of the slab
     int place = threadIdx.x * VEC<T>;
     int c = slab0 + (place & (a.slab - 1));                   // this thread's first channel
-    int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // pixels of the block at a time
+    int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // how many pixels the block works on at a time
     int first = blockIdx.x * a.chunk + (place >> a.log_slab); // this thread's first pixel
     int end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
-    bool in_x1 = c < a.s.C1;                              // false: the channels are x2's
+    bool in_x1 = c < a.s.C1;                              // false: the channels belong to x2
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                  // elements of a pixel of x1 or x2
-    int stride = rows * pitch;                            // from this thread's pixel to its next, in x and dx
-    int stride_out = rows * a.C;                          // the same in out and dout
+    int stride = rows * pitch;                            // from this thread's pixel to its next pixel, in x and dx
+    int stride_out = rows * a.C;                          // the same distance in out and dout
     size_t pixel = (size_t)b * a.s.HW + first;            // this thread's first pixel, counted over all images
-    size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // where it lies in x and dx
-    size_t at_out = pixel * a.C + c;                      // the same in out and dout
+    size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
+    size_t at_out = pixel * a.C + c;                      // where this pixel lies in out and dout
     const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
-    // These two use a ring of PIXELS slots. begin calls fetch(slot, whether there is such a pixel) for the first
-    // pixels. Then walk calls work(slot, pixel, whether there is a pixel to fetch into this slot next) for each pixel,
-    // when its loads have arrived.
+    // begin and walk use a ring of PIXELS slots.
+    // begin calls fetch(slot, whether there is such a pixel) for this thread's first PIXELS pixels.
+    // walk calls work(slot, p, more) for each pixel p, as soon as its loads have arrived. more: this slot is needed for
+    // another pixel
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) {
             fetch(i, first + i * rows < end);
@@ -9889,7 +9905,7 @@ template <class T, int PIXELS> struct NormColumn {
     }
 };
 
-// first[i], second[i] = the pair of channel i of a table
+// first[i], second[i] = the pair that the table holds for channel i
 template <int V> INLINE void load_pairs(float (&first)[V], float (&second)[V], const float2* table) {
     UNROLL_FOR (int i = 0; i < V; i += 2) {
         const float4 q = *(const float4*)(table + i);
@@ -9915,7 +9931,7 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
 // does not write them, so they are loaded before it has ended.
 template <int V> struct NormParameters {
     float weight[V], bias[V];
-    float scale[V] = {}, shift[V] = {}; // the film's
+    float scale[V] = {}, shift[V] = {}; // from the embedding
 
     INLINE NormParameters(const NormArgs& a, int b, int c) {
         load_floats(weight, a.weight + c);
@@ -9926,7 +9942,7 @@ template <int V> struct NormParameters {
         load_floats(shift, film + a.C);
     }
     INLINE float factor(int i) const { return 1 + scale[i]; }
-    // Scale and shift of the i-th channel: z z_factor = x scale + shift.
+    // Returns scale and shift of the i-th channel, in z z_factor = x scale + shift.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float x_weight = rstd * weight[i]; // xhat weight = (x - mean) x_weight
         const float z_scale = x_weight * factor(i);
@@ -9935,7 +9951,7 @@ template <int V> struct NormParameters {
     }
 };
 
-// A channel of an image, with mean and rstd of its group, which the forward pass has stored.
+// One channel of one image. The forward pass has stored mean and rstd of its group.
 struct NormChannel : NormParameters<1> {
     int b, c;
     float mean, rstd;
@@ -9947,13 +9963,13 @@ struct NormChannel : NormParameters<1> {
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
     INLINE float dxhat_factor() const { return weight[0] * factor(0); } // w in dxhat = w dz
-    // Writes the image's part of the gradients of the parameters and of the embedding. sum: the sums of dz and dz x
-    // over the image's pixels.
+    // Writes this image's part of the gradients of the parameters and of the embedding. sum holds the sums of dz and of
+    // dz x over the image's pixels.
     //   dbias = factor sum(dz)      dweight = factor sum(dz xhat)
     //   d film shift = sum(dz)      d film scale = sum(dz (xhat weight + bias))
     INLINE void put_gradients(const NormArgs& a, double2 sum) const {
         const float bias_sum = (float)sum.x;                             // the sum of dz
-        const float weight_sum = (float)((sum.y - mean * sum.x) * rstd); // of dz xhat
+        const float weight_sum = (float)((sum.y - mean * sum.x) * rstd); // the sum of dz xhat
         a.sums[(size_t)b * a.C + c] = make_float2(factor(0) * bias_sum, factor(0) * weight_sum);
         if (!a.scale_shift) return;
         float* const film = a.dscale_shift + (size_t)b * a.ss_stride + c;
@@ -9962,7 +9978,7 @@ struct NormChannel : NormParameters<1> {
     }
 };
 
-// v *= dropout's factors of elements e, e + 1, ... of image b
+// Multiplies v by dropout's factors for elements e, e + 1, ... of image b.
 template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
     UNROLL_FOR (int i = 0; i < V; i += 4) { // a block of Philox gives four words
@@ -9982,7 +9998,7 @@ INLINE double group_sum(double v) {
     return lane_sum<4, 2, 1>(v, lanes);
 }
 
-// Returns the sum of n pairs, `pitch` apart. It loads AT_ONCE of them at a time.
+// Returns the sum of n pairs. Each pair lies `pitch` pairs after the one before. AT_ONCE pairs are loaded at a time.
 template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int pitch) {
     double2 sum = make_double2(0, 0);
     _Pragma("unroll AT_ONCE") for (int i = 0; i < n; i++) {
@@ -9993,18 +10009,18 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
     return sum;
 }
 
-// Eight lanes share a table whose rows have n entries; lane i takes entries i, i + 8, i + 16, ..., counted row by row.
-// This says where a lane's first entry is, and how far it is to the next one. The divisions for it are done before
-// await_previous_kernel: after it, they take a tenth of the time of a norm of 8x8.
+// Eight lanes share a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted row by row.
+// This struct holds where the lane's first entry is, and how far it is to the next one. The divisions are done before
+// await_previous_kernel. If they were done after it, they would take a tenth of the time of a norm of 8x8.
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
     int column = threadIdx.x % 8 % n;
-    int rows = 8 / n;    // 8 entries further on is so many rows down, and
-    int columns = 8 % n; // so many columns
+    int rows = 8 / n;    // the lane's next entry is 8 entries on: so many rows down,
+    int columns = 8 % n; // and so many columns to the right
 };
 
-// Where a norm's output goes if it is FP8: factor * the output is rounded.
+// Where a norm's output is written if it is FP8. Each value is multiplied by *factor, and then rounded.
 struct Fp8Out {
     uint8_t* p;
     const float* factor;
