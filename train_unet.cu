@@ -9752,7 +9752,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
             float x0 = view.predicted_x0(s, d, b, e + k);
             if (d.limit) x0 = limited(x0, limit);
             float sigma = s.sigma;
-            if (s.range > 0 && s.sigma > 0) { // sigma is learned: it follows from the second half of the answer's channels
+            if (s.range > 0 && s.sigma > 0) { // sigma is learned: the second half of the channels holds it
                 const float variance = out[view.place(b, e + k) + C];
                 sigma = expf(s.log_sigma + s.range * 0.5f * (variance + 1));
             }
@@ -10028,18 +10028,18 @@ struct Fp8Out {
 template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
 INLINE uint8_t* place_of(const Fp8Out& out, size_t i) { return out.p + i; }
 
-// grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
+// grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
 // OUT: T*, or Fp8Out.
 // Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
 //   1. Every thread starts the loads of its first pixels.
-//   2. For each group of the slab, eight threads add up its channels' sums, from all parts of Stats. This gives mean
-//   and rstd.
+//   2. For each group of the slab, eight threads add up the sums of the group's channels, over all parts of Stats. Mean
+//      and rstd follow from these sums.
 //   3. Each thread computes scale and shift of its channels.
-//   4. It walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
+//   4. Each thread walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
 template <class T, bool DROPOUT, class OUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
     groupnorm_forward_kernel(OUT out,            // (B, HW, C)
-                             float* mean,        // (B, groups), and so is rstd: for the backward pass
+                             float* mean,        // (B, groups), as is rstd; the backward pass needs both
                              float* rstd,        //
                              const Stats stats1, // the sums of x1's channels
                              const Stats stats2, // the sums of x2's channels
@@ -10057,12 +10057,12 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         copies_committed();
     };
     const NormParameters<V> parameters(a, t.b, t.c);
-    float factor = 1; // of FP8
+    float factor = 1; // the factor of FP8 outputs
     if constexpr (std::is_same_v<OUT, Fp8Out>) factor = *out.factor;
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
-    const int c0 = g * a.Cg;                             // its first channel
-    const int of_x1 = min(a.Cg, a.s.C1 - c0);            // how many of its channels are x1's
+    const int c0 = g * a.Cg;                             // the group's first channel
+    const int of_x1 = min(a.Cg, a.s.C1 - c0);            // how many of the group's channels belong to x1
     const LaneShare share{max(of_x1, 1)};
     await_previous_kernel();
     t.begin(fetch);
@@ -10070,8 +10070,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     if (g <= a.group_of(t.slab0 + a.slab - 1)) {
         double sum = 0;    // of x
         double square = 0; // of x^2
-        // Adds up the group's sums of one tensor: of the channels from, from + 1, ... in all parts of Stats. The parts
-        // are the rows of the table that eight lanes share.
+        // Adds up the group's sums that belong to one tensor (x1 or x2): those of the channels from, from + 1, ... in
+        // all parts of Stats. Eight lanes share this table; each part is a row of it.
         auto add = [&](const Stats& stats, int C, int from, const LaneShare& of) {
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + from;
             for (int part = of.row, c = of.column; part < stats.parts;) {
@@ -10095,8 +10095,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const float group_r = 1 / sqrtf((float)(variance + a.s.eps));
             group_mean[g] = (float)m;
             group_rstd[g] = group_r;
-            // mean and rstd are kept for the backward pass. If slabs share a group, the slab in which the group begins
-            // writes them.
+            // mean and rstd are kept for the backward pass. A group may lie in two slabs. The slab in which the group
+            // begins writes them.
             if (blockIdx.x == 0 && c0 >= t.slab0) {
                 mean[t.b * a.s.groups + g] = (float)m;
                 rstd[t.b * a.s.groups + g] = group_r;
@@ -10107,7 +10107,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
 
     // The V channels of a thread may belong to several groups.
     float scale[V], shift[V];
-    int own = a.group_of(t.c);         // the group of channel i
+    int own = a.group_of(t.c);         // the group that channel i belongs to
     int next = (own + 1) * a.Cg - t.c; // the i where the next group begins
     UNROLL_FOR (int i = 0; i < V; i++) {
         if (i == next) {
@@ -10140,17 +10140,17 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     });
 }
 
-// Takes dz, which is dout at first, back through dropout and the nonlinearity. x is the norm's input; scale and shift
-// have been multiplied by Z_FACTOR, because the nonlinearity's derivative takes its argument in that form.
+// Computes dz from dout: takes it back through dropout and the nonlinearity. x is the norm's input. scale and shift
+// have been multiplied by Z_FACTOR, because the nonlinearity's derivative expects its argument in that form.
 template <class T, bool DROPOUT>
-INLINE void norm_dz(float (&dz)[VEC<T>],          // dout; afterwards dz
+INLINE void norm_dz(float (&dz)[VEC<T>],          // holds dout at first, and dz afterwards
                     const float (&x)[VEC<T>],     //
                     const float (&scale)[VEC<T>], //
                     const float (&shift)[VEC<T>], //
                     const NormArgs& a,
-                    uint32_t step, // dropout depends on the step,
+                    uint32_t step, // dropout depends on the step, on
                     int b,         // the image
-                    size_t e) {    // and the element
+                    size_t e) {    // and on the element
     with_nonlinearity<T>(a.s.nonlinearity, [&](auto nonlinearity) {
         UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
             dz[i] *= nonlinearity.df(x[i] * scale[i] + shift[i]);
@@ -10159,10 +10159,11 @@ INLINE void norm_dz(float (&dz)[VEC<T>],          // dout; afterwards dz
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
 
-// Backward, first pass: the sums of dz and of dz x, for each channel, over a block's chunk of pixels.
-// grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
+// Backward, first pass: for each channel, the sums of dz and of dz x over a block's chunk of pixels.
+// grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
 // Shared memory: each thread's next PIXELS pieces of x and dout; scale and shift of the slab's channels.
-//   1. Every thread starts the loads of its first pixels, and thread i computes the coefficients of the i-th channel.
+//   1. Every thread starts the loads of its first pixels. Thread i computes the coefficients of the slab's i-th
+//      channel.
 //   2. Each thread walks down its pixels, and adds up dz and dz x in fp32.
 //   3. The threads' sums are added up in double.
 template <class T, bool DROPOUT>
@@ -10172,7 +10173,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
                           NormArgs a) {
     constexpr int V = VEC<T>;
     constexpr int PIXELS = 4;
-    __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the threads' sums
+    __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the sums of each thread
     __shared__ __align__(16) float2 coefficients[NORM_SLAB];
     const NormColumn<T, PIXELS> t{a, (int)blockIdx.z};
     const T* next_x = t.x;
@@ -10186,7 +10187,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += t.stride_out;
         copies_committed();
     };
-    // The forward pass has stored x, and what this loads.
+    // The forward pass has stored x, and all that `channel` loads. So they can be read before await_previous_kernel.
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch_x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -10219,7 +10220,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 
 // x_factor and offset of a group, in dx = scale dz - (x_factor x + offset):
 //   x_factor = rstd^2 E[dxhat xhat]      offset = rstd E[dxhat] - x_factor mean
-// sum, product: the part that one of eight lanes has of the group's sums of dxhat and of dxhat x
+// sum, product: this lane's part of the group's sums of dxhat and of dxhat x. Eight lanes work on one group.
 INLINE float2 group_terms(double sum, double product, float mean, float rstd, const NormArgs& a) {
     sum = group_sum(sum) * a.weight_of_one;                          // E[dxhat]
     product = group_sum(product) * a.weight_of_one;                  // E[dxhat x]
@@ -10229,14 +10230,14 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
 }
 
 // Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD].
-// grid (chunks of pixels, slabs of channels, images), as groupnorm_forward_kernel. A thread has the channels and pixels
-// of NormColumn. `chunks` is the number of chunks in the first pass; this pass may have another number.
+// The grid is that of groupnorm_forward_kernel. Each thread works on the channels and pixels of its NormColumn.
+// `chunks` is the number of chunks in the first pass; this pass may divide the pixels into another number of chunks.
 // Shared memory: each thread's next PIXELS pieces of x, dout and an addend; the coefficients of the slab's channels
 // (scale, shift) and of their groups (x_factor, offset).
 //   1. Every thread starts the loads of its first pixels.
-//   2. For each group of the slab, eight threads add up the chunks' sums. This gives x_factor and offset.
-//   3. The blocks of the first chunk also add up the parameters' gradients of this image.
-//   4. Each thread walks down its pixels, and computes dz again, and dx.
+//   2. For each group of the slab, eight threads add up the chunks' sums. x_factor and offset follow from these sums.
+//   3. The blocks of the first chunk also compute this image's part of the parameters' gradients.
+//   4. Each thread walks down its pixels. For each of them it computes dz again, and then dx.
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2,
@@ -10251,7 +10252,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
     NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // images in reverse order, as in the forward pass
     const GradOf<T> to = t.in_x1 ? dx1 : dx2;
-    if (!to.dx) t.end = 0; // nobody needs this gradient
+    if (!to.dx) t.end = 0; // then nobody needs the gradient of this tensor
     const uint64_t policy = last_read();
     const T* next_x = t.x;
     const T* next_d = dout + t.at_out;
@@ -10290,7 +10291,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
         const int group = t.b * a.s.groups + g;
         const float2 term = group_terms(sum, product, a.mean[group], a.rstd[group], a);
-        // For all of the group's channels that are in the slab
+        // Writes the group's x_factor and offset for each of its channels in the slab.
         const int begin = max(g * a.Cg - t.slab0, 0);
         const int end = min((g + 1) * a.Cg - t.slab0, a.slab);
         for (int c = begin + threadIdx.x % 8; c < end; c += 8) {
@@ -10315,7 +10316,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         fetch(slot, more);
         norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
         UNROLL_FOR (int i = 0; i < V; i++) {
-            const float dx_scale = scale[i] * (1 / Z_FACTOR<T>); // without the factor for the nonlinearity
+            const float dx_scale = scale[i] * (1 / Z_FACTOR<T>); // scale was multiplied by Z_FACTOR
             dz[i] = dx_scale * dz[i] - x_factor[i] * x[i] - offset[i];
         }
         if (ADD) add_piece<T>(dz, add1);
@@ -10333,7 +10334,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //     1. x and dout of the chunk come to shared memory, where each thread loads and reads its own part
 //     2. each thread sums dz and dz x of its pixels; dz stays where dout was
 //     3. a warp adds up its threads' sums; if there are several blocks, each adds up its warps' sums and writes them to
-//     all blocks
+//        all blocks
 //     4. every block computes x_factor and offset of every group from all these sums
 //     5. dx = scale dz - (x_factor x + offset), from x and dz in shared memory
 //
@@ -10341,9 +10342,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //   and of work that waits for the loads of x. So loops are not unrolled, and the few values that other work waits for
 //   are loaded first.
 
-// Adds v over the lanes of a warp that are a multiple of `columns` (a power of 2) apart. In each step two lanes
-// exchange half of their values and add, so that each lane then has half as many values. At the end it has a pair at
-// v[0], or more pairs if there are more columns. Returns the index of its first value.
+// Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step two
+// lanes exchange half of their values and add. So each lane then has half as many values to go on with. At the end a
+// lane has one pair of sums, at v[0]; if there are more columns, it has several pairs. Returns the index that the
+// lane's first sum had in v.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -10351,7 +10353,7 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
         const int of_half = fold_rows<HALF / 2, OFFSET / 2>(v, columns);
         first += of_half;
     } else {
-        for (int o = OFFSET / 2; o >= columns; o /= 2) { // a pair is not divided further
+        for (int o = OFFSET / 2; o >= columns; o /= 2) { // one pair is left: both lanes add up the whole pair
             v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o);
             v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
         }
@@ -10359,63 +10361,64 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
     return first;
 }
 
-// How groupnorm_backward_whole_kernel divides an image: a slab has whole groups and whole vectors of channels; each
-// block of a cluster has a chunk of its pixels. A warp works on 2^log_columns neighbouring vectors of a pixel, so that
-// a slab may have any number of vectors (lanes beyond it are idle); 2^log_warps warps work on the same vectors.
+// How groupnorm_backward_whole_kernel divides an image. A slab has whole groups and whole vectors of channels. Each
+// block of a cluster has a chunk of the image's pixels. A warp works on 2^log_columns neighbouring vectors of each
+// pixel; 2^log_warps warps work on the same vectors. A slab may have any number of vectors: the lanes for vectors
+// beyond the slab are idle.
 struct NormWhole {
     int threads; // of a block
-    int slab;    // channels
+    int slab;    // how many channels a slab has
     int log_columns, log_warps;
-    int chunks; // blocks of a cluster
-    int chunk;  // pixels of each
+    int chunks; // how many blocks a cluster has
+    int chunk;  // how many pixels a chunk has
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // pixels at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // pixels of a thread
-    // of rows of sums; odd, so that the sums of one channel lie in different banks
+    // From one row of sums to the next. It is odd, so that the sums of one channel lie in different banks.
     HD int pitch() const { return slab + 1; }
     // Shared memory, in the order in which NormSlab takes it
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row of each warp, and of each block
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row for each warp of the same vectors, and for each block
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
 
 constexpr int MAX_WHOLE_THREADS = 384; // of a block; a multiprocessor has room for two such blocks
 
-// What a block and a thread work on. A block has a chunk of the pixels and a slab of the channels of image b. A thread
-// has V neighbouring channels of `count` pixels, which are `rows` apart.
+// What a block and a thread work on. A block has a chunk of the pixels and a slab of the channels of image b. Each
+// thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
     static constexpr int COPY_GROUPS = 4; // dout is copied in so many groups; the sums begin when the first has arrived
-    static constexpr int BATCH = 2;       // pixels whose addends are loaded together
+    static constexpr int BATCH = 2;       // the addends of so many pixels are loaded together
     const NormArgs& a;
     const NormWhole& w;
-    uint4* const kept; // (slots, 2, threads): a thread's x, and its dout, later dz
+    uint4* const kept; // (slots, 2, threads): each thread's x, and its dout, which dz replaces
 
-    // How threads are arranged: a row has 2^log_columns threads of a warp, and the warp's next threads are in the rows
-    // below.
+    // How threads are arranged. Each 2^log_columns lanes of a warp lie in one row. A row works on one pixel at a time;
+    // the next lanes of the warp lie in the next row.
     int tid = threadIdx.x;
     int threads = w.threads;
     int rows = w.rows();
     int row_warps = 1 << w.log_warps; // warps that work on the same channels
     int blocks = CLUSTERS ? gridDim.x : 1;
     int column_in_warp = tid & ((1 << w.log_columns) - 1);
-    int column = (tid >> (5 + w.log_warps) << w.log_columns) + column_in_warp; // this thread's vector of the slab
+    int column = (tid >> (5 + w.log_warps) << w.log_columns) + column_in_warp; // the number of this thread's vector in the slab
     int row_warp = tid / 32 & (row_warps - 1);
     int row = (row_warp << 5 | tid % 32) >> w.log_columns;
     int slots = w.slots();
-    int slots_in_group = ceil_div(slots, COPY_GROUPS); // slots that a group of copies fills
+    int slots_in_group = ceil_div(slots, COPY_GROUPS); // how many slots a group of copies fills
 
-    // Shared memory behind `kept`.
+    // Shared memory after `kept`:
     float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later x_factor, offset
     float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, w in dxhat = w dz
     float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz x
     float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are several
 
-    // Pixels and channels. Images are processed from the last to the first: the last ones' dout may still be in the L2
-    // cache, and the kernel that reads dx begins with the first image.
+    // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
+    // may still be in the L2 cache. The other one is that the next kernel, which reads dx, begins with the first image.
     int b = gridDim.z - 1 - blockIdx.z;
     int slab0 = blockIdx.y * w.slab;         // the slab's first channel
     int first = blockIdx.x * w.chunk + row;  // this thread's first pixel
@@ -10423,13 +10426,13 @@ template <class T, bool DROPOUT> struct NormSlab {
     int c = slab0 + (busy ? column * V : 0); // this thread's first channel
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
-    bool in_x1 = c < a.s.C1;                                                     // false: the channels are x2's
+    bool in_x1 = c < a.s.C1;                                                     // false: the channels belong to x2
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
-    int stride = rows * pitch;                                                   // from this thread's pixel to its next
+    int stride = rows * pitch;                                                   // from this thread's pixel to its next pixel
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // in x and dx
 
-    // Addends of the next BATCH pixels. The first ones are loaded before the sums are complete. (An addend may be dx
-    // itself.)
+    // The addends of the next BATCH pixels. Those of the first pixels are loaded before the sums are complete. (An
+    // addend may be dx itself.)
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
@@ -10452,8 +10455,8 @@ template <class T, bool DROPOUT> struct NormSlab {
             copies_committed();
         }
     }
-    // v: the sums of dz and dz * x by channel. It takes dout in the order in which it arrives, and leaves dz in its
-    // place.
+    // Adds to v the sums of dz and dz x of each channel. It reads the pieces of dout in the order in which they arrive,
+    // and writes dz to the place of dout.
     INLINE void sum_pixels(float (&v)[2 * V], const float (&scale)[V], const float (&shift)[V], uint32_t step) const {
         uint4* p = kept + tid;
         NO_UNROLL_FOR (int i = 0; i < COPY_GROUPS; i++) {
@@ -10484,15 +10487,15 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     INLINE void begin_addends(const GradOf<T>& to) {
         if (to.dx) load_addends(to, 0);
-        if (to.add1) // the later ones are fetched into the L2 cache
+        if (to.add1) // the addends of later pixels are fetched into the L2 cache
             NO_UNROLL_FOR (int k = BATCH; k < count; k++) {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
             }
     }
-    // Adds up a warp's sums of each channel, and puts them into warp_sums.
+    // Adds up a warp's sums of each channel, and writes them to warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
-        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the first value that this lane has
-        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many values it has
+        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the index of the first sum that this lane has
+        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many sums it has
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
         if (busy)
             UNROLL_FOR (int i = 0; i < V; i++)
@@ -10512,14 +10515,14 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
         mbarrier_wait(all_here, 0);
     }
-    // Computes x_factor and offset of each group, from 2^log_items rows of sums, and writes them to coefficients. Each
-    // group has eight threads.
+    // Computes x_factor and offset of each group from 2^log_items rows of sums, and writes them to coefficients. Eight
+    // threads work on each group.
     INLINE void find_group_terms(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
             double sum = 0;     // of dxhat
             double product = 0; // of dxhat x
             NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
-                const int k = g * a.Cg + (i >> log_items); // the channel, of the slab's
+                const int k = g * a.Cg + (i >> log_items); // the channel, counted within the slab
                 const int item = i & ((1 << log_items) - 1);
                 const float2 q = sums[item * w.pitch() + k];
                 sum += channels[k].z * q.x;
@@ -10536,7 +10539,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     INLINE void store_dx(const GradOf<T>& to, float (&scale)[V]) {
         float x_factor[V], offset[V];
         load_pairs(x_factor, offset, coefficients + (c - slab0));
-        UNROLL_FOR (int i = 0; i < V; i++) { // without the factor for the nonlinearity
+        UNROLL_FOR (int i = 0; i < V; i++) { // scale was multiplied by Z_FACTOR
             scale[i] *= 1 / Z_FACTOR<T>;
         }
         uint4* p = kept + tid;
@@ -10558,26 +10561,26 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
 };
 
-// grid (chunks of pixels, slabs of channels, images); the chunks of an image are a cluster. NormSlab says what a thread
-// has and what lies in shared memory; the phases are listed at the head of the section.
+// grid (chunks of pixels, slabs of channels, images). The chunks of an image form a cluster. NormSlab describes what a
+// thread works on and what lies in shared memory. The head of this section lists the phases.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
-    // Without the alignment to 128 bytes it would begin 16 bytes behind `barrier`, and 128 bytes of a row would lie in
-    // two rows of banks.
+    // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`, and 128 bytes of a row would
+    // lie in two rows of banks.
     extern __shared__ __align__(128) uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab{a, w, kept};
     const int tid = threadIdx.x;
     const int blocks = slab.blocks;
 
-    // What the forward pass has stored can be read before the previous kernel has ended. First load the few values that
-    // other work waits for.
+    // What the forward pass has stored can be read before the previous kernel has ended. The few values that other work
+    // waits for are loaded first.
     const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
-    const uint32_t all_here = shared_address(&barrier); // counts the sums of all blocks
+    const uint32_t all_here = shared_address(&barrier); // the barrier that counts the bytes of all blocks' sums
     if (blocks > 1) {
         if (tid == 0) mbarrier_init(all_here, 1);
         cluster_arrive();
@@ -10589,8 +10592,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.dxhat_factor(), 0);
     }
     __syncthreads();
-    // Other blocks' sums may be here already. The barrier's phase ends after this arrival and after all announced bytes
-    // have arrived, in any order.
+    // The sums of other blocks may have arrived here already. The barrier's phase ends when this thread has arrived at
+    // it and all announced bytes have arrived, in any order.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
     float scale[V], shift[V];
     float v[2 * V] = {}; // sums of dz and dz x of each channel
@@ -10601,8 +10604,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     slab.fold(v);
     __syncthreads();
     if (blocks > 1) slab.exchange(all_here);
-    // For each channel 2^log_items sums still have to be added up: one of each block or, if there is only one block,
-    // one of each of its warps.
+    // For each channel, 2^log_items sums still have to be added up. If there are several blocks, there is one sum from
+    // each block. Otherwise there is one sum from each warp of the block.
     const float2* const all_sums = blocks > 1 ? slab.block_sums : slab.warp_sums;
     const int log_items = blocks > 1 ? 31 - __clz(blocks) : w.log_warps;
     slab.find_group_terms(all_sums, log_items);
@@ -10616,9 +10619,9 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     }
 }
 
-// The gradients of the parameters of many group norms are summed over the batch in one launch.
+// norm_sums_kernel sums the gradients of many group norms' parameters over the batch, in one launch.
 struct NormSums {
-    const float2* sums; // (B, C): parts of dbias, dweight
+    const float2* sums; // (B, C): each image's part of dbias and dweight
     float *dweight, *dbias;
     int B, C;
 };
@@ -10628,12 +10631,12 @@ static struct NormSumsList { NormSums norms[MAX_NORM_SUMS]; } norm_sums_list;
 static int norm_sums_count = 0;
 static size_t norm_sums_used = 0; // of device.norm_sums
 
-// grid (channels / 32, norms), threads (32 channels, 8 parts of the batch)
+// grid (channels / 32, norms). A block has 32 x 8 threads: 32 channels, and 8 parts of the batch.
 static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list) {
     __shared__ double2 parts[8][32];
     const NormSums n = list.norms[blockIdx.y];
-    const int x = threadIdx.x; // the channel, of the block's
-    const int y = threadIdx.y; // images y, y + 8, ...
+    const int x = threadIdx.x; // the channel, counted within the block
+    const int y = threadIdx.y; // this thread adds up images y, y + 8, ...
     const int c = blockIdx.x * 32 + x;
     if ((int)blockIdx.x * 32 >= n.C) return;
     await_previous_kernel();
@@ -10661,19 +10664,19 @@ static void finish_gradients() {
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
-// Divides images into chunks of pixels, at most max_chunks, so that there are per_sm blocks for each multiprocessor.
-// Returns the grid.
+// Divides images into chunks of pixels, so that there are about per_sm blocks for each multiprocessor. An image has at
+// most max_chunks chunks. Returns the grid.
 static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     const int slabs = a.C / a.slab;
-    const int rows = NORM_THREADS * act_vec() / a.slab; // pixels of a block at a time
+    const int rows = NORM_THREADS * act_vec() / a.slab; // how many pixels a block works on at a time
     const int fill_gpu = std::max(per_sm * gpu.sms / (a.s.B * slabs), 1);
     const int chunks = std::min(fill_gpu, max_chunks);
     a.chunk = ceil_div(ceil_div(a.s.HW, chunks), rows) * rows;
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Returns enough memory for any batch up to s.B. A slab has at least one chunk, and together there are as many chunks
-// as norm_grid allows.
+// Returns enough memory for any batch of up to s.B images. norm_grid makes one chunk of each slab, or more chunks if
+// all blocks then still fit on the GPU at the same time.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
