@@ -10095,8 +10095,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const float group_r = 1 / sqrtf((float)(variance + a.s.eps));
             group_mean[g] = (float)m;
             group_rstd[g] = group_r;
-            // mean and rstd are kept for the backward pass. A group may lie in two slabs. The slab in which the group
-            // begins writes them.
+            // mean and rstd are kept for the backward pass. A group may lie in several slabs. The slab in which the
+            // group begins writes them.
             if (blockIdx.x == 0 && c0 >= t.slab0) {
                 mean[t.b * a.s.groups + g] = (float)m;
                 rstd[t.b * a.s.groups + g] = group_r;
@@ -10353,7 +10353,7 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
         const int of_half = fold_rows<HALF / 2, OFFSET / 2>(v, columns);
         first += of_half;
     } else {
-        for (int o = OFFSET / 2; o >= columns; o /= 2) { // one pair is left: both lanes add up the whole pair
+        for (int o = OFFSET / 2; o >= columns; o /= 2) { // one pair is left: each lane adds the other lane's pair
             v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o);
             v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
         }
@@ -10380,7 +10380,7 @@ struct NormWhole {
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row for each warp of the same vectors, and for each block
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row of each row_warp and each block
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
@@ -10405,7 +10405,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     int row_warps = 1 << w.log_warps; // warps that work on the same channels
     int blocks = CLUSTERS ? gridDim.x : 1;
     int column_in_warp = tid & ((1 << w.log_columns) - 1);
-    int column = (tid >> (5 + w.log_warps) << w.log_columns) + column_in_warp; // the number of this thread's vector in the slab
+    int column = (tid >> (5 + w.log_warps) << w.log_columns) + column_in_warp; // this thread's vector within the slab
     int row_warp = tid / 32 & (row_warps - 1);
     int row = (row_warp << 5 | tid % 32) >> w.log_columns;
     int slots = w.slots();
@@ -10426,9 +10426,9 @@ template <class T, bool DROPOUT> struct NormSlab {
     int c = slab0 + (busy ? column * V : 0); // this thread's first channel
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
-    bool in_x1 = c < a.s.C1;                                                     // false: the channels belong to x2
+    bool in_x1 = c < a.s.C1;                                                     // false: the channels are x2's
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
-    int stride = rows * pitch;                                                   // from this thread's pixel to its next pixel
+    int stride = rows * pitch;                                                   // from this thread's pixel to its next
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // in x and dx
 
     // The addends of the next BATCH pixels. Those of the first pixels are loaded before the sums are complete. (An
@@ -10703,59 +10703,60 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 
 // =====================================================================================================================
 // 19. Attention
-// Attention over T = H * W pixels. It reads the buffer qkv (B, T, 3C) as the convolution wrote it: q, k, v of C = heads
-// * d channels each. For each image and head, with matrices (T, d) and (T, T):
+// Attention over T = H * W pixels. It reads the buffer qkv (B, T, 3C) as the convolution wrote it. qkv holds q, k and
+// v, each of which has C = heads * d channels. The formulas are for one image and one head; the matrices are (T, d) and
+// (T, T):
 //
 //   forward    S = q k^T / sqrt(d)      P = softmax(S), by rows      out = P v
 //   backward   D = rowsum(dout * out)   dP = dout v^T                dS = P (dP - D)
 //              dv = P^T dout            dq = dS k / sqrt(d)          dk = dS^T q / sqrt(d)
 //
 // The forward pass stores two numbers for each row (SoftmaxRow), from which the backward pass computes P again.
-// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head, and tiles of the
-// other rows stream past them. Hopper's kernels take bf16 heads of 32 and 64 channels, two portable versions take the
-// rest. In the backward pass of the portable versions half of the blocks own queries (and write dq), and half own keys
-// (and write dk and dv). So every sum is computed by one block, in one order. Both halves are the same code with own
-// rows A1, A2 and streamed rows B1, B2:
+// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head, and reads the
+// other rows of this head tile by tile. These tiles "stream past" the block's own rows. Hopper's kernels compute bf16
+// heads of 32 and 64 channels. Two portable versions compute all other heads. In the backward pass of the portable
+// versions, half of the blocks own queries (and write dq). The other half own keys (and write dk and dv). So every sum
+// is computed by one block, in one order. Both halves run the same code, with own rows A1, A2 and streamed rows B1, B2:
 //
 //   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
 //   queries q    dout   k    v         dq = dS B1
 //   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
 //
-// Exponentials are powers of 2, which the hardware computes: e^x = 2^(x log2(e)). So scores are q k^T without the
-// division by sqrt(d), and 1 / sqrt(d) and log2(e) together are one factor in the exponent.
+// The hardware computes powers of 2, so exponentials are computed as such: e^x = 2^(x log2(e)). Scores are q k^T,
+// without the division by sqrt(d). One factor in the exponent stands for both 1 / sqrt(d) and log2(e).
 
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
     SoftmaxRow* rows;
     const act *qkv, *dout, *out;
     int B, T, C, heads;
-    int d = C / heads;         // channels of a head
-    int all_heads = B * heads; // of all images together
+    int d = C / heads;         // how many channels a head has
+    int all_heads = B * heads; // how many heads all images have together
 };
 
-// One head's rows of a matrix. pitch: elements from a row to the next one.
+// The rows of one head in a matrix. pitch: elements from a row to the next one
 template <class T> struct HeadRows {
     T* p;
     int pitch;
     INLINE T* row(size_t t) const { return p + t * pitch; }
 };
 
-enum { Q_PART, K_PART, V_PART }; // of a pixel's 3C channels in qkv and dqkv
+enum { Q_PART, K_PART, V_PART }; // the parts of a pixel's 3C channels in qkv and dqkv
 
-// A block's tile of `rows` rows of one head. The blocks of a head run at the same time, so they find its rows in the L2
-// cache.
+// A block's tile of `rows` rows of one head. The blocks of a head run at the same time. So they find the head's rows in
+// the L2 cache.
 struct HeadTile {
     const AttentionCall& a;
     int rows;
-    int tiles = ceil_div(a.T, rows);      // of a head
+    int tiles = ceil_div(a.T, rows);      // how many tiles a head has
     int index = blockIdx.x / tiles;       // the number of the head: b * heads + h
-    int row0 = blockIdx.x % tiles * rows; // the first row
+    int row0 = blockIdx.x % tiles * rows; // the tile's first row
     int b = index / a.heads;
     int h = index % a.heads;
 
-    // Returns the index of row t of the head in SoftmaxRows and D, which are (B, heads, T).
+    // Returns the index of the head's row t in the arrays of SoftmaxRows and of D, which are (B, heads, T).
     INLINE size_t row_index(int t) const { return (size_t)index * a.T + t; }
-    // Returns the head's rows of one part of qkv or dqkv, and of out or dout.
+    // of_qkv returns the head's rows in one part of qkv or dqkv. of_out returns the head's rows in out or dout.
     template <class T> INLINE HeadRows<T> of_qkv(const act* qkv, int part) const {
         return {(T*)qkv + (size_t)b * a.T * 3 * a.C + part * a.C + h * a.d, 3 * a.C};
     }
@@ -10764,7 +10765,7 @@ struct HeadTile {
     }
 };
 
-// The operands of the portable backward kernels, by the table above. keys: the block owns keys.
+// The operands of the portable backward kernels, as in the table above. keys: the block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
     INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool keys) {
@@ -10777,16 +10778,17 @@ template <class T> struct BackwardOperands {
     }
 };
 
-// Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH), by cp.async. It writes zeros for
-// elements beyond T rows or d columns. A thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row.
+// Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH). It writes zeros for elements
+// beyond T rows or d columns. Each thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row, by cp.async if
+// possible.
 template <class Tile, int ROWS, class T>
 INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionCall& a) {
-    constexpr int PIECES = Tile::DIM / VEC<T>; // of a row
+    constexpr int PIECES = Tile::DIM / VEC<T>; // how many pieces a row has
     constexpr int ROWS_AT_ONCE = Tile::THREADS / PIECES;
     const int r = threadIdx.x / PIECES;          // this thread's first row
-    const int c = threadIdx.x % PIECES * VEC<T>; // its first column
+    const int c = threadIdx.x % PIECES * VEC<T>; // this thread's first column
     const T* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
-    to += r * Tile::PITCH + c; // where it goes
+    to += r * Tile::PITCH + c; // where this thread's first piece is written
     if (a.d % VEC<T> == 0) {
         const int rows_left = c < a.d ? a.T - row0 - r : 0;
         UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
@@ -10828,8 +10830,8 @@ constexpr int attention_streamed_rows(int row_bytes, int MT) {
     if (row_bytes > 64 || MT == 1) return 64;
     return 128;
 }
-// Returns how many blocks a multiprocessor has room for. It depends on the registers that a thread needs for its warp's
-// 16 MT rows of row_bytes each.
+// Returns how many blocks a multiprocessor has room for. This depends on the registers that a thread needs for the 16
+// MT rows of its warp. Each row has row_bytes.
 constexpr int attention_forward_blocks(int row_bytes, int MT) {
     if (row_bytes > 128) return 1;
     if (row_bytes * MT <= 64) return 6;
@@ -10846,36 +10848,39 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int DIM = DIM_; // d, padded with zeros
     static constexpr int ROW_BYTES = DIM * sizeof(T);
     static constexpr int V = VEC<T>;
-    static constexpr int PARTS = ::PARTS<T>; // 2: floats are multiplied as two fp16 numbers
-    // fragments of own rows stay in registers; otherwise they are read each time
+    static constexpr int PARTS = ::PARTS<T>; // 2: each float is multiplied as two fp16 numbers
+    // true: the fragments of own rows stay in registers; false: they are read again for each product
     static constexpr bool KEEP = KEEP_;
-    // Own rows. A warp owns 16 MT of them. With MT = 2, it uses each streamed row that it has read twice.
+    // Own rows. A warp owns 16 MT of them. With MT = 2, each streamed row that the warp has read is used twice.
     static constexpr int MT = MT_;
     static constexpr int WARP_ROWS = 16 * MT;
     static constexpr int WARPS = ROW_BYTES > 256 ? 2 : 4;
     static constexpr int THREADS = 32 * WARPS;
     static constexpr int M = WARPS * WARP_ROWS;
-    // Streamed rows come N at a time. They are multiplied SUB at a time, which gives NT tiles of 8 columns.
+    // Streamed rows are loaded N at a time. They are multiplied SUB at a time, which gives NT tiles of 8 columns.
     static constexpr int N = attention_streamed_rows(ROW_BYTES, MT);
     static constexpr int SUB = std::min(N, 32);
     static constexpr int NT = SUB / 8;
-    // Shared memory, in elements and in bytes. Forward: own rows; k and v in two stages. Backward: twice the own rows;
-    // B1 and B2 in two stages, and, if queries stream, their SoftmaxRow and D.
-    static constexpr int PITCH = DIM + V; // of a row
+    // Sizes in shared memory, in elements and in bytes.
+    // Forward: the own rows, and two stages of k and v.
+    // Backward: the own rows of two operands, and two stages of B1 and B2. If queries stream, a stage also holds their
+    // SoftmaxRow and D.
+    static constexpr int PITCH = DIM + V; // from a row to the next one
     static constexpr int OWN = M * PITCH;
     static constexpr int STREAMED = N * PITCH;
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T);
-    static constexpr int QUERY_VALUES = 3 * N; // floats of a stage: the rows' two and D
+    static constexpr int QUERY_VALUES = 3 * N; // floats of a stage: top, log_sum and D of each query
     static constexpr int QUERY_BYTES = 2 * QUERY_VALUES * sizeof(float);
     static constexpr int BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + QUERY_BYTES;
     static constexpr int FORWARD_BLOCKS = attention_forward_blocks(ROW_BYTES, MT);
     static constexpr int BACKWARD_BLOCKS = attention_backward_blocks(ROW_BYTES, MT);
 };
 
-// Returns the first of a warp's own rows, counted within the block's.
+// Returns the number of the warp's first own row, counted within the block's own rows.
 template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WARP_ROWS; }
 
-// What a block's shared memory and a warp's registers hold in the forward kernel, for MT = 1 and four warps:
+// What a block's shared memory and a warp's registers hold in the forward kernel. Here MT = 1, and there are four
+// warps:
 //
 //     own rows (M, PITCH)        stage 0         stage 1              registers of warp 1
 //   [ q of warp 0: 16 rows ]   [ k: N rows ]   [ k: N rows ]        q      16 x d     OwnRows (KEEP)
@@ -10883,11 +10888,11 @@ template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WA
 //   [ q of warp 2          ]    multiplied      being loaded        out    16 x d     Sums
 //   [ q of warp 3          ]                                        top, sum of 16 rows
 
-// A warp's own rows of one operand, as A fragments: kept[k][m] has columns 16 k ... 16 k + 15 of the rows 16 m ...
-// 16 m + 15. Without KEEP there is one slot for all k, which is read again for each product.
+// A warp's own rows of one operand, as A fragments: kept[k][m] holds columns 16 k ... 16 k + 15 of the rows 16 m ... 16
+// m + 15. Without KEEP there is only one slot. Then the columns of each k are read into it again for each product.
 template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
-    const typename Tile::T* rows; // where this lane's addresses for ldmatrix begin
+    const typename Tile::T* rows; // the address that this lane gives to ldmatrix, for columns from 0 on
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
     float scale[SLOTS]; // the factor that undoes the scale of floats' parts
 
@@ -10900,38 +10905,40 @@ template <class Tile> struct OwnRows {
             UNROLL_FOR (int k = 0; k < SLOTS; k++) read(k);
         }
     }
-    // Reads the columns 16 k ... 16 k + 15.
+    // Reads the columns 16 k ... 16 k + 15 into their slot.
     __device__ void read(int k) {
         const int slot = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // 16 bytes of rows 0-7, of 8-15, then the next 16
+            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // 16 bytes of rows 0-7, of 8-15, then their next 16
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
-                // A float's fragment comes in two halves, each with the order of k that take_apart expects.
+                // A float's fragment is read in two halves. In each half, k has the order that take_apart expects.
                 if (Tile::PARTS == 2) std::swap(a[1], a[2]);
             }
         scale[slot] = take_apart<typename Tile::T>(kept[slot]);
     }
 };
 
-// A warp's results, in mma.sync's layout: tiles of 16 rows x 8 columns. Of a tile [m][n] a thread has the columns 2q
-// and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]), with g = lane / 4 and q = lane % 4.
-// Scores: S, P, dP or dS of SUB streamed rows. Sums: results for a warp's own rows, in 8 CT columns of d.
+// A warp's results, in mma.sync's layout: tiles of 16 rows x 8 columns. With g = lane / 4 and q = lane % 4, a thread
+// holds four numbers of tile [m][n]: columns 2q and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]).
+// Scores: S, P, dP or dS for SUB streamed rows.
+// Sums: results for a warp's own rows, in 8 CT columns of d.
 template <class Tile> using Scores = float[Tile::MT][Tile::NT][4];
 template <class Tile, int CT> using Sums = float[Tile::MT][CT][4];
 
-// scores += own rows times the streamed rows n0 ... n0 + SUB - 1 transposed, as S = q k^T
+// scores += own rows x (streamed rows n0 ... n0 + SUB - 1)^T, as in S = q k^T
 template <class Tile, class T>
 INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const T* streamed, int n0) {
     const int lane = threadIdx.x % 32;
-    const int row = n0 + lane / 16 * 8 + lane % 8; // whose address this lane gives to ldmatrix
+    const int row = n0 + lane / 16 * 8 + lane % 8; // the row whose address this lane gives to ldmatrix
     streamed += row * Tile::PITCH + lane / 8 % 2 * Tile::V;
     UNROLL_FOR (int k = 0; k < Tile::DIM / 16; k++) {
         const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * Tile::PARTS];
-        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two beside each other, and two of the next 8 rows.
+        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbours in one set of 8 rows, and two in the
+        // next 8 rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) {
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
@@ -10942,8 +10949,9 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
     }
 }
 
-// a = the columns 16 k ... 16 k + 15 of p, as A fragments. They need no exchange between lanes. bf16 are rounded;
-// floats stay, in the order that take_apart expects.
+// a = the columns 16 k ... 16 k + 15 of p, as A fragments. Each lane already holds the numbers of its fragments, so
+// lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in the order that take_apart
+// expects.
 template <class Tile, int REGISTERS>
 INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -10958,13 +10966,13 @@ INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile
         }
 }
 
-// sums += p, rounded to T, times the streamed rows from n0 on, columns c0 ... c0 + 8 CT - 1, as out += P v
+// sums += p (rounded to T) x columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1, as in out += P v
 template <class Tile, int CT, class T>
 INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
     constexpr int PARTS = Tile::PARTS;
-    constexpr int AT_ONCE = 4; // tiles of 8 columns
+    constexpr int AT_ONCE = 4; // so many tiles of 8 columns are multiplied at a time
     const int lane = threadIdx.x % 32;
-    const T* lane_rows; // the first element that this lane reads; for bf16 the address that it gives to ldmatrix
+    const T* lane_rows; // the first element that this lane reads; for bf16 the address for ldmatrix
     if (PARTS == 1) lane_rows = streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
     else lane_rows = streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4;
     const uint32_t lane_address = shared_address(lane_rows);
@@ -10973,7 +10981,7 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
         load_fragments<Tile>(a, p, k);
         const float a_scale = take_apart<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
-            // The streamed rows 16 k ... 16 k + 15, as B fragments. For bf16 one ldmatrix brings two of them.
+            // Loads the streamed rows 16 k ... 16 k + 15 as B fragments. For bf16 one ldmatrix loads two fragments.
             uint32_t b[AT_ONCE][2 * PARTS];
             UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
                 const int offset = 16 * k * Tile::PITCH + 8 * (n + i);
@@ -10994,17 +11002,17 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
     }
 }
 
-// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's own rows. They go through the shared memory of these
-// rows, which nobody else reads, so that each store to memory has 16 bytes.
+// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's own rows. The results are first written to the place
+// of these rows in shared memory, which no other warp reads. So each store to global memory can have 16 bytes.
 template <class Tile, int CT, class T>
 INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums, const HeadTile& tile, int c0,
                        float factor = 1) {
     constexpr int V = Tile::V;
-    constexpr int PIECES = 8 * CT / V; // of a row
+    constexpr int PIECES = 8 * CT / V; // how many pieces a row has
     const int lane = threadIdx.x % 32;
     const int first = warp_row<Tile>();
     T* warp_rows = own + first * Tile::PITCH;
-    // 1. Each lane rounds its results and puts them, in pairs, into the warp's rows.
+    // 1. Each lane rounds its results and writes them, in pairs, over the warp's rows in shared memory.
     __syncwarp();
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
@@ -11014,7 +11022,8 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums
                 const float* const two = sums[m][n] + 2 * r;
                 store_two(warp_rows + row * Tile::PITCH + column, factor * two[0], factor * two[1]);
             }
-    // 2. Each lane stores whole pieces. If d is not a multiple of a piece's elements, it stores them one by one.
+    // 2. Each lane stores whole pieces. If d is not a multiple of a piece's elements, it stores the elements one by
+    //    one.
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
         const int r = i / PIECES;
@@ -11031,7 +11040,8 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums
     }
 }
 
-// Sets the scores of columns from `valid` on to -infinity, so that their P is 0. These columns are rows beyond T.
+// Sets the scores of the columns valid, valid + 1, ... to -infinity, so that their P is 0. These columns belong to
+// streamed rows beyond T.
 template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) {
     if (valid >= Tile::SUB) return;
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -11042,16 +11052,17 @@ template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) 
             }
 }
 
-// The softmax over all scores of a thread's rows so far (FlashAttention, algorithm 1). With new scores S:
+// The softmax over all scores that have been computed so far for a thread's rows (FlashAttention, algorithm 1). With
+// new scores S:
 //   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
 //   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
-// scale: log2(e) / sqrt(d). [m][0], [m][1]: of rows g and g + 8 of tile m
+// scale: log2(e) / sqrt(d). [m][0] and [m][1] belong to rows g and g + 8 of tile m.
 template <class Tile> struct RunningSoftmax {
     float top[Tile::MT][2];
     float sum[Tile::MT][2] = {}; // the sum of P over this thread's columns
 
     INLINE RunningSoftmax() {
-        for (auto& rows : top) { // every score is higher than that
+        for (auto& rows : top) { // every score will be higher than this
             rows[0] = -INFINITY;
             rows[1] = -INFINITY;
         }
@@ -11073,8 +11084,8 @@ template <class Tile> struct RunningSoftmax {
                     out[m][n][2 * r] *= shrink;
                     out[m][n][2 * r + 1] *= shrink;
                 }
-                // First the difference, then the scale: if large scores were multiplied by the scale, they would be
-                // rounded more.
+                // The difference is computed first, and then multiplied by scale. If the large scores themselves were
+                // multiplied by scale, the products would be rounded more.
                 UNROLL_FOR (int n = 0; n < NT; n++)
                     UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
                         p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
@@ -11084,13 +11095,13 @@ template <class Tile> struct RunningSoftmax {
     }
 };
 
-// grid (B * heads * tiles of T): a block has M queries of one head, a warp 16 MT of them.
+// grid (B * heads * tiles of T): a block works on M queries of one head, and each of its warps on 16 MT of them.
 // Shared memory: the block's queries; two stages, each with N keys and N values. For each stage:
-//   1. the next stage's copies begin
-//   2. S = q k^T of SUB keys
-//   3. their softmax: P
+//   1. Start the copies for the next stage.
+//   2. S = q k^T, for SUB keys at a time
+//   3. P = their softmax
 //   4. out += P v
-// In the end each row of out is divided by its sum of P.
+// At the end each row of out is divided by the sum of its P.
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     attention_forward_kernel(AttentionCall a) {
@@ -11104,7 +11115,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     const auto k = tile.of_qkv<const T>(a.qkv, K_PART);
     const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
     const float scale = LOG2E * rsqrtf((float)a.d);
-    // Starts the copies of the keys and values from row `first` on.
+    // Starts the copies of N keys and N values into a stage. They begin with row `first`.
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, a);
@@ -11115,16 +11126,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     OwnRows<Tile> q;
     Sums<Tile, CT> out = {};
     RunningSoftmax<Tile> softmax;
-    // first: the first of N keys, which lie in `stage`. A stage's copies were started one round before.
+    // first: the first of the N keys that lie in `stage`. The copies into a stage are started one round before they are
+    // used.
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
-        __syncthreads(); // all threads' copies have arrived, and nobody reads the other stage any more
+        __syncthreads(); // all threads' copies have arrived, and no thread reads the other stage any more
         if (first == 0) q.load(own);
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
         const T* values = keys + Tile::STREAMED;
-        // SUB keys at a time, since the registers of a thread would not hold the scores of N.
+        // SUB keys are multiplied at a time, because a thread's registers have no room for the scores of N keys.
         NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
             Scores<Tile> p = {}; // S, and then P
             multiply_transposed<Tile>(p, q, keys, sub);
@@ -11133,7 +11145,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
             multiply_add<Tile, CT>(out, p, values, sub, 0);
         }
     }
-    // out / sum, and what the backward pass needs of each row. Four lanes have a row's columns, and its sum in parts.
+    // out / sum, and the SoftmaxRow that the backward pass needs of each row. Four lanes share a row: each of them
+    // holds some of its columns, and a part of its sum.
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
             const float total = lane_sum<1, 2>(softmax.sum[m][r]);
@@ -11148,8 +11161,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     store_rows<Tile, CT>(tile.of_out<T>(a.to), own, out, tile, 0);
 }
 
-// Returns D of a row, rowsum(dout * out). Four lanes sum it, and all of them get it.
-// d: elements of both rows
+// Returns D of a row: rowsum(dout * out). Four lanes add it up, and all four of them return it.
+// d: how many elements each of the two rows has
 template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
     const int lane = threadIdx.x % 4;
@@ -11169,11 +11182,11 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     return lane_sum<1, 2>(sum);
 }
 
-// D (B, heads, T); grid (B * heads * T / 64): a block has 64 rows of a head, four threads each of them.
+// D is (B, heads, T). grid (B * heads * T / 64): a block works on 64 rows of a head. Four threads work on each row.
 template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, AttentionCall a) {
     const HeadTile tile{a, 64};
     const int t = tile.row0 + threadIdx.x / 4;
-    const int row = min(t, a.T - 1); // threads beyond T must take part in row_dot's sum
+    const int row = min(t, a.T - 1); // threads beyond T must take part in row_dot's lane_sum
     await_previous_kernel();
     const auto dout = tile.of_out<const T>(a.dout);
     const auto out = tile.of_out<const T>(a.out);
@@ -11181,13 +11194,14 @@ template <class T> static __global__ void __launch_bounds__(256) attention_dots_
     if (threadIdx.x % 4 == 0 && t < a.T) D[tile.row_index(t)] = dot;
 }
 
-// Up to this T the blocks compute D of all queries themselves, in shared memory. For a larger T attention_dots_kernel
-// does it before they run. Rows beyond T get the last row's D.
+// If T is at most SHORT_T, each block of the backward pass computes D of all queries itself, into shared memory. For a
+// larger T, attention_dots_kernel computes D before these blocks run. In compute_dots, rows beyond T get the last row's
+// D.
 constexpr int SHORT_T = 64;
 template <class T, int THREADS> INLINE void compute_dots(float* D, const HeadTile& tile, const AttentionCall& a) {
     const auto dout = tile.of_out<const T>(a.dout);
     const auto out = tile.of_out<const T>(a.out);
-    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += THREADS / 4) { // four threads to a row
+    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += THREADS / 4) { // four threads work on each row
         const int row = min(i, a.T - 1);
         const float dot = row_dot(dout.row(row), out.row(row), a.d);
         if (threadIdx.x % 4 == 0) D[i] = dot;
@@ -11200,11 +11214,12 @@ struct Query {
     float top, log_sum, D;
 };
 
-// Scores p become P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum), and dP in ds becomes
+// Computes P from the scores p, and dS from dP in ds. Each result replaces its source:
+//   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
 //   dS = P (dP - D)
-// A block that owns queries has them as rows (own: the Query of this thread's rows g and g + 8 of each tile). A block
-// that owns keys (KEYS) has the streamed queries as columns. Their values lie in shared memory: rows (SUB, 2) and dots
-// (SUB).
+// If the block owns queries, each row belongs to a query; own[m][0] and own[m][1] are the Query of rows g and g + 8 of
+// tile m. If the block owns keys (KEYS), each column belongs to a streamed query. The values of these queries lie in
+// shared memory: rows (SUB, 2) and dots (SUB).
 template <class Tile, bool KEYS>
 INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own)[Tile::MT][2], const float* rows,
                              const float* dots, float scale2) {
@@ -11227,14 +11242,14 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
     }
 }
 
-// A block of the backward pass, which owns keys (KEYS) or queries. chunk: which DC columns of their gradients it
-// computes, since the registers have no room for all columns of heads of more than 128 channels.
-// Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2 and, if these are
-// queries, their SoftmaxRow and D. For each stage:
-//   1. the next stage's copies begin
-//   2. S = A1 B1^T and dP = A2 B2^T of SUB streamed rows
+// A block of the backward pass, which owns keys (KEYS) or queries. It computes the gradients of its own rows in DC
+// columns; chunk says which ones. (If heads have more than 128 channels, the registers have no room for all columns.)
+// Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
+// are queries, a stage also holds their SoftmaxRow and D. For each stage:
+//   1. Start the copies for the next stage.
+//   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
 //   3. P and dS
-//   4. the gradients of own rows grow: sum1 += dS B1 (of q or k); for keys also sum2 += P B2 (of v)
+//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k); with KEYS also sum2 += P B2 (of v)
 template <class Tile, bool KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
     constexpr int N = Tile::N, MT = Tile::MT;
