@@ -11270,7 +11270,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, operands.B1, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, operands.B2, first, a);
         if (!KEYS) return;
-        // The streamed rows are queries: load their top, log_sum and D. Rows beyond T get those of the last row.
+        // The streamed rows are queries. Load their top, log_sum and D. Rows beyond T get the values of the last row.
         float* values = query_values + stage * Tile::QUERY_VALUES;
         for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
             const int t = min(first + i, a.T - 1);
@@ -11283,7 +11283,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own2, operands.A2, tile.row0, a);
     load_stage(0, 0);
     if (short_rows) compute_dots<T, Tile::THREADS>(short_D, tile, a);
-    Query own[MT][2]; // this thread's rows g and g + 8 of each tile, if the block owns queries
+    Query own[MT][2]; // the Query of rows g and g + 8 of each tile, if the block owns queries
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
             const int row = tile.row0 + (warp_row<Tile>() + 16 * m + 8 * r + lane / 4);
@@ -11299,13 +11299,13 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
-        __syncthreads(); // all threads' copies have arrived, and nobody reads the other stage any more
+        __syncthreads(); // all threads' copies have arrived, and no thread reads the other stage any more
         if (first == 0) {
             a1.load(own1);
             a2.load(own2);
         }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
-        // Where this stage's rows lie and, if they are queries, their SoftmaxRow and D.
+        // b1, b2: this stage's rows. If they are queries, stage_rows holds their SoftmaxRows and dots their D.
         const T* b1 = streamed + stage * 2 * Tile::STREAMED;
         const T* b2 = b1 + Tile::STREAMED;
         const float* stage_rows = query_values + stage * Tile::QUERY_VALUES;
@@ -11321,13 +11321,14 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_add<Tile, CT>(sum1, ds, b1, sub, chunk * DC);
         }
     }
-    // dq or dk get the factor 1 / sqrt(d) once, here; dv has none.
+    // dq or dk is multiplied by 1 / sqrt(d) only here, at the end. dv has no such factor.
     const auto d_own = tile.of_qkv<T>(a.to, KEYS ? K_PART : Q_PART);
     store_rows<Tile, CT>(d_own, own1, sum1, tile, chunk * DC, scale);
     if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
-// grid (B * heads * tiles of T, 1, 2 * chunks of d): blocks that own keys start first, since they have more work.
+// grid (B * heads * tiles of T, 1, 2 * chunks of d). For each chunk, the blocks that own keys are started before those
+// that own queries, because they have more work.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
@@ -11338,7 +11339,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     else attention_backward_rows<Tile, false>(a, D, chunk, short_D);
 }
 
-// Computes D in the workspace.
+// Computes D into the workspace, and returns its address.
 template <class T> static float* launch_attention_dots(const AttentionCall& a) {
     launch(attention_dots_kernel<T>, a.all_heads * ceil_div(a.T, 64), 256, 0, device.workspace, a);
     return (float*)device.workspace;
@@ -11351,10 +11352,11 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 //   are computed by several warps, each of which computes P again.
 // Costs: the work of the fp32 units; every row reads all other rows, from the caches.
 
-constexpr int GENERAL_WARPS = 8;   // of a block
-constexpr int GENERAL_COLUMNS = 8; // of a lane: 256 of a warp, 32 apart
+constexpr int GENERAL_WARPS = 8;   // warps of a block
+constexpr int GENERAL_COLUMNS = 8; // columns of a lane, 32 apart; a warp has 256
 
-// Returns a . b, of d elements each. All lanes of a warp take part, and all of them get it.
+// Returns the dot product of a and b, which have d elements each. All lanes of a warp take part, and all of them return
+// it.
 template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     float sum = 0;
     for (int c = threadIdx.x % 32; c < d; c += 32) {
@@ -11363,7 +11365,8 @@ template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     return warp_sum(sum);
 }
 
-// Calls f(i, c) for this lane's columns c of d; i = 0, 1, ... counts them. blockIdx.y says of which 256 columns.
+// Calls f(i, c) for i = 0, 1, ...: c is this lane's i-th column of the 256 columns of chunk blockIdx.y. Columns from d
+// on are left out.
 template <class F> INLINE void each_column(int d, F f) {
     UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++) {
         const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32;
@@ -11371,8 +11374,8 @@ template <class F> INLINE void each_column(int d, F f) {
     }
 }
 
-// grid (B * heads * tiles of T, chunks of d). A warp has one query, and takes the keys one after the other, with the
-// softmax of RunningSoftmax.
+// grid (B * heads * tiles of T, chunks of d). A warp works on one query. It reads one key after the other, and computes
+// the softmax as RunningSoftmax does.
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
@@ -11389,7 +11392,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     for (int j = 0; j < a.T; j++) {
         const float S = warp_dot(q.row(row), k.row(j), a.d);
         const float highest = fmaxf(top, S);
-        // If the score is higher than all before, the earlier sums are made smaller.
+        // If the score is higher than all earlier ones, the earlier sums are made smaller.
         const float shrink = exp2f((top - highest) * scale);
         const float P = exp2f((S - highest) * scale);
         top = highest;
@@ -11399,14 +11402,15 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
             out[i] = out[i] * shrink + P * value;
         });
     }
-    // P has not been divided by its row's sum yet.
+    // Only here P is divided by its row's sum: out is divided instead.
     T* to = tile.of_out<T>(a.to).row(row);
     each_column(a.d, [&](int i, int c) { to[c] = (T)(out[i] / sum); });
-    a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // all lanes write the same
+    a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // all lanes write the same numbers
 }
 
-// grid (B * heads * tiles of T, chunks of d, 2): keys, then queries. A warp owns one row, and takes the streamed rows
-// one after the other:   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   sum2 += P B2
+// grid (B * heads * tiles of T, chunks of d, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A warp owns
+// one row, and reads the streamed rows one after the other. For each of them:
+//   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   sum2 += P B2
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     attention_backward_general_kernel(AttentionCall a, const float* D) {
@@ -11420,13 +11424,13 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     const T* const a2 = operands.A2.row(row);
     const float scale = rsqrtf((float)a.d);
     const float scale2 = LOG2E * scale;
-    float sum1[GENERAL_COLUMNS] = {}; // of dq or dk
-    float sum2[GENERAL_COLUMNS] = {}; // of dv
+    float sum1[GENERAL_COLUMNS] = {}; // dq or dk, without its factor
+    float sum2[GENERAL_COLUMNS] = {}; // dv
     for (int j = 0; j < a.T; j++) {   // the streamed rows: queries, if the warp owns a key
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
         const size_t query = tile.row_index(keys ? j : row);
-        const SoftmaxRow& r = a.rows[query]; // from this P is computed again
+        const SoftmaxRow& r = a.rows[query]; // P is computed again from these two numbers
         const float S = warp_dot(a1, b1, a.d);
         const float dP = warp_dot(a2, b2, a.d);
         const float P = exp2f((S - r.top) * scale2 - r.log_sum);
@@ -11436,7 +11440,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
             if (keys) sum2[i] += P * (float)b2[c];
         });
     }
-    // dk or dq, which get the factor 1 / sqrt(d) once, here.
+    // dq or dk is multiplied by its factor 1 / sqrt(d) only here, at the end.
     T* d_own = tile.of_qkv<T>(a.to, keys ? K_PART : Q_PART).row(row);
     T* dv = tile.of_qkv<T>(a.to, V_PART).row(row);
     each_column(a.d, [&](int i, int c) {
@@ -11445,18 +11449,18 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     });
 }
 
-// Launches the forward pass or, if a has dout, the backward pass, as all launch functions of attention do.
+// Launches the forward pass or, if a has dout, the backward pass. launch_attention does the same.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
-    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns, with a warp for each
+    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // each has 256 columns, which are one warp's
     const dim3 grid(tiles, chunks, a.dout ? 2 : 1);
     constexpr int threads = 32 * GENERAL_WARPS;
     if (!a.dout) return launch(attention_forward_general_kernel<T>, grid, threads, 0, a);
     launch(attention_backward_general_kernel<T>, grid, threads, 0, a, launch_attention_dots<T>(a));
 }
 
-// Forward or backward, for heads of up to DIM channels. If there are enough rows, and they are short, a warp has 32 of
-// them (MT = 2), otherwise 16.
+// Forward or backward, for heads of up to DIM channels. A warp owns 32 rows (MT = 2) if the rows are short and there
+// are enough of them. Otherwise it owns 16.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
     // Small images have too few rows for MT = 2: there would not be enough blocks.
@@ -11475,7 +11479,7 @@ static void launch_attention(const AttentionCall& a) {
     launch(attention_backward_kernel<Backward>, grid, Backward::THREADS, Backward::BACKWARD_BYTES, a, D);
 }
 
-static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
+static size_t attention_backward_workspace(int B, int T, int, int heads) { // room for D
     return (size_t)B * heads * T * sizeof(float);
 }
 
@@ -11506,51 +11510,52 @@ struct AttentionTma : AttentionCall {
     CUtensorMap keys;                // forward: boxes of KEYS rows
 };
 
-// Returns how many forward blocks a multiprocessor has room for, by registers and shared memory.
+// Returns how many blocks of the forward pass a multiprocessor has room for. Registers and shared memory limit this
+// number.
 constexpr int attention_wgmma_blocks(int warpgroups, int keys) {
     if (warpgroups == 1) return 4;
     return keys == 32 ? 3 : 2;
 }
 
-// A block of the forward pass: WARPGROUPS warpgroups, each with 64 queries of a head. Keys and values come in chunks of
-// KEYS rows.
+// A block of the forward pass. It has WARPGROUPS warpgroups, and each of them works on 64 queries of a head. Keys and
+// values are loaded in chunks of KEYS rows.
 template <int DIM_, int WARPGROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
     static constexpr int DIM = DIM_; // channels of a head
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int KEYS = KEYS_;
-    // of a head, if all are in shared memory at once; 0: they pass through a ring
+    // how many chunks a head has, if all of them lie in shared memory at once; 0: the chunks pass through a ring
     static constexpr int CHUNKS = CHUNKS_;
-    static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // of keys, and as many of values
+    static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // stages of keys; there are as many stages of values
     static constexpr int THREADS = 128 * WARPGROUPS;
-    static constexpr int BLOCKS = attention_wgmma_blocks(WARPGROUPS, KEYS); // on a multiprocessor
-    static constexpr int QUERY_BYTES = 64 * 2 * DIM;                        // of a warpgroup
-    static constexpr int KEY_BYTES = KEYS * 2 * DIM;                        // of a stage
+    static constexpr int BLOCKS = attention_wgmma_blocks(WARPGROUPS, KEYS); // blocks of a multiprocessor
+    static constexpr int QUERY_BYTES = 64 * 2 * DIM;                        // a warpgroup's queries
+    static constexpr int KEY_BYTES = KEYS * 2 * DIM;                        // one stage of keys or of values
     static constexpr int BARRIERS = WARPGROUPS + 4 * STAGES;
     static constexpr int TILES = WARPGROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// A block of the backward pass: WARPGROUPS warpgroups, each with 64 keys, and one more for the queries' gradients.
-// With one warpgroup for keys, the block has a whole head of 64 rows and needs no cluster (ALONE). A multiprocessor has
-// room for two such blocks.
+// A block of the backward pass. It has WARPGROUPS warpgroups that own 64 keys each, and one more warpgroup, which
+// computes the queries' gradients. With WARPGROUPS = 1, the 64 keys of a block are a whole head. Then the block needs
+// no cluster (ALONE), and a multiprocessor has room for two such blocks.
 template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int DIM = DIM_; // channels of a head
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr bool ALONE = WARPGROUPS == 1;
-    static constexpr int KEYS = 64 * WARPGROUPS; // of a block
+    static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
-    static constexpr int BLOCKS = ALONE ? 2 : 1; // on a multiprocessor
+    static constexpr int BLOCKS = ALONE ? 2 : 1; // blocks of a multiprocessor
     // Registers of a thread: in the warpgroup that computes the queries' gradients, and in those that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
-    // Stages in shared memory, and bytes of a stage. A tile is 64 rows of a head.
+    // The number of stages of each ring in shared memory, and the bytes of a stage. A tile is 64 rows of a head.
     static constexpr int BARRIERS = 32;
     static constexpr int TILE_BYTES = 64 * 2 * DIM;
     static constexpr int ROWS_BYTES = 64 * sizeof(SoftmaxRow);
-    static constexpr int KEYS_BYTES = 2 * WARPGROUPS * TILE_BYTES; // k and v of the block; two stages
+    static constexpr int KEYS_BYTES = 2 * WARPGROUPS * TILE_BYTES; // k and v of the block's keys; there are two stages
     static constexpr int CHUNK_STAGES = ALONE ? 3 : 4;
-    static constexpr int CHUNK_BYTES = 2 * TILE_BYTES + ROWS_BYTES; // q, dout, rows
-    static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // the same, up to a whole kilobyte
+    static constexpr int CHUNK_BYTES = 2 * TILE_BYTES + ROWS_BYTES; // q, dout and SoftmaxRows of a chunk
+    static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // the room for them, in whole kilobytes
     static constexpr int DS_STAGES = 2;
     static constexpr int DS_BYTES = KEYS * SLICE_BYTES; // dS^T: KEYS rows of 64 queries
     static constexpr int SUM_STAGES = ALONE ? 0 : 3;
@@ -11561,15 +11566,16 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// Makes an operand of rows of DIM elements of a head, as TMA wrote them: 16 columns on are at(2), 16 rows on at(2 DIM).
+// Describes rows of one head (DIM elements each) in shared memory, as TMA has written them, as an operand of wgmma.
+// at(2) is the operand that begins 16 columns further on, and at(2 DIM) the one that begins 16 rows further on.
 template <int DIM> INLINE Operand head_rows(uint32_t address) {
     constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // the descriptor's numbers for 128 and for 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
 }
-// Each of these starts products, as one group of wgmma:
-//   multiply_abt   d += a b^T, both in shared memory
-//   multiply_ab    d += a b, or with K_MAJOR d += a b^T, a in registers; ADD = 0: d =
-//   multiply_atb   d += a^T b, a in rows of 64 in shared memory
+// Each of these starts products, as one group of wgmma. b lies in shared memory.
+//   multiply_abt   d += a b^T; a lies in shared memory
+//   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0 the sum begins with 0.
+//   multiply_atb   d += a^T b; a lies in shared memory, in rows of 64 elements
 template <int DIM, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     using Product = Wgmma<2 * M>;
     wgmma_fence();
@@ -11581,7 +11587,7 @@ template <int DIM, int M> INLINE void multiply_abt(float (&d)[M], const Operand&
 template <int MAJOR = MN_MAJOR, int ADD = 1, int M, int K>
 INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
     using Product = Wgmma<2 * M>;
-    constexpr int STEP = MAJOR == K_MAJOR ? 2 : 4 * M; // from 16 k to the next 16, in units of 16 bytes
+    constexpr int STEP = MAJOR == K_MAJOR ? 2 : 4 * M; // from 16 values of k to the next 16, in units of 16 bytes
     wgmma_fence();
     Product::template add<MAJOR, ADD>(d, a[0], b.at(0));
     UNROLL_FOR (int k = 1; k < K; k++) {
@@ -11597,31 +11603,33 @@ template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a
     }
     wgmma_commit();
 }
-// d = 0, before the first product that is added to it
+// Sets d to 0, before the first product is added to it.
 template <int M> INLINE void clear(float (&d)[M]) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         d[i] = 0;
     }
     accumulators_ready(d);
 }
-// 16 columns of a result, rounded to bf16, are the A fragment of the next product's step: the layouts are the same.
+// Rounds 16 columns of a result to bf16. This gives the A fragment for one step of the next product, because both have
+// the same layout.
 INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
     UNROLL_FOR (int i = 0; i < 4; i++) {
         a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
     }
 }
-// Stores this warp's 16 rows of a result, each times its factor. They go through shared memory (`rows`, 64 rows of a
-// head), so that stores are 16 bytes wide. pitch: of `to`, from a row to the next one
+// Stores this warp's 16 rows of a result. Each row is multiplied by its factor. The rows are first written to shared
+// memory (`rows`, with room for 64 rows of a head), so that each store to global memory has 16 bytes. pitch: elements
+// from a row of `to` to the next one
 template <int M>
 INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
     constexpr int CHANNELS = 2 * M;
-    constexpr int PIECES = CHANNELS / 8; // of a row
+    constexpr int PIECES = CHANNELS / 8; // how many pieces a row has
     const int lane = threadIdx.x % 32;
     const int first = threadIdx.x / 32 % 4 * 16; // this warp's first row
     __syncwarp();
     UNROLL_FOR (int j = 0; j < M / 8; j++) { // 16 columns at a time
         uint32_t v[4];
-        UNROLL_FOR (int i = 0; i < 4; i++) { // factor[1]: of the rows from 8 on
+        UNROLL_FOR (int i = 0; i < 4; i++) { // factor[1] is the factor of rows 8 - 15
             const float low = d[8 * j + 2 * i] * factor[i % 2];
             const float high = d[8 * j + 2 * i + 1] * factor[i % 2];
             v[i] = pack_bf16(low, high);
@@ -11636,19 +11644,19 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
         store_whole(to + (size_t)r * pitch + 8 * piece, load_shared(from));
     }
 }
-// uniform tells the compiler that this is the same for a whole warp.
+// uniform tells the compiler that all threads of a warp have the same number.
 INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 
 // The softmax of a thread's two rows (the second one is 8 rows below the first) over chunks of N scores:
 //   P = e^((S - top) / sqrt(d))      sum += rowsum(P)
-// bf16 has fp32's range of exponents, so `top` need not be the highest score of all. It is the highest score of the
-// first chunk, and is not raised for each higher score, as in FlashAttention. Only when a sum grows beyond 2^60, top is
+// FlashAttention raises `top` for each higher score. This is not needed here: P is rounded to bf16, which has fp32's
+// range of exponents. So `top` is the highest score of the first chunk. Only when a sum grows beyond 2^60, `top` is
 // raised and the sums are rescaled.
-// Four neighbouring lanes share a row, and each has two of every 8 columns: s[4 j], s[4 j + 1] belong to the first row,
-// s[4 j + 2], s[4 j + 3] to the second one.
+// Four neighbouring lanes share a row, and each of them holds two of every 8 columns. s[4 j] and s[4 j + 1] belong to
+// the first row, s[4 j + 2] and s[4 j + 3] to the second one.
 template <int N> struct Softmax {
     float scale;           // log2(e) / sqrt(d)
-    float top[2];          // `top` of the two rows
+    float top[2];          // one for each of the two rows
     float sum[2] = {0, 0}; // the sum of P over this thread's columns
 
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(top, s); }
@@ -11666,7 +11674,7 @@ template <int N> struct Softmax {
             v = over_lanes;
         }
     }
-    // p = P, as A fragments, and sum += P
+    // p = P, as A fragments; P is also added to sum
     INLINE void exponentials(uint32_t (&p)[N / 16][4], const float (&s)[N / 2]) {
         UNROLL_FOR (int j = 0; j < N / 4; j++) {
             const int row = j % 2;
@@ -11676,7 +11684,8 @@ template <int N> struct Softmax {
             p[j / 4][j % 4] = pack_bf16(a, b);
         }
     }
-    // Computes P of a chunk. o: the sums of P v of the chunks before.
+    // Computes P of a chunk from its scores s. o holds the sums of P v over the earlier chunks, which are rescaled if
+    // `top` is raised.
     template <int M> INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool first) {
         const float before[2] = {sum[0], sum[1]};
         exponentials(p, s);
@@ -11696,16 +11705,18 @@ template <int N> struct Softmax {
     }
 };
 
-// out = softmax(q k^T / sqrt(d)) v. grid (B * heads * T / (64 WARPGROUPS)): a block has that many queries of one head.
-// Shared memory: the block's queries; rings of keys and of values, a chunk of KEYS rows to a stage.
+// out = softmax(q k^T / sqrt(d)) v. grid (B * heads * T / (64 WARPGROUPS)): a block works on 64 WARPGROUPS queries of
+// one head.
+// Shared memory: the block's queries; a ring of keys and a ring of values. Each stage holds a chunk of KEYS rows.
 //   1. The first thread starts the loads: queries, then as many chunks as there are stages.
-//   2. Each warp loads its queries into registers, and S of chunk 0 is computed.
-//   3. In turn i a warpgroup computes the softmax of chunk i, and then two products at the same time: out += P v of
-//      chunk i, and the scores of chunk i + 1. The first thread loads the chunk that takes the place of chunk i - 1:
-//      one turn later than possible, so that no warpgroup waits for the other one.
-//   4. out / sum is stored, and SoftmaxRow for the backward pass.
-// The compiler must see every wait for wgmma in the same turn of the loop, and between fence and wait no other
-// instruction may touch its registers. Otherwise it overlaps none of them, and ptxas prints a warning (C7510 to C7520).
+//   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
+//   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time: out += P
+//      v of chunk i, and the scores of chunk i + 1. After that the first thread loads a chunk to the place of chunk i -
+//      1. It could load one to the place of chunk i already, but then it would have to wait for the other warpgroup.
+//   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
+// The compiler overlaps products of wgmma only on two conditions. It must see the wait for each product in the same
+// turn of the loop. And between fence and wait no other instruction may touch the product's registers. Otherwise it
+// overlaps no products at all, and ptxas prints a warning (C7510 to C7520).
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -11726,7 +11737,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
     const HeadTile tile{p, 64 * T::WARPGROUPS};
     await_previous_kernel();
-    // The first thread has a second position in both rings: the stage that it loads next.
+    // The first thread needs a second position in both rings: the stage that it loads next.
     auto keys_to_load = keys;
     auto values_to_load = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int part, int row) {
@@ -11746,14 +11757,14 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         }
     __syncwarp();
 
-    uint32_t q[DIM / 16][4]; // of this warp's 16 queries, as A fragments
+    uint32_t q[DIM / 16][4]; // this warp's 16 queries, as A fragments
     uint32_t probabilities[KEYS / 16][4];
     const uint32_t own = queries.kept(warpgroup, true);
-    const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // whose address this lane gives to ldmatrix
+    const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // the row whose address this lane gives to ldmatrix
     UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
         ldmatrix(q[k], q[k] + 2, own + box_place<DIM>(query, 2 * k + lane / 16));
     }
-    float s[KEYS / 2] = {}; // scores of a chunk
+    float s[KEYS / 2] = {}; // the scores of a chunk
     float o[DIM / 2] = {};  // the sums of P v
     uint32_t next = keys.arrived();
     accumulators_ready(s);
@@ -11768,7 +11779,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         accumulators_ready(o);
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        // With a ring these scores are wasted on the last chunk; a branch would stop wgmma overlapping.
+        // With a ring, the last turn computes scores that nobody uses. A branch around them would keep wgmma from
+        // overlapping.
         if (!T::CHUNKS || i + 1 < chunks) {
             multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
         }
@@ -11779,8 +11791,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
-    // Four lanes have parts of the sum of a row's P. Each stores its part of out / sum; the first lane stores the row's
-    // SoftmaxRow.
+    // Four lanes share a row: each of them holds a part of the sum of its P, and stores a part of out / sum. The first
+    // of these lanes stores the row's SoftmaxRow.
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
@@ -11791,9 +11803,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 #endif
 }
 
-// A block of the backward pass. It owns KEYS keys of a head, each of its warpgroups 64 of them, and it takes the heads
-// of its cluster one after the other. For each head it takes as many steps as the head has chunks of 64 queries, one
-// chunk in each step. It processes each chunk WARPGROUPS steps after the previous block of the cluster.
+// A block of the backward pass. It owns KEYS keys of a head; each of its key_gradients warpgroups owns 64 of them. The
+// blocks of a cluster work on one head after the other. For each head a block takes one step for each chunk of 64
+// queries. It works on a chunk WARPGROUPS steps later than the block before it in the cluster.
 //
 //   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
 //   the last warpgroup                query_gradients: dq, and -D; its first thread loads keys and chunks
@@ -11805,22 +11817,22 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 //   sums     the block before: a chunk's dq so far        query_gradients
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
-// `sums` and `dots` go from block to block. For these the receiver's `full` barriers and the sender's `empty` barriers
-// are used. If a role both reads and writes a ring, it needs two positions in it. So it has a copy of the ring
-// (keys_to_load, sums_to_send, dots_to_send).
+// Blocks send `sums` and `dots` to each other. For these two rings, the `full` barriers are those of the receiving
+// block, and the `empty` barriers those of the sending block. A role that both reads and writes a ring needs two
+// positions in it. So it has a copy of the ring (keys_to_load, sums_to_send, dots_to_send).
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
-    typedef uint4 Dots[2][DIM / 16]; // half a row of dout and of out
+    typedef uint4 Dots[2][DIM / 16]; // [0]: half a row of dout; [1]: half a row of out
 
     const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // blocks of the cluster
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // how many blocks the cluster has
     int rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
     int first_head = blockIdx.x / blocks;          // this cluster's first head
-    int head_stride = gridDim.x / blocks;          // to its next head; it is the number of clusters
-    int steps = blocks * WARPGROUPS;               // steps of a head
+    int head_stride = gridDim.x / blocks;          // from a head to this cluster's next one: the number of clusters
+    int steps = blocks * WARPGROUPS;               // how many steps a head takes
     int lane = threadIdx.x % 32;
-    int thread = threadIdx.x % 128; // number of the thread in its warpgroup
+    int thread = threadIdx.x % 128; // the number of the thread in its warpgroup
     float scale = rsqrtf((float)DIM);
     SharedMemory shared{T::BARRIERS};
     Pipeline<T::KEYS_BYTES> keys{shared, 2, 4 * WARPGROUPS + 4};
@@ -11835,26 +11847,26 @@ template <class T> struct BackwardBlock {
     int load_step = 0;
 
     INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
-    INLINE void init() const { // by one thread
+    INLINE void init() const { // is called by one thread
         prefetch_tensor_map(&p.qkv_rows);
         prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
         for (int i = 0; i < T::SUM_STAGES; i++) mbarrier_expect(sums.stage(i).full, T::SUM_BYTES);
         for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
     }
-    // Says where a row of a head begins in a matrix (B, T, parts C).
+    // Returns the index of the element at which a row of a head begins in a matrix (B, T, parts C).
     INLINE size_t element(int head, int row, int parts) const {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // Returns the first query of a step's chunk. Each block is WARPGROUPS chunks behind the block before it, so all but
-    // block 0 begin with a head's last chunks.
+    // Returns the first query of the chunk of a step. Each block works WARPGROUPS chunks behind the block before it. So
+    // block 0 begins with the head's first chunk, and the other blocks begin with the head's last chunks.
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * rank;
         return (step - before + (step < before ? steps : 0)) * 64;
     }
 
-    // Loads k and v of this block's keys.
+    // Loads k and v of this block's keys for one head.
     INLINE void load_keys(int head) {
         if (head >= p.all_heads) return;
         const Stage to = keys_to_load.acquire();
@@ -11867,8 +11879,8 @@ template <class T> struct BackwardBlock {
             tma_load(to.address + i * T::TILE_BYTES, &p.qkv_rows, to.full, part * p.C + c, row, image);
         }
     }
-    // Loads the next chunk. It goes into the stage of an earlier chunk, the one before the chunk whose dS has just
-    // arrived: nobody reads that stage any more.
+    // Loads the next chunk into the next stage. If all stages have been filled before, this is the stage of the chunk
+    // before the one whose dS has just arrived. Nobody reads that stage any more.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -11886,8 +11898,8 @@ template <class T> struct BackwardBlock {
             load_head += head_stride;
         }
     }
-    // These compute -D of 64 queries, D = rowsum(dout * out). Each block computes its share of a head's and sends it to
-    // all blocks of the cluster. Two neighbouring threads share a row.
+    // load_dots and send_dots compute -D of 64 queries; D = rowsum(dout * out). Each block computes -D of its share of
+    // a head's queries, and sends it to all blocks of the cluster. Two neighbouring threads work on each row.
     INLINE void load_dots(Dots& d, int head, int part) const {
         const int row = rank * T::KEYS + part * 64 + thread / 2;
         const size_t i = element(head, row, 1) + thread % 2 * (DIM / 2);
@@ -11898,7 +11910,7 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    INLINE void send_dots(const Dots& d, int part) { // four lanes have two rows, and each sends them to other blocks
+    INLINE void send_dots(const Dots& d, int part) { // four lanes share two rows; each sends them to other blocks
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
@@ -11913,7 +11925,7 @@ template <class T> struct BackwardBlock {
         const float2 two = lane & 2 ? make_float2(other, own) : make_float2(own, other);
         const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
         if (part == 0) dots_to_send.acquire();
-        // The place is the same in all blocks' shared memory.
+        // -D lies at the same place in the shared memory of all blocks.
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
@@ -11924,8 +11936,8 @@ template <class T> struct BackwardBlock {
         __syncwarp();
         if (part + 1 == WARPGROUPS) dots_to_send.hand_over();
     }
-    // Waits for a stage that other blocks fill. Then it immediately announces to the stage's barrier the bytes of the
-    // next round.
+    // Waits until other blocks have filled a stage, and returns its address. One thread (`speaks`) then announces to
+    // the stage's barrier how many bytes the next round will bring.
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
@@ -11934,11 +11946,12 @@ template <class T> struct BackwardBlock {
         return address;
     }
 
-    // Role: the queries' gradients, in a warpgroup of its own; one of its threads also loads. In each step:
-    //   1. dq = the sum from the block before, if this is not the chunk's first block
-    //   2. dq += dS k of this block's keys (dS^T arrives in `ds`); at the same time the next chunk is loaded
-    //   3. dq goes on to the next block, or, if this is the chunk's last block, to memory
-    // Between these, -D of the next head is computed.
+    // Role: the queries' gradients. One warpgroup has this role; one of its threads also loads. In each step:
+    //   1. If another block has begun dq of this chunk: dq = the sum that the block before has sent. Otherwise dq = 0.
+    //   2. dq += dS k of this block's keys (dS^T arrives in `ds`). At the same time the next chunk is loaded.
+    //   3. If this is the last block for this chunk, dq is stored to global memory. Otherwise it is sent to the next
+    //      block.
+    // In some of the steps, a part of -D of the next head is also computed.
     INLINE void query_gradients() {
         const int before = (rank ? rank : blocks) - 1;
         const int next = rank + 1 == blocks ? 0 : rank + 1;
@@ -11955,14 +11968,14 @@ template <class T> struct BackwardBlock {
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
             const uint32_t own = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
-                const bool begun = !T::ALONE && i >= WARPGROUPS;       // the previous block has begun this sum
-                const bool ends = T::ALONE || i >= steps - WARPGROUPS; // here
-                const int part = i - max(steps / 2 - 1, 0);            // of the next head's -D
+                const bool begun = !T::ALONE && i >= WARPGROUPS;       // the block before has sent its sum
+                const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
+                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D that is computed now
                 const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
-                // Loads for the next head begin before the products, so that nobody waits for them.
+                // Loads for the next head are started before the products, so that nobody has to wait for them.
                 if (dots_now) load_dots(dot, head + head_stride, part);
-                if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
+                if (dots_now && T::ALONE) send_dots(dot, part); // not later: there are fewer registers to keep dot in
                 float dq[DIM / 2] = {};
                 if (begun) {
                     const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
@@ -11970,7 +11983,7 @@ template <class T> struct BackwardBlock {
                         unpack<float>((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
                     }
                 }
-                const uint32_t buffer = ds.arrived(); // rows of 64 queries, a row for each key
+                const uint32_t buffer = ds.arrived(); // dS^T: a row of 64 queries for each key
                 __syncwarp();
                 accumulators_ready(dq);
                 multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<DIM>(uniform(own)));
@@ -11985,7 +11998,7 @@ template <class T> struct BackwardBlock {
                     if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
                 }
                 if (ends) {
-                    warps_sync(1 + WARPGROUPS, 128); // all warps have read dS, whose memory store_head uses
+                    warps_sync(1 + WARPGROUPS, 128); // all warps have read dS, and store_head writes over it
                     bf16* const to = (bf16*)p.to + element(head, chunk_row(i), 3);
                     store_head(to, 3 * p.C, buffer, dq, {scale, scale});
                     __syncwarp();
@@ -12001,7 +12014,8 @@ template <class T> struct BackwardBlock {
                 }
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
-            // dS has arrived, so -D of this head has been read: tell this to the blocks that sent it.
+            // All dS of this head have arrived. So key_gradients has read -D of this head. The blocks that sent it are
+            // told so.
             const int stage = dots.hand_over();
             if (thread < blocks) {
                 if (T::ALONE) dots.free(stage);
@@ -12011,11 +12025,11 @@ template <class T> struct BackwardBlock {
         }
     }
 
-    // Role: dk and dv of a warpgroup's 64 keys. Keys are rows here, and queries columns, so P^T and dS^T, computed in
-    // registers, are A operands. In each step:
-    //   1. dP^T = v dout^T - D: the sum begins as -D
-    //   2. P^T, while dP^T is multiplied, and dv += P^T dout
-    //   3. dS^T = P^T dP^T (dP is dP - D already), which also goes to `ds`
+    // Role: dk and dv of a warpgroup's 64 keys. Here keys are rows and queries are columns. So P^T and dS^T, which are
+    // computed in registers, can be A operands. In each step:
+    //   1. dP^T = v dout^T - D. The sum begins with -D.
+    //   2. P^T is computed while dP^T is multiplied. Then dv += P^T dout.
+    //   3. dS^T = P^T dP^T (here dP is already dP - D). It is also written to `ds`.
     //   4. S^T = k q^T of the next chunk, and dk += dS^T q
     INLINE void key_gradients(int warpgroup) {
         float s[32], dp[32]; // S^T, then P^T; dP^T, then dS^T: 64 keys x 64 queries
@@ -12035,7 +12049,7 @@ template <class T> struct BackwardBlock {
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const Operand q = head_rows<DIM>(chunk);
                 const Operand dout = head_rows<DIM>(chunk + T::TILE_BYTES);
-                UNROLL_FOR (int j = 0; j < 8; j++) { // this thread's two queries of every 8
+                UNROLL_FOR (int j = 0; j < 8; j++) { // this thread has two of every 8 queries
                     const auto [even, odd] = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
                     dp[4 * j] = dp[4 * j + 2] = even;
                     dp[4 * j + 1] = dp[4 * j + 3] = odd;
@@ -12064,18 +12078,19 @@ template <class T> struct BackwardBlock {
                     stmatrix(kept.address + place, ds_fragments[j]);
                 }
                 warp_stored(kept.full);
-                const bool last = i + 1 == steps;                            // is it the last step of the head?
-                const bool none = last && head + head_stride >= p.all_heads; // no further chunk comes
+                const bool last = i + 1 == steps;                            // this is the head's last step
+                const bool none = last && head + head_stride >= p.all_heads; // there is no next chunk
                 if (last && !none) own = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
-                // After the last chunk these scores are wasted; a branch would stop wgmma overlapping.
+                // After the last chunk nobody uses these scores. A branch around them would keep wgmma from
+                // overlapping.
                 multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
             }
-            // dk and dv are complete. They go to memory through v's place in shared memory, which no warp of this
-            // warpgroup reads any more after this barrier.
+            // dk and dv are complete. Before they are stored to global memory, they are written over v in shared
+            // memory. After this barrier no warp of this warpgroup reads v any more.
             warps_sync(1 + warpgroup, 128);
             bf16* const to = (bf16*)p.to + element(head, rank * T::KEYS + warpgroup * 64, 3);
             store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
@@ -12087,8 +12102,8 @@ template <class T> struct BackwardBlock {
     }
 };
 
-// grid (clusters of T / KEYS blocks): as many clusters as can run on the GPU at the same time, but not more than there
-// are heads.
+// grid (clusters of T / KEYS blocks). There are as many clusters as can run on the GPU at the same time, but not more
+// than there are heads.
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionBackward
     attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -12097,7 +12112,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     if (threadIdx.x == 0) block.init();
     cluster_sync();
     const int role = block.first_head < p.all_heads ? this_warpgroup() : -1; // -1: this cluster has no head
-    // the forward pass wrote them, so no wait is needed
+    // The forward pass wrote the keys, so this load need not wait for the previous kernel.
     if (role == T::WARPGROUPS && block.thread == 0) block.load_keys(block.first_head);
     await_previous_kernel();
     if (role == T::WARPGROUPS) {
@@ -12124,7 +12139,8 @@ template <class Tile> static void launch_attention_forward_wgmma(const Attention
     auto kernel = attention_forward_wgmma_kernel<Tile>;
     launch(kernel, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
 }
-// Returns how many clusters can run on the GPU at the same time, each with one head of T rows. It may be 0 (MIG).
+// Returns how many clusters can run on the GPU at the same time. Each of them works on heads of T rows. The number may
+// be 0 if MIG gives the program only a part of a GPU.
 template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
@@ -12136,7 +12152,7 @@ template <class Tile> static int attention_clusters(int T) {
     return clusters;
 }
 template <class Tile> static void launch_attention_backward_wgmma(const AttentionCall& a) {
-    const int cluster = a.T / Tile::KEYS; // blocks of it
+    const int cluster = a.T / Tile::KEYS; // how many blocks a cluster has
     const int clusters = std::min(a.all_heads, attention_clusters<Tile>(a.T));
     auto kernel = attention_backward_wgmma_kernel<Tile>;
     const AttentionTma tma = attention_tma(a, 64);
