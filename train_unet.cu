@@ -11452,7 +11452,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
 // Launches the forward pass or, if a has dout, the backward pass. launch_attention does the same.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
-    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // each has 256 columns, which are one warp's
+    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns; a warp computes one chunk
     const dim3 grid(tiles, chunks, a.dout ? 2 : 1);
     constexpr int threads = 32 * GENERAL_WARPS;
     if (!a.dout) return launch(attention_forward_general_kernel<T>, grid, threads, 0, a);
@@ -11711,8 +11711,9 @@ template <int N> struct Softmax {
 //   1. The first thread starts the loads: queries, then as many chunks as there are stages.
 //   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
 //   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time: out += P
-//      v of chunk i, and the scores of chunk i + 1. After that the first thread loads a chunk to the place of chunk i -
-//      1. It could load one to the place of chunk i already, but then it would have to wait for the other warpgroup.
+//      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk to the
+//      place of chunk i - 1. It could load one to the place of chunk i already, but then it would have to wait for the
+//      other warpgroup.
 //   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
 // The compiler overlaps products of wgmma only on two conditions. It must see the wait for each product in the same
 // turn of the loop. And between fence and wait no other instruction may touch the product's registers. Otherwise it
@@ -11968,9 +11969,9 @@ template <class T> struct BackwardBlock {
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
             const uint32_t own = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
-                const bool begun = !T::ALONE && i >= WARPGROUPS;       // the block before has sent its sum
+                const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
-                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D that is computed now
+                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D that is due
                 const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
                 // Loads for the next head are started before the products, so that nobody has to wait for them.
