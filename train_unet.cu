@@ -8741,8 +8741,7 @@ template <bool TAKE_TURNS> struct Turn {
 // columns: a convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
 enum Resampling { POOL, REPEAT, PICK };
 
-// Returns where pixel k = 0 ... 3 of a square of 2x2 begins, in elements from the square's first pixel. W: pixels of a
-// row
+// Returns where pixel k = 0 ... 3 of a 2x2 square begins, in elements from its first pixel. W: pixels of a row
 INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
 
 // sum += the four pixels of the square that begins at x
@@ -8753,8 +8752,8 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 }
 
 // The grid is (blocks that share the pixels, slabs of channels, images). A block has a slab of `columns` pieces of
-// channels. Its threads form THREADS / columns rows. Each row begins with another pixel, and then takes every (THREADS
-// / columns)-th pixel:
+// channels. Its threads form THREADS / columns rows. Neighbouring rows work on neighbouring pixels. A thread's next
+// pixel is THREADS / columns pixels further on:
 //
 //                  columns
 //   pixel 0       [ thread 0     1     2     3 ]
@@ -8764,7 +8763,7 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 // of 2x2. With stats, one block reads all pixels of its slab and computes their sums. Each thread sums its pixels in
 // fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at the end.
 template <class T, Resampling R>
-static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, ...): what R makes of H and W
+static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, new H, new W, C)
                                                               double* stats, // (B, C, 2), or null
                                                               const T* x,    // (B, H, W, C)
                                                               int H, int W, int C, int columns) {
@@ -8941,8 +8940,7 @@ INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     return d + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// How many images a block works on at a time. Cin is a multiple of 4; x, weight and dweight begin at multiples of 16
-// bytes.
+// How many images a block works on at a time. Cin is a multiple of 4; x, weight and dweight are aligned to 16 bytes.
 constexpr int LINEAR_ROWS = 32;
 
 // out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
@@ -9042,7 +9040,7 @@ struct LinearStage {
     float before[LINEAR_OUTS][64];
     float dout[LINEAR_OUTS][LINEAR_ROWS + 4];
 };
-struct LinearShared { // of a block
+struct LinearShared { // a block's shared memory
     LinearStage stages[LINEAR_WARPS][2];
     float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // each warp's share of dx
 };
@@ -9182,7 +9180,7 @@ static int linear_splits(int Cin, int Cout) {
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
     return std::max(1, std::min(two_blocks_an_sm, all_warps_busy));
 }
-static size_t linear_backward_workspace(int B, int Cin, int Cout) { // for the parts of dx
+static size_t linear_backward_workspace(int B, int Cin, int Cout) { // room for the parts of dx
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
@@ -9327,7 +9325,7 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
             words[k] = random_words(key, k, (int)b);
         }
         drawn[b] = draw_augmentation(p, words, H, W);
-        // What the network is told of the change
+        // Copies the numbers that tell the network what the change was.
         for (int k = 0; k < AUGMENT_NUMBERS; k++) {
             told[b * stride + k] = drawn[b].told[k];
         }
@@ -9378,7 +9376,7 @@ template <class F> static void each_quad(int B, int n, F f) {
     each(quads, Quads<F>{f, n});
 }
 
-// out (B, per_sample) = scale * z [+ out], z standard normal
+// out (B, per_sample) = scale * z or, with add, out += scale * z. z is standard normal.
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
     each_quad(B, per_sample, [=] __device__(int b, int e) {
         float z[4];
@@ -9510,7 +9508,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
             if (e + k < n) x0 = image_value(images, bytes, place);
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
-            // c, w and h go on to the next element.
+            // Moves c, w and h on to the next element.
             if (++c == C) {
                 c = 0;
                 w++;
@@ -9554,9 +9552,9 @@ INLINE double block_sum(double v) {
 
 // The loss of an image, and its gradient. With d = out - target, for each element:
 //   loss = mean over elements of mse d^2 + bound * (the term of the variational bound; only with BOUND)
-//   dout = factor * (its derivative)
-// dout = factor * (the derivative of loss by out)
-// the bound uses.
+//   dout = factor * (the derivative of loss by out)
+// factor is the sample's share of the batch. If Cout > C, the second half of out's channels is the predicted variance,
+// which only the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
 template <bool BOUND>
 static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
@@ -9840,7 +9838,7 @@ struct NormArgs {
     int ss_stride;              // from one image's scales to the next; a multiple of 4 floats, for reads of 16 bytes
     Dropout dropout;
     NormShape s;
-    // The backward pass:
+    // Used only in the backward pass:
     const float *mean = nullptr, *rstd = nullptr; // (B, groups)
     float* dscale_shift = nullptr;                // its layout is that of scale_shift
     float2* sums = nullptr;                       // (B, C): each image's part of dbias and dweight
@@ -10366,17 +10364,17 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
 // pixel; 2^log_warps warps work on the same vectors. A slab may have any number of vectors: the lanes for vectors
 // beyond the slab are idle.
 struct NormWhole {
-    int threads; // of a block
+    int threads; // threads of a block
     int slab;    // how many channels a slab has
     int log_columns, log_warps;
     int chunks; // how many blocks a cluster has
     int chunk;  // how many pixels a chunk has
 
-    HD int rows() const { return 32 << log_warps >> log_columns; } // pixels at a time
-    HD int slots() const { return (chunk + rows() - 1) / rows(); } // pixels of a thread
+    HD int rows() const { return 32 << log_warps >> log_columns; } // how many pixels a block works on at a time
+    HD int slots() const { return (chunk + rows() - 1) / rows(); } // how many pixels a thread has at most
     // From one row of sums to the next. It is odd, so that the sums of one channel lie in different banks.
     HD int pitch() const { return slab + 1; }
-    // Shared memory, in the order in which NormSlab takes it
+    // Returns the bytes of shared memory of a block. NormSlab divides them in the same order.
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
@@ -10385,7 +10383,7 @@ struct NormWhole {
     }
 };
 
-constexpr int MAX_WHOLE_THREADS = 384; // of a block; a multiprocessor has room for two such blocks
+constexpr int MAX_WHOLE_THREADS = 384; // threads of a block; a multiprocessor has room for two such blocks
 
 // What a block and a thread work on. A block has a chunk of the pixels and a slab of the channels of image b. Each
 // thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
@@ -10397,8 +10395,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     const NormWhole& w;
     uint4* const kept; // (slots, 2, threads): each thread's x, and its dout, which dz replaces
 
-    // How threads are arranged. Each 2^log_columns lanes of a warp lie in one row. A row works on one pixel at a time;
-    // the next lanes of the warp lie in the next row.
+    // How threads are arranged. The first 2^log_columns lanes of a warp lie in one row, the next ones in the row below
+    // it, and so on. A row works on one pixel at a time.
     int tid = threadIdx.x;
     int threads = w.threads;
     int rows = w.rows();
@@ -10429,7 +10427,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     bool in_x1 = c < a.s.C1;                                                     // false: the channels are x2's
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
     int stride = rows * pitch;                                                   // from this thread's pixel to its next
-    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // in x and dx
+    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
 
     // The addends of the next BATCH pixels. Those of the first pixels are loaded before the sums are complete. (An
     // addend may be dx itself.)
@@ -10626,10 +10624,10 @@ struct NormSums {
     int B, C;
 };
 constexpr int MAX_NORM_SUMS = 64;
-// the norms that finish_gradients has to sum up
+// the norms whose gradients finish_gradients has to sum up
 static struct NormSumsList { NormSums norms[MAX_NORM_SUMS]; } norm_sums_list;
 static int norm_sums_count = 0;
-static size_t norm_sums_used = 0; // of device.norm_sums
+static size_t norm_sums_used = 0; // how many bytes of device.norm_sums are in use
 
 // grid (channels / 32, norms). A block has 32 x 8 threads: 32 channels, and 8 parts of the batch.
 static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list) {
@@ -11145,8 +11143,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
             multiply_add<Tile, CT>(out, p, values, sub, 0);
         }
     }
-    // out / sum, and the SoftmaxRow that the backward pass needs of each row. Four lanes share a row: each of them
-    // holds some of its columns, and a part of its sum.
+    // Divides out by sum, and stores the SoftmaxRow of each row for the backward pass. Four lanes share a row: each of
+    // them holds some of its columns, and a part of its sum.
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
             const float total = lane_sum<1, 2>(softmax.sum[m][r]);
@@ -11402,7 +11400,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
             out[i] = out[i] * shrink + P * value;
         });
     }
-    // Only here P is divided by its row's sum: out is divided instead.
+    // P has not been divided by the sum of its row yet. It is enough to divide out by this sum.
     T* to = tile.of_out<T>(a.to).row(row);
     each_column(a.d, [&](int i, int c) { to[c] = (T)(out[i] / sum); });
     a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // all lanes write the same numbers
@@ -11644,7 +11642,7 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
         store_whole(to + (size_t)r * pitch + 8 * piece, load_shared(from));
     }
 }
-// uniform tells the compiler that all threads of a warp have the same number.
+// Returns the number of this thread's warpgroup. uniform tells the compiler that a whole warp has the same number.
 INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 
 // The softmax of a thread's two rows (the second one is 8 rows below the first) over chunks of N scores:
