@@ -9562,7 +9562,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
                 float* dout,         // (B, HW, Cout)
                 const float* out,    // (B, HW, Cout)
                 const float* target, // (B, HW, C)
-                const float* x,      // the input that the network read
+                const float* x,      // (B, HW, C): the network's input
                 const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout;     // this image's first element in out and dout
     const size_t first_target = (size_t)blockIdx.y * HW * C; // this image's first element in target and x
