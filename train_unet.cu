@@ -8737,11 +8737,11 @@ template <bool TAKE_TURNS> struct Turn {
 // Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
 // norm that reads the tensor computes mean and variance from them, and so needs no pass of its own over x.
 
-// POOL: the average of 2x2 pixels. REPEAT: each pixel 2x2 times. PICK: the pixels of even rows and columns.
-// A convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
+// POOL writes the average of 2x2 pixels. REPEAT writes each pixel 2x2 times. PICK keeps the pixels of even rows and
+// columns: a convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
 enum Resampling { POOL, REPEAT, PICK };
 
-// Says where pixel k = 0 ... 3 of a square of 2x2 begins, counted from the square's first pixel. W: pixels to a row
+// Returns where pixel k = 0 ... 3 of a 2x2 square begins, in elements from its first pixel. W: pixels of a row
 INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
 
 // sum += the four pixels of the square that begins at x
@@ -8752,29 +8752,30 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 }
 
 // The grid is (blocks that share the pixels, slabs of channels, images). A block has a slab of `columns` pieces of
-// channels, and THREADS / columns rows of threads, each of which takes every (THREADS / columns)-th pixel:
+// channels. Its threads form THREADS / columns rows. Neighbouring rows work on neighbouring pixels. A thread's next
+// pixel is THREADS / columns pixels further on:
 //
 //                  columns
 //   pixel 0       [ thread 0     1     2     3 ]
 //   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
 //
-// A "pixel" p belongs to the smaller image: x for REPEAT, otherwise out. In the larger image, p is a square of 2x2.
-// With stats, one block reads all pixels of its slab and computes their sums: in fp32 over a thread's pixels, in double
-// over threads. Shared memory holds the threads' sums, at the end.
+// A "pixel" p belongs to the smaller image, which is x for REPEAT and out otherwise. In the larger image, p is a square
+// of 2x2. With stats, one block reads all pixels of its slab and computes their sums. Each thread sums its pixels in
+// fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at the end.
 template <class T, Resampling R>
-static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, ...): what R makes of H and W
+static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, new H, new W, C)
                                                               double* stats, // (B, C, 2), or null
                                                               const T* x,    // (B, H, W, C)
                                                               int H, int W, int C, int columns) {
     static_assert(R == POOL || R == REPEAT || R == PICK, "another one needs its sizes and places here");
     constexpr int V = VEC<T>;
     constexpr int THREADS = 512;
-    constexpr int COPIES = R == REPEAT ? 4 : 1; // of a pixel that is written
+    constexpr int COPIES = R == REPEAT ? 4 : 1; // how often a pixel is written
     __shared__ float sums[2 * V * (THREADS + 8)];
     const int b = blockIdx.z;
     const int c = (blockIdx.y * columns + threadIdx.x % columns) * V; // this thread's first channel
     const int rows = THREADS / columns;
-    const int odd = R == PICK; // PICK rounds up, POOL down
+    const int odd = R == PICK; // half of an odd size: PICK rounds it up, POOL down
     const int small_H = R == REPEAT ? H : (H + odd) / 2;
     const int small_W = R == REPEAT ? W : (W + odd) / 2;
     const int large_W = R == REPEAT ? 2 * W : W;
@@ -8833,9 +8834,9 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, sums, x, H, W, C, columns);
 }
 
-// The reverse of PICK: out (B, H, W, C) gets x (B, ceil(H / 2), ceil(W / 2), C) at the even rows and columns, and zeros
-// elsewhere. It turns the gradient of the output of a convolution with stride 2 into the gradient of what the same
-// convolution gives with stride 1. A thread moves a piece.
+// The reverse of PICK. It writes x (B, ceil(H / 2), ceil(W / 2), C) to the even rows and columns of out (B, H, W, C),
+// and zeros elsewhere. So it turns the gradient of a convolution's output with stride 2 into the gradient of the output
+// that the same convolution has with stride 1. Each thread writes one piece.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
     const uint4* from = (const uint4*)x;
@@ -8858,9 +8859,10 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
     with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
 }
 
-// The gradient of POOL or REPEAT. grid (B H): a block has a row of an image, a thread a piece of a pixel at a time.
-// POOL: dx = a quarter of the pooled pixel's gradient, or 0 in an odd last row or column, which was not pooled.
-// REPEAT: dx = the sum of the four copies' gradients.
+// The gradient of POOL or REPEAT. grid (B H): a block computes one row of an image. Each thread computes one piece of a
+// pixel at a time.
+// POOL: dx is a quarter of the pooled pixel's gradient. In an odd last row or column, which was not pooled, dx is 0.
+// REPEAT: dx is the sum of the four copies' gradients.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx,  // (B, H, W, C)
@@ -8868,7 +8870,7 @@ static __global__ void __launch_bounds__(256)
                              int H, int W, int C) {
     static_assert(R == POOL || R == REPEAT, "another one needs its formula here; the gradient of PICK is spread");
     constexpr int V = VEC<T>;
-    const int pieces = C / V; // of a pixel
+    const int pieces = C / V; // of each pixel
     const int b = blockIdx.x / H;
     const int h = blockIdx.x % H;
     const int Ho = H / 2;
@@ -8916,7 +8918,7 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
     each(n, [=] __device__(size_t i) { out[i] = x[place_in_patches(i, H, W, C, p)]; });
 }
 
-// [x | cond]. A thread writes an element.
+// out = [x | cond]: each pixel has the C channels of x and then the K channels of cond. Each thread writes one element.
 static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K) {
     each((size_t)B * HW * (C + K), [=] __device__(size_t i) {
         const size_t pixel = i / (C + K);
@@ -8938,18 +8940,19 @@ INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     return d + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// Images at a time. Cin is a multiple of 4, and x, weight and dweight begin at multiples of 16 bytes.
+// How many images a block works on at a time. Cin is a multiple of 4; x, weight and dweight are aligned to 16 bytes.
 constexpr int LINEAR_ROWS = 32;
 
-// out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block has OUTPUTS outputs of 32 images.
-//   lane    an image
-//   warp    every eighth quad of inputs (4 neighbours), 64 quads at a time, which are first copied to shared memory
-// Shared memory: 64 quads of the block's weights, and the same quads of its images.
-//   1. All threads copy 64 quads of inputs.
-//   2. Each warp multiplies its share of them: acc += x w. Steps 1 and 2 are repeated while inputs are left.
-//   3. The 8 warps' partial sums are added, in the order of the warps, and stored.
-// All lanes read the same weight at once, and shared memory sends it to all of them in one access. The kernel before
-// does not write weights, so their copies begin before it has ended.
+// out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
+// images.
+//   lane    works on one image
+//   warp    multiplies every eighth quad of inputs. (A quad is 4 neighbouring inputs.)
+// Shared memory holds 64 quads of the block's weights, and the same quads of its images' inputs.
+//   1. All threads copy 64 quads of each row to shared memory.
+//   2. Each warp multiplies its share of the quads: acc += x w. Steps 1 and 2 are repeated while inputs are left.
+//   3. The partial sums of the 8 warps are added, in the order of the warps, and stored.
+// All lanes read the same weight at once, and shared memory sends it to all of them in one access. The previous kernel
+// does not write weights. So the first copies of weights begin before that kernel has ended.
 template <int OUTPUTS>
 static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out,          // (B, Cout)
                                                                     const float* x,      // (B, Cin)
@@ -8957,7 +8960,7 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
                                                                     const float* bias,   // (Cout)
                                                                     int B, int Cin, int Cout) {
     constexpr int WARPS = 8;
-    constexpr int QUADS = 64; // of a row at a time
+    constexpr int QUADS = 64; // how many quads of a row are in shared memory at a time
     __shared__ float4 weights[OUTPUTS][QUADS], rows[LINEAR_ROWS][QUADS];
     const int row = threadIdx.x % 32; // the number of this lane's image among the block's 32
     const int warp = threadIdx.x / 32;
@@ -8965,8 +8968,9 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     const int b0 = blockIdx.y * LINEAR_ROWS;       // the block's first image
     const int column = n0 + threadIdx.x % OUTPUTS; // the output that this thread adds up and stores in the end
     const float shift = column < Cout ? bias[column] : 0;
-    // Copies 64 quads, from input k0 on, of rows first, first + 1, ... of an array of `end` rows. Quad i of row r lies
-    // at place i ^ (r & swap): with swap = 7, the lanes' 32 rows are read from different banks.
+    // Copies 64 quads of each of the rows first, first + 1, ... of an array that has `end` rows, beginning with input
+    // k0. Quad i of row r lies at place i ^ (r & swap). With swap = 7, lanes that read the same quad of different rows
+    // use different banks.
     auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
         UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
             const int r = i / QUADS; // the row
@@ -8977,14 +8981,14 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
             copy_async_16(&to[r][quad ^ (r & swap)], from + place, inside);
         }
     };
-    float acc[OUTPUTS] = {}; // this thread's share of its image's outputs
+    float acc[OUTPUTS] = {}; // this thread's share of the sums of its image's outputs
     for (int k0 = 0; k0 < Cin; k0 += 4 * QUADS) {
         load(weights, weight, n0, Cout, k0, 0);
         if (k0 == 0) await_previous_kernel();
         load(rows, x, b0, B, k0, 7);
         copies_committed();
         copies_arrived<0>();
-        __syncthreads(); // all threads' copies have arrived
+        __syncthreads(); // the copies of all threads have arrived
         UNROLL_FOR (int quad = warp; quad < QUADS; quad += WARPS) {
             if (k0 + (quad - warp) * 4 >= Cin) break;
             const float4 v = rows[row][quad ^ (row & 7)];
@@ -8996,10 +9000,10 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
                 acc[n] += v.w * w.w;
             }
         }
-        __syncthreads(); // all threads have read, so the next quads may be copied
+        __syncthreads(); // all threads have read these quads, so the next ones may be copied
     }
-    // The warps' partial sums take the place of rows, which nobody reads any more. Each thread then adds up and stores
-    // one output of some of the images.
+    // The warps' partial sums are written over the array `rows`, which nobody reads any more. Then each thread adds up
+    // and stores one output of some of the images.
     typedef float PartialSums[WARPS][OUTPUTS][LINEAR_ROWS + 1];
     PartialSums& sums = *(PartialSums*)rows;
     UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
@@ -9018,45 +9022,46 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 // Backward, in one pass over the weights:
 //   dweight = dout^T x      dbias = the sum of dout over images      dx = dout weight
 //
-//   warp    64 inputs of 32 images, and some groups of eight outputs
-//   lane    two of the inputs. It keeps in registers their values (32 x 2) and their gradients (as many).
+//   warp    works on 64 inputs of 32 images, and on some groups of eight outputs
+//   lane    works on two of the inputs. Its registers hold their values (32 x 2) and their gradients (as many).
 //
-// The weights, dout and earlier dweight of 8 outputs at a time are copied to one of two stages in shared memory. For
-// each output a lane reads its own two weights,
-// once, and the dout of 32 images, which all lanes read together. Each dout is multiplied four times: by two values
-// (for dweight) and by two weights (for dx). The 4 warps of a block have the same inputs and different outputs; at the
-// end they add up their dx. Blocks of different `splits` also have different outputs; a second kernel adds up their dx,
-// which are parts (splits, B, Cin).
+// A warp works on 8 outputs at a time. Their weights, their dout and their earlier dweight are copied to one of the
+// warp's two stages in shared memory. For each output, a lane reads its own two weights once. It also reads the dout of
+// 32 images, which all lanes read together. Each dout is multiplied four times: by two values (for dweight) and by two
+// weights (for dx). The 4 warps of a block have the same inputs and different outputs; at the end they add up their dx.
+// Blocks of different `splits` also have different outputs. They store their dx as parts (splits, B, Cin), which a
+// second kernel adds up.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
-// A warp's outputs at a time. before: the dweight of the images before these 32, or zeros
+// What a warp reads for 8 outputs. `before` is the dweight summed over the images before these 32, or zeros if there
+// are none.
 struct LinearStage {
     float weight[LINEAR_OUTS][64];
     float before[LINEAR_OUTS][64];
     float dout[LINEAR_OUTS][LINEAR_ROWS + 4];
 };
-struct LinearShared { // of a block
+struct LinearShared { // a block's shared memory
     LinearStage stages[LINEAR_WARPS][2];
-    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // the warps' dx
+    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // each warp's share of dx
 };
 struct LinearBackward {
     float *dweight, *dbias;
     float* parts; // (splits, B, Cin): partial sums of dx; null: dx is not wanted
     const float *dout, *x, *weight;
     int B, Cin, Cout;
-    int tiles;  // of 64 inputs each
+    int tiles;  // how many tiles of 64 inputs there are
     int splits; // into how many parts the outputs are divided; different blocks work on different parts
 };
 
-// Starts the copies of outputs o0 ... o0 + 7 into a stage, for the images b0 ... b0 + 31. A lane copies 16 bytes of
-// every second output's weights, and 4 bytes of every fourth image's dout; where there is no such image or output, dout
-// is 0.
+// Starts the copies of outputs o0 ... o0 + 7 into a stage, for the images b0 ... b0 + 31. A lane copies 16 bytes of the
+// weights, and of the earlier dweight, of every second output. It also copies dout (4 bytes) of one output for every
+// fourth image. If such an image or output does not exist, dout becomes 0.
 INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, int b0, int tile) {
     const int lane = threadIdx.x % 32;
     const int w_row = lane / 16;
     const int w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
     const int d_output = lane % LINEAR_OUTS;
-    const int d_row = lane / LINEAR_OUTS; // the first image
+    const int d_row = lane / LINEAR_OUTS; // the first image that this lane copies
     const int rows = min(LINEAR_ROWS, p.B - b0);
     const int left = p.Cout - o0;
     if (left <= 0) return;
@@ -9076,8 +9081,8 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
 
 // grid (tiles * splits): a block has one tile of 64 inputs and one split of the outputs. For 32 images at a time:
 //   1. Each lane loads its inputs x.
-//   2. For 8 outputs at a time, it adds to dbias, dweight and dx.
-//   3. The warps' dx are added up.
+//   2. For 8 outputs at a time, it adds the share of these images to dbias, dweight and dx.
+//   3. The block adds up the dx of its warps.
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
     LinearShared& shared = *(LinearShared*)memory;
@@ -9088,7 +9093,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int i = tile * 64 + lane * 2;                            // this lane's first input
     const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output
     const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // from there to its next eight outputs
-    // When dbias is summed, this lane has output o0 + bias_output and images 8 bias_row ... 8 bias_row + 7 of the 32.
+    // For dbias, this lane sums output o0 + bias_output over images 8 bias_row ... 8 bias_row + 7 of the 32.
     const int bias_output = lane % LINEAR_OUTS;
     const int bias_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
@@ -9102,14 +9107,14 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             x[b] = inside && b < rows ? *(const float2*)from : float2{};
             dx[b] = float2{};
         }
-        // Two stages: while one is read, the next eight outputs come into the other one.
+        // There are two stages. While the warp reads one stage, the next eight outputs are copied to the other one.
         int place = 0; // the stage that is read
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
             copies_arrived<0>();
             __syncwarp();
             load_linear_stage(shared.stages[warp][place ^ 1], p, o0 + stride, b0, tile);
             const LinearStage& now = shared.stages[warp][place];
-            if (tile == 0) { // the bias: a lane adds up 8 images of an output, then 4 lanes together
+            if (tile == 0) { // dbias: a lane adds up 8 images of an output, then 4 lanes add up their sums
                 const float4* const d = (const float4*)&now.dout[bias_output][bias_row * 8];
                 const float4 u = d[0];
                 const float4 v = d[1];
@@ -9118,7 +9123,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 float* const bias = p.dbias + o0 + bias_output;
                 if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
-            // dweight of each output is complete for these images; dx grows with each output.
+            // Each turn of this loop completes one output's dweight over these images, and adds the output's share to
+            // dx.
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
@@ -9140,7 +9146,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         }
         // The warps' dx of these images are added up through shared memory.
         copies_arrived<0>();
-        __syncthreads(); // the stages have been read, and so have the sums of the images before
+        __syncthreads(); // all warps have read their stages, and the previous images' sums
         if (!p.parts) continue;
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             shared.sums[warp][b][lane] = dx[b];
@@ -9160,20 +9166,21 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Lane* lane = MAIN_LANE) {
-    // Outputs of a block. With more of them x is read less often; with fewer there are more blocks.
+    // How many outputs a block computes. With more outputs x is read less often; with fewer there are more blocks.
     const int outputs = Cout <= 1024 ? 8 : 16;
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
     launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
-// Returns how many parts give two blocks for each multiprocessor, but not so many that a warp would have no outputs.
+// Returns the number of splits. It is chosen to give about two blocks for each multiprocessor, but not so many blocks
+// that one would have no outputs.
 static int linear_splits(int Cin, int Cout) {
     const int two_blocks_an_sm = 2 * gpu.sms / ceil_div(Cin, 64);
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
     return std::max(1, std::min(two_blocks_an_sm, all_warps_busy));
 }
-static size_t linear_backward_workspace(int B, int Cin, int Cout) { // for the parts of dx
+static size_t linear_backward_workspace(int B, int Cin, int Cout) { // room for the parts of dx
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
@@ -9186,7 +9193,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     const LinearBackward call{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits};
     launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared), call);
     if (!dx.dx) return;
-    // dx = the sum over the splits, in their order, and the addends
+    // dx = the sum of the parts, in the order of the splits, + the addends
     each(n, [=] __device__(size_t i) {
         float sum = 0;
         _Pragma("unroll 12") for (int k = 0; k < splits; k++) sum += parts[k * n + i];
@@ -9194,7 +9201,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
-// Silu<float> has the formulas of the function (f) and of its derivative (df). Each thread has one element.
+// struct Silu holds the formulas of the function (f) and of its derivative (df). Each thread computes one element.
 static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
     each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
@@ -9222,7 +9229,7 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
     });
 }
 
-// out (B, C) = x + row `label` of table (rows, C), with the sample's label
+// out (B, C) = x + one row of table (rows, C) for each sample: the row with the number labels[sample]
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
                                     Lane* lane = MAIN_LANE) {
     each_on(lane, (size_t)B * C, [=] __device__(size_t i) {
@@ -9230,9 +9237,9 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
         out[i] = x[i] + table[(size_t)label * C + i % C];
     });
 }
-// dx = dout, dtable (rows, C) = the sums of dout over the samples with a row's label. A thread has an element of dx
-// and, in the same place, an element of dtable, for which it looks through all labels. So there are no atomics, and the
-// order of the sum is fixed.
+// dx = dout. dtable (rows, C): each row is the sum of dout over the samples whose label is this row. A thread computes
+// one element of dx, and the element of dtable in the same place. For the latter it looks through the labels of all
+// samples. So there are no atomics, and the order of the sum is fixed.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
     const size_t n = (size_t)std::max(B, rows) * C;
@@ -9248,7 +9255,8 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
     });
 }
 
-// out (B, C) = x + values (B, K) weight (C, K)^T: a thread for an element of out. K is small: a few numbers an image.
+// out (B, C) = x + values (B, K) weight (C, K)^T. Each thread computes one element of out. K is small: an image has few
+// values.
 static void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B, int K,
                                      int C, Lane* lane = MAIN_LANE) {
     each_on(lane, (size_t)B * C, [=] __device__(size_t i) {
@@ -9259,8 +9267,8 @@ static void values_embedding_forward(float* out, const float* x, const float* we
         out[i] = x[i] + sum;
     });
 }
-// A thread owns an element of dx and, in the same place, an element of dweight, for which it sums over the samples in
-// their order.
+// A thread computes one element of dx and, in the same place, one element of dweight. For dweight it sums over the
+// samples, in their order.
 static void values_embedding_backward(GradOf<float> dx, float* dweight, const float* dout, const float* values, int B,
                                       int K, int C) {
     each((size_t)std::max(B, K) * C, [=] __device__(size_t i) {
@@ -9280,14 +9288,14 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 //   double, in a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
 // Costs: memory traffic. Images are small beside activations.
 
-// Returns block number `block` of Philox's random words for sample b, four words. They depend on nothing but the key,
-// which includes the step, and on these two numbers.
+// Philox makes random words in blocks of four. This returns the four words of block number `block` for sample b. They
+// depend only on the key, which includes the step, and on these two numbers.
 INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
     return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-// These draw a noise level for each sample, and the levels of the same samples' teachers (--objective ect). Each thread
-// has one sample.
+// draw_levels draws a noise level for each sample. draw_teachers draws the levels of the same samples' teachers
+// (--objective ect). Each thread works on one sample.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
@@ -9305,9 +9313,10 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
-// --augment, in three launches. In the first one a thread has a sample, and draws its change; in the second one it has
-// a place of the canvas (the changed image at twice the resolution, canvas_value) in all channels; in the third one it
-// has a value of the result.
+// --augment, in three launches. The canvas is the changed image at twice the resolution (canvas_value).
+//   1. Each thread draws the change of one sample.
+//   2. Each thread computes one place of the canvas, in all channels.
+//   3. Each thread computes one value of the result from the canvas.
 static void augment_images(float* out, Augmentation* drawn, float* canvas, float* told, int stride, const void* images,
                            float p, RandomKey key, int B, int C, int H, int W, int bytes) {
     each(B, [=] __device__(size_t b) {
@@ -9316,7 +9325,7 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
             words[k] = random_words(key, k, (int)b);
         }
         drawn[b] = draw_augmentation(p, words, H, W);
-        // What the network is told of the change
+        // Copies the numbers that tell the network what the change was.
         for (int k = 0; k < AUGMENT_NUMBERS; k++) {
             told[b * stride + k] = drawn[b].told[k];
         }
@@ -9339,7 +9348,8 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
 }
 
-// --schedule_sampler loss-second-moment. Each thread has one t, and looks through the batch for samples with this t.
+// --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples with this
+// t.
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -9349,13 +9359,13 @@ static void update_weights(double* weights, float* history, const NoiseLevel* le
     });
 }
 
-// each_quad calls f(b, e) for elements e ... e + 3 of image b, with n elements to an image: a thread has the four
-// elements that one block of Philox gives random numbers to.
+// each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
+// elements, because one block of Philox gives four random words.
 template <class F> struct Quads {
     F f;
     int n;
     __device__ void operator()(size_t i) const {
-        const size_t quads = (n + 3) / 4; // of an image
+        const size_t quads = (n + 3) / 4; // how many quads of elements an image has
         const int b = (int)(i / quads);
         const int e = (int)(i % quads) * 4;
         f(b, e);
@@ -9366,7 +9376,7 @@ template <class F> static void each_quad(int B, int n, F f) {
     each(quads, Quads<F>{f, n});
 }
 
-// out (B, per_sample) = scale * z [+ out], z standard normal
+// out (B, per_sample) = scale * z or, with add, out += scale * z. z is standard normal.
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
     each_quad(B, per_sample, [=] __device__(int b, int e) {
         float z[4];
@@ -9379,7 +9389,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// These say whether sample b's image, and so its picture, is mirrored, and whether its picture is left out.
+// picture_is_mirrored says whether the image of sample b, and so also its picture, is mirrored. picture_is_left_out
+// says whether its picture is left out.
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -9389,8 +9400,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
     return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
 }
 
-// The functions from here to mask_images make the pictures of a batch that are its condition. A thread writes one
-// element of (B, H, W, K); in mask_images it writes all channels of a pixel.
+// The functions from here to mask_images make the condition: the batch's pictures. Each thread writes one element of
+// the result; in mask_images it writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
@@ -9482,7 +9493,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
     each_quad(B, n, [=] __device__(int b, int e) {
         const bool flip = random_flip && (random_words(flip_key, 0, b).w[0] & 1);
         const NoiseLevel l = levels[b];
-        float z[4]; // noise, and then the target
+        float z[4]; // the noise; later the target
         float x[4];
         normals(z, random_words(noise_key, e / 4, b));
         // Element e is channel c of the pixel in row h and column w.
@@ -9497,7 +9508,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
             if (e + k < n) x0 = image_value(images, bytes, place);
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
-            // c, w and h go on to the next element.
+            // Moves c, w and h on to the next element.
             if (++c == C) {
                 c = 0;
                 w++;
@@ -9511,7 +9522,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
         for (int k = 0; k < 4 && teacher && e + k < n; k++) {
             z[k] += l.target_teacher * teacher[i + k];
         }
-        // Store both: in one piece, if all images begin at multiples of 16 bytes.
+        // Both results are stored in pieces of 16 bytes if every image begins at a multiple of 16 bytes.
         if (n % 4 == 0) {
             *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
             *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
@@ -9523,16 +9534,16 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
     });
 }
 
-constexpr int LOSS_PARTS = 4; // blocks to an image
+constexpr int LOSS_PARTS = 4; // how many blocks share an image
 
-// Blocks of 1,024 threads to a multiprocessor. With only one block all threads would wait for memory at the same time.
-// If a multiprocessor has 2,048 threads, there is room for two. Other GPUs have 1,536.
+// How many blocks of 1,024 threads run on a multiprocessor. With only one block all threads would wait for memory at
+// the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On other GPUs it can run 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// The sum over a block of 1024 threads, which thread 0 gets: over each warp, then over the 32 warps' sums. The order is
-// fixed, so that a repeated run has the same losses and norms, bit by bit.
+// Returns to thread 0 the sum over a block of 1024 threads. First each warp adds up its values, then the 32 warps' sums
+// are added. The order is fixed, so that a repeated run has the same losses and norms, bit by bit.
 INLINE double block_sum(double v) {
-    __shared__ double sums[32]; // of each warp
+    __shared__ double sums[32]; // one sum of each warp
     v = warp_sum(v);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
     __syncthreads();
@@ -9541,9 +9552,9 @@ INLINE double block_sum(double v) {
 
 // The loss of an image, and its gradient. With d = out - target, for each element:
 //   loss = mean over elements of mse d^2 + bound * (the term of the variational bound; only with BOUND)
-//   dout = factor * (its derivative)
-// factor is the sample's share of the batch. If Cout > C, the second half of out's channels is the variance, which only
-// the bound uses.
+//   dout = factor * (the derivative of loss by out)
+// factor is the sample's share of the batch. If Cout > C, the second half of out's channels is the predicted variance,
+// which only the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
 template <bool BOUND>
 static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
@@ -9551,19 +9562,19 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
                 float* dout,         // (B, HW, Cout)
                 const float* out,    // (B, HW, Cout)
                 const float* target, // (B, HW, C)
-                const float* x,      // (B, HW, C): what the network was shown
+                const float* x,      // (B, HW, C): the network's input
                 const NoiseLevel* levels, Objective o, float factor, int HW, int C, int Cout) {
     const size_t first = (size_t)blockIdx.y * HW * Cout;     // this image's first element in out and dout
-    const size_t first_target = (size_t)blockIdx.y * HW * C; // the same in target and x
+    const size_t first_target = (size_t)blockIdx.y * HW * C; // this image's first element in target and x
     const NoiseLevel l = levels[blockIdx.y];
-    const float mse = o.mse * l.weight; // how much each term counts at this noise level
+    const float mse = o.mse * l.weight; // the weight of each of the two terms at this noise level
     const float bound = o.bound * l.importance;
     const float slope = factor / ((float)HW * C);
     double sum = 0;
     NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
-        const int p = i / C; // pixel and channel of element i
+        const int p = i / C; // the pixel of element i; c is its channel
         const int c = i - p * C;
-        const size_t mean = first + (size_t)p * Cout + c; // where out has it
+        const size_t mean = first + (size_t)p * Cout + c; // where out has the answer for element i
         const size_t variance = mean + C;
         const float wanted = target[first_target + i];
         const float d = out[mean] - wanted;
@@ -9582,7 +9593,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
 }
-// The workspace holds LOSS_PARTS sums for each image, and a slope for the tuning loss.
+// The workspace holds LOSS_PARTS sums for each image. For the tuning loss it also holds one slope for each image.
 static size_t loss_workspace(int B) { return (size_t)B * (LOSS_PARTS + 1) * sizeof(double); }
 
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
@@ -9600,9 +9611,10 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
     });
 }
 
-// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2, so its
-// gradient is slope (out - target) with one slope for the image, which depends on the whole distance (tuning_loss). So
-// three launches follow each other: the distance (this kernel), the slope, the gradient.
+// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. So its
+// gradient is slope (out - target). The slope is one number for the image, and depends on the whole distance
+// (tuning_loss). So there are three launches: this kernel computes the distances, the second launch the slopes, the
+// third one the gradients.
 // grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
@@ -9610,7 +9622,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const float x0_out = levels[blockIdx.y].x0_out;
     double sum = 0;
     for (int i = blockIdx.x * 1024 + threadIdx.x; i < n; i += LOSS_PARTS * 1024) {
-        // Student and teacher differ by this much in what they say about x0.
+        // d is the difference between the x0 that the student predicts and the x0 that the teacher predicts.
         const float d = x0_out * (out[first + i] - target[first + i]);
         sum += (double)d * d;
     }
@@ -9636,7 +9648,8 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
     });
 }
 
-// t (B) = what the network is told in step *k, which lies on the device: a captured graph then works for every step.
+// t (B) = the time that the network is told in step *k. Since k lies on the device, a captured graph works for every
+// step.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
     each(B, [=] __device__(size_t b) {
         const SamplerStep& s = steps[*k];
@@ -9644,18 +9657,18 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
     });
 }
 
-// What a sampler's step reads: x (B, HW, C), with n elements for each image; and out, the network's answer, whose
-// pixels have Cout channels. With guidance, the second half of out has the answers without the condition.
+// What a sampler's step reads. x is (B, HW, C), with n elements for each image. out is the network's answer, whose
+// pixels have Cout channels. With guidance, the second half of out's batch holds the answers without the condition.
 struct SamplerView {
     const float *x, *out;
     int B, n, C, Cout;
 
-    // Says where element e of image b lies in out.
+    // Returns the index of element e of image b in out.
     INLINE size_t place(int b, int e) const {
         const int p = e / C;
         return ((size_t)b * (n / C) + p) * Cout + e - p * C;
     }
-    // Returns x0 of this element, as the network's answer says it: x0_x x + x0_out answer.
+    // Returns the x0 that follows from the network's answer: x0_x x + x0_out answer.
     INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, int b, int e) const {
         const size_t i = place(b, e);
         float answer = out[i];
@@ -9667,10 +9680,10 @@ struct SamplerView {
     }
 };
 
-// d.threshold (B) = the rank-th smallest |x0| of each image, a block for an image. Floats that are not negative have
-// the same order as their bits, so it is found 8 bits at a time, from the highest ones on. Each of four passes looks at
-// the numbers that begin with the bits found so far. It counts how often each of the 256 values of the next 8 bits
-// occurs, and finds the value that contains the rank.
+// d.threshold (B) = the value with rank d.rank among the |x0| of each image, in rising order from rank 0. A block works
+// on one image. Floats that are not negative have the same order as their bits. So the value is found 8 bits at a time,
+// beginning with the highest bits. Each of four passes looks only at the numbers that begin with the bits found so far.
+// It counts how often each of the 256 values of the next 8 bits occurs, and finds the value that contains the rank.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(SamplerView view, const SamplerStep* steps, Denoising d, const int64_t* k) {
     __shared__ int count[256];
@@ -9682,7 +9695,7 @@ static __global__ void __launch_bounds__(1024)
         found = 0;
         left = d.rank;
     }
-    for (int shift = 24; shift >= 0; shift -= 8) { // bits shift ... shift + 7 are looked for
+    for (int shift = 24; shift >= 0; shift -= 8) { // this pass finds bits shift ... shift + 7
         if (threadIdx.x < 256) count[threadIdx.x] = 0;
         __syncthreads();
         const uint32_t known = found;
@@ -9712,14 +9725,14 @@ INLINE float limited(float x0, float limit) {
     return x0 / limit;
 }
 
-// A sampler's step, in place. If thresholds are wanted, they are computed first. A thread has four elements. With the
-// step's coefficients (SamplerStep), the sampler's memory m, and z standard normal:
+// A sampler's step, in place. If thresholds are wanted, they are computed first. Each thread computes four elements.
+// The formulas have the step's coefficients (SamplerStep), the sampler's memory m, and z, which is standard normal:
 //
 //   x0 = limited(x0_x x + x0_out answer)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
 //
-// With guidance the batch has a second half, which stays a copy of the first.
+// With guidance the batch has a second half. The new x is written there too, so that both halves stay equal.
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
                          RandomKey key, int B, int HW, int C, int Cout) {
     const int n = HW * C;
@@ -9737,7 +9750,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
             float x0 = view.predicted_x0(s, d, b, e + k);
             if (d.limit) x0 = limited(x0, limit);
             float sigma = s.sigma;
-            if (s.range > 0 && s.sigma > 0) { // sigma is learned: the second half of the answer's channels tells it
+            if (s.range > 0 && s.sigma > 0) { // sigma is learned: the second half of the channels holds it
                 const float variance = out[view.place(b, e + k) + C];
                 sigma = expf(s.log_sigma + s.range * 0.5f * (variance + 1));
             }
@@ -9750,8 +9763,8 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
-// Inpainting: where the mask is not above 0, the image is known. There x is replaced by the image with the noise of
-// this step:
+// Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image plus
+// the noise that belongs to this step:
 //   x = known_x image + known_sigma z
 // Then noise is added to all of x, so that the next step can harmonise both parts (RePaint, Lugmayr et al. 2022):
 //   x' = back_x x + back_sigma z'
@@ -9786,20 +9799,20 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   z    = (xhat weight + bias) (1 + film scale) + film shift
 //   out  = dropout(nonlinearity(z))
 //
-// ("Film" is the embedding's scale and shift, with --use_scale_shift_norm.) The forward kernel needs no pass over x for
-// mean and rstd: the kernel that wrote x also wrote the sums of each channel's x and x^2 to Stats. The rest is one
-// multiplication and addition: z = x scale + shift, with two coefficients for each image and channel, which a block
-// computes once.
+// ("Film" is the scale and shift that are computed from the embedding, with --use_scale_shift_norm.) The forward kernel
+// needs no pass over x for mean and rstd: the kernel that wrote x also wrote each channel's sums of x and x^2 to Stats.
+// What is left is one multiplication and one addition: z = x scale + shift. The two coefficients of each channel of an
+// image are computed once in a block.
 //
-// Backward, with dz = dout taken back through dropout and the nonlinearity:
+// Backward. dz is the gradient of z: dout, taken back through dropout and the nonlinearity.
 //
 //   dxhat = w dz                     w = weight (1 + film scale)
 //   dx    = rstd (dxhat - E[dxhat] - xhat E[dxhat xhat])
 //         = scale dz - (x_factor x + offset)                        scale = rstd w, the same as forward
 //   x_factor = rstd^2 E[dxhat xhat]    offset = rstd E[dxhat] - x_factor mean
 //
-// So a group has two more coefficients, x_factor and offset, which follow from each channel's sums of dz and of dz x
-// (group_terms). The parameters' gradients follow from the same sums (put_gradients).
+// So each group has two more coefficients, x_factor and offset. They are computed from each channel's sums of dz and of
+// dz x (group_terms). The gradients of the parameters are computed from the same sums (put_gradients).
 //
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
 // How: A block has a slab of 64 (or 32) channels of one image, and a chunk of its pixels. A thread has VEC neighbouring
@@ -9811,9 +9824,9 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   written. All blocks run at the same time, so the time to start a block is only spent once.
 
 constexpr int NORM_THREADS = 256;
-constexpr int NORM_SLAB = 64; // channels of a block, at most
+constexpr int NORM_SLAB = 64; // how many channels a block has at most
 constexpr int MAX_GROUPS = 64;
-// Says how many blocks a multiprocessor has registers for. heavy: with dropout or, in the second pass, with addends.
+// How many blocks a multiprocessor has registers for. heavy: with dropout or, in the second pass, with addends
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
@@ -9822,36 +9835,36 @@ struct NormArgs {
     const void *x1, *x2;        // (B, HW, C1) and (B, HW, C2)
     const float *weight, *bias; // (C)
     const float* scale_shift;   // (B, ss_stride): film scale (C), then film shift (C); null: none
-    int ss_stride;              // a multiple of 4 floats: vectors of 16 bytes are read
+    int ss_stride;              // from one image's scales to the next; a multiple of 4 floats, for reads of 16 bytes
     Dropout dropout;
     NormShape s;
-    // The backward pass:
+    // Used only in the backward pass:
     const float *mean = nullptr, *rstd = nullptr; // (B, groups)
-    float* dscale_shift = nullptr;                // like scale_shift
+    float* dscale_shift = nullptr;                // its layout is that of scale_shift
     float2* sums = nullptr;                       // (B, C): each image's part of dbias and dweight
 
-    // The next ones follow from those above. The host computes them once.
+    // The members below are computed from those above, once, on the host.
     int C = s.C1 + s.C2;
-    int Cg = C / s.groups; // channels of a group
+    int Cg = C / s.groups; // how many channels a group has
     int log_slab = C % NORM_SLAB ? 5 : 6;
-    int slab = 1 << log_slab;                              // channels of a block
-    int chunk = 0;                                         // pixels of a block
+    int slab = 1 << log_slab;                              // how many channels a block has
+    int chunk = 0;                                         // how many pixels a block has
     uint32_t threshold = dropout_threshold(dropout.p);     // random words below it are dropped
     uint32_t group_factor = (1u << 31) / (uint32_t)Cg + 1; // see group_of
     double weight_of_one = 1.0 / ((double)s.HW * Cg);      // the weight of one value in its group's mean
 
-    // c / Cg. A division takes some 20 instructions; this multiplication is exact for c * Cg < 2^31.
+    // Returns c / Cg. A division takes some 20 instructions; this multiplication is exact for c * Cg < 2^31.
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
 };
 
-// What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end.
-// The threads of a block have `rows` pixels x the slab's channels, in the order of memory. For 64 bf16 channels:
+// What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end. The
+// threads of a block work on `rows` pixels of the slab at a time, in the order of memory. For 64 bf16 channels:
 //
 //                       channels 0 - 7    8 - 15   ...   56 - 63
 //   pixel 0            [ thread 0         1        ...   7  ]
 //   pixel 1            [ thread 8         9        ...   15 ]        ...   up to pixel rows - 1 = 31
 //
-// x and dx lie in two tensors of C1 and C2 channels; out and dout lie in one, of C.
+// x and dx lie in two tensors of C1 and C2 channels. out and dout lie in one tensor of C channels.
 template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
     int b;
@@ -9859,21 +9872,22 @@ template <class T, int PIXELS> struct NormColumn {
     // this thread's first element, counted within `rows` pixels of the slab
     int place = threadIdx.x * VEC<T>;
     int c = slab0 + (place & (a.slab - 1));                   // this thread's first channel
-    int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // pixels of the block at a time
+    int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // how many pixels the block works on at a time
     int first = blockIdx.x * a.chunk + (place >> a.log_slab); // this thread's first pixel
     int end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
-    bool in_x1 = c < a.s.C1;                              // false: the channels are x2's
+    bool in_x1 = c < a.s.C1;                              // false: the channels belong to x2
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                  // elements of a pixel of x1 or x2
-    int stride = rows * pitch;                            // from this thread's pixel to its next, in x and dx
-    int stride_out = rows * a.C;                          // the same in out and dout
+    int stride = rows * pitch;                            // from this thread's pixel to its next pixel, in x and dx
+    int stride_out = rows * a.C;                          // the same distance in out and dout
     size_t pixel = (size_t)b * a.s.HW + first;            // this thread's first pixel, counted over all images
-    size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // where it lies in x and dx
-    size_t at_out = pixel * a.C + c;                      // the same in out and dout
+    size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
+    size_t at_out = pixel * a.C + c;                      // where this pixel lies in out and dout
     const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
-    // These two use a ring of PIXELS slots. begin calls fetch(slot, whether there is such a pixel) for the first
-    // pixels. Then walk calls work(slot, pixel, whether there is a pixel to fetch into this slot next) for each pixel,
-    // when its loads have arrived.
+    // begin and walk use a ring of PIXELS slots.
+    // begin calls fetch(slot, whether there is such a pixel) for this thread's first PIXELS pixels.
+    // walk calls work(slot, p, more) for each pixel p, as soon as its loads have arrived. more: this slot is needed for
+    // another pixel
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) {
             fetch(i, first + i * rows < end);
@@ -9889,7 +9903,7 @@ template <class T, int PIXELS> struct NormColumn {
     }
 };
 
-// first[i], second[i] = the pair of channel i of a table
+// first[i], second[i] = the pair that the table holds for channel i
 template <int V> INLINE void load_pairs(float (&first)[V], float (&second)[V], const float2* table) {
     UNROLL_FOR (int i = 0; i < V; i += 2) {
         const float4 q = *(const float4*)(table + i);
@@ -9915,7 +9929,7 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
 // does not write them, so they are loaded before it has ended.
 template <int V> struct NormParameters {
     float weight[V], bias[V];
-    float scale[V] = {}, shift[V] = {}; // the film's
+    float scale[V] = {}, shift[V] = {}; // from the embedding
 
     INLINE NormParameters(const NormArgs& a, int b, int c) {
         load_floats(weight, a.weight + c);
@@ -9926,7 +9940,7 @@ template <int V> struct NormParameters {
         load_floats(shift, film + a.C);
     }
     INLINE float factor(int i) const { return 1 + scale[i]; }
-    // Scale and shift of the i-th channel: z z_factor = x scale + shift.
+    // Returns scale and shift of the i-th channel, in z z_factor = x scale + shift.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float x_weight = rstd * weight[i]; // xhat weight = (x - mean) x_weight
         const float z_scale = x_weight * factor(i);
@@ -9935,7 +9949,7 @@ template <int V> struct NormParameters {
     }
 };
 
-// A channel of an image, with mean and rstd of its group, which the forward pass has stored.
+// One channel of one image. The forward pass has stored mean and rstd of its group.
 struct NormChannel : NormParameters<1> {
     int b, c;
     float mean, rstd;
@@ -9947,13 +9961,13 @@ struct NormChannel : NormParameters<1> {
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
     INLINE float dxhat_factor() const { return weight[0] * factor(0); } // w in dxhat = w dz
-    // Writes the image's part of the gradients of the parameters and of the embedding. sum: the sums of dz and dz x
-    // over the image's pixels.
+    // Writes this image's part of the gradients of the parameters and of the embedding. sum holds the sums of dz and of
+    // dz x over the image's pixels.
     //   dbias = factor sum(dz)      dweight = factor sum(dz xhat)
     //   d film shift = sum(dz)      d film scale = sum(dz (xhat weight + bias))
     INLINE void put_gradients(const NormArgs& a, double2 sum) const {
         const float bias_sum = (float)sum.x;                             // the sum of dz
-        const float weight_sum = (float)((sum.y - mean * sum.x) * rstd); // of dz xhat
+        const float weight_sum = (float)((sum.y - mean * sum.x) * rstd); // the sum of dz xhat
         a.sums[(size_t)b * a.C + c] = make_float2(factor(0) * bias_sum, factor(0) * weight_sum);
         if (!a.scale_shift) return;
         float* const film = a.dscale_shift + (size_t)b * a.ss_stride + c;
@@ -9962,7 +9976,7 @@ struct NormChannel : NormParameters<1> {
     }
 };
 
-// v *= dropout's factors of elements e, e + 1, ... of image b
+// Multiplies v by dropout's factors for elements e, e + 1, ... of image b.
 template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
     UNROLL_FOR (int i = 0; i < V; i += 4) { // a block of Philox gives four words
@@ -9982,7 +9996,7 @@ INLINE double group_sum(double v) {
     return lane_sum<4, 2, 1>(v, lanes);
 }
 
-// Returns the sum of n pairs, `pitch` apart. It loads AT_ONCE of them at a time.
+// Returns the sum of n pairs. Each pair lies `pitch` pairs after the one before. AT_ONCE pairs are loaded at a time.
 template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int pitch) {
     double2 sum = make_double2(0, 0);
     _Pragma("unroll AT_ONCE") for (int i = 0; i < n; i++) {
@@ -9993,18 +10007,18 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
     return sum;
 }
 
-// Eight lanes share a table whose rows have n entries; lane i takes entries i, i + 8, i + 16, ..., counted row by row.
-// This says where a lane's first entry is, and how far it is to the next one. The divisions for it are done before
-// await_previous_kernel: after it, they take a tenth of the time of a norm of 8x8.
+// Eight lanes share a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted row by row.
+// This struct holds where the lane's first entry is, and how far it is to the next one. The divisions are done before
+// await_previous_kernel. If they were done after it, they would take a tenth of the time of a norm of 8x8.
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
     int column = threadIdx.x % 8 % n;
-    int rows = 8 / n;    // 8 entries further on is so many rows down, and
-    int columns = 8 % n; // so many columns
+    int rows = 8 / n;    // the lane's next entry is 8 entries on: so many rows down,
+    int columns = 8 % n; // and so many columns to the right
 };
 
-// Where a norm's output goes if it is FP8: factor * the output is rounded.
+// Where a norm's output is written if it is FP8. Each value is multiplied by *factor, and then rounded.
 struct Fp8Out {
     uint8_t* p;
     const float* factor;
@@ -10012,18 +10026,18 @@ struct Fp8Out {
 template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
 INLINE uint8_t* place_of(const Fp8Out& out, size_t i) { return out.p + i; }
 
-// grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
+// grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
 // OUT: T*, or Fp8Out.
 // Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
 //   1. Every thread starts the loads of its first pixels.
-//   2. For each group of the slab, eight threads add up its channels' sums, from all parts of Stats. This gives mean
-//   and rstd.
+//   2. For each group of the slab, eight threads add up the sums of the group's channels, over all parts of Stats. Mean
+//      and rstd follow from these sums.
 //   3. Each thread computes scale and shift of its channels.
-//   4. It walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
+//   4. Each thread walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
 template <class T, bool DROPOUT, class OUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
     groupnorm_forward_kernel(OUT out,            // (B, HW, C)
-                             float* mean,        // (B, groups), and so is rstd: for the backward pass
+                             float* mean,        // (B, groups), as is rstd; the backward pass needs both
                              float* rstd,        //
                              const Stats stats1, // the sums of x1's channels
                              const Stats stats2, // the sums of x2's channels
@@ -10041,12 +10055,12 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         copies_committed();
     };
     const NormParameters<V> parameters(a, t.b, t.c);
-    float factor = 1; // of FP8
+    float factor = 1; // the factor of FP8 outputs
     if constexpr (std::is_same_v<OUT, Fp8Out>) factor = *out.factor;
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
-    const int c0 = g * a.Cg;                             // its first channel
-    const int of_x1 = min(a.Cg, a.s.C1 - c0);            // how many of its channels are x1's
+    const int c0 = g * a.Cg;                             // the group's first channel
+    const int of_x1 = min(a.Cg, a.s.C1 - c0);            // how many of the group's channels belong to x1
     const LaneShare share{max(of_x1, 1)};
     await_previous_kernel();
     t.begin(fetch);
@@ -10054,8 +10068,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     if (g <= a.group_of(t.slab0 + a.slab - 1)) {
         double sum = 0;    // of x
         double square = 0; // of x^2
-        // Adds up the group's sums of one tensor: of the channels from, from + 1, ... in all parts of Stats. The parts
-        // are the rows of the table that eight lanes share.
+        // Adds up the group's sums that belong to one tensor (x1 or x2): those of the channels from, from + 1, ... in
+        // all parts of Stats. Eight lanes share this table; each part is a row of it.
         auto add = [&](const Stats& stats, int C, int from, const LaneShare& of) {
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + from;
             for (int part = of.row, c = of.column; part < stats.parts;) {
@@ -10079,8 +10093,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const float group_r = 1 / sqrtf((float)(variance + a.s.eps));
             group_mean[g] = (float)m;
             group_rstd[g] = group_r;
-            // mean and rstd are kept for the backward pass. If slabs share a group, the slab in which the group begins
-            // writes them.
+            // mean and rstd are kept for the backward pass. A group may lie in several slabs. The slab in which the
+            // group begins writes them.
             if (blockIdx.x == 0 && c0 >= t.slab0) {
                 mean[t.b * a.s.groups + g] = (float)m;
                 rstd[t.b * a.s.groups + g] = group_r;
@@ -10091,7 +10105,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
 
     // The V channels of a thread may belong to several groups.
     float scale[V], shift[V];
-    int own = a.group_of(t.c);         // the group of channel i
+    int own = a.group_of(t.c);         // the group that channel i belongs to
     int next = (own + 1) * a.Cg - t.c; // the i where the next group begins
     UNROLL_FOR (int i = 0; i < V; i++) {
         if (i == next) {
@@ -10124,17 +10138,17 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     });
 }
 
-// Takes dz, which is dout at first, back through dropout and the nonlinearity. x is the norm's input; scale and shift
-// have been multiplied by Z_FACTOR, because the nonlinearity's derivative takes its argument in that form.
+// Computes dz from dout: takes it back through dropout and the nonlinearity. x is the norm's input. scale and shift
+// have been multiplied by Z_FACTOR, because the nonlinearity's derivative expects its argument in that form.
 template <class T, bool DROPOUT>
-INLINE void norm_dz(float (&dz)[VEC<T>],          // dout; afterwards dz
+INLINE void norm_dz(float (&dz)[VEC<T>],          // holds dout at first, and dz afterwards
                     const float (&x)[VEC<T>],     //
                     const float (&scale)[VEC<T>], //
                     const float (&shift)[VEC<T>], //
                     const NormArgs& a,
-                    uint32_t step, // dropout depends on the step,
+                    uint32_t step, // dropout depends on the step, on
                     int b,         // the image
-                    size_t e) {    // and the element
+                    size_t e) {    // and on the element
     with_nonlinearity<T>(a.s.nonlinearity, [&](auto nonlinearity) {
         UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
             dz[i] *= nonlinearity.df(x[i] * scale[i] + shift[i]);
@@ -10143,10 +10157,11 @@ INLINE void norm_dz(float (&dz)[VEC<T>],          // dout; afterwards dz
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
 
-// Backward, first pass: the sums of dz and of dz x, for each channel, over a block's chunk of pixels.
-// grid (chunks of pixels, slabs of channels, images). A thread has the channels and pixels of NormColumn.
+// Backward, first pass: for each channel, the sums of dz and of dz x over a block's chunk of pixels.
+// grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
 // Shared memory: each thread's next PIXELS pieces of x and dout; scale and shift of the slab's channels.
-//   1. Every thread starts the loads of its first pixels, and thread i computes the coefficients of the i-th channel.
+//   1. Every thread starts the loads of its first pixels. Thread i computes the coefficients of the slab's i-th
+//      channel.
 //   2. Each thread walks down its pixels, and adds up dz and dz x in fp32.
 //   3. The threads' sums are added up in double.
 template <class T, bool DROPOUT>
@@ -10156,7 +10171,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
                           NormArgs a) {
     constexpr int V = VEC<T>;
     constexpr int PIXELS = 4;
-    __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the threads' sums
+    __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the sums of each thread
     __shared__ __align__(16) float2 coefficients[NORM_SLAB];
     const NormColumn<T, PIXELS> t{a, (int)blockIdx.z};
     const T* next_x = t.x;
@@ -10170,7 +10185,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += t.stride_out;
         copies_committed();
     };
-    // The forward pass has stored x, and what this loads.
+    // The forward pass has stored x, and all that `channel` loads. So they can be read before await_previous_kernel.
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch_x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -10203,7 +10218,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 
 // x_factor and offset of a group, in dx = scale dz - (x_factor x + offset):
 //   x_factor = rstd^2 E[dxhat xhat]      offset = rstd E[dxhat] - x_factor mean
-// sum, product: the part that one of eight lanes has of the group's sums of dxhat and of dxhat x
+// sum, product: this lane's part of the group's sums of dxhat and of dxhat x. Eight lanes work on one group.
 INLINE float2 group_terms(double sum, double product, float mean, float rstd, const NormArgs& a) {
     sum = group_sum(sum) * a.weight_of_one;                          // E[dxhat]
     product = group_sum(product) * a.weight_of_one;                  // E[dxhat x]
@@ -10213,14 +10228,14 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
 }
 
 // Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD].
-// grid (chunks of pixels, slabs of channels, images), as groupnorm_forward_kernel. A thread has the channels and pixels
-// of NormColumn. `chunks` is the number of chunks in the first pass; this pass may have another number.
+// The grid is that of groupnorm_forward_kernel. Each thread works on the channels and pixels of its NormColumn.
+// `chunks` is the number of chunks in the first pass; this pass may divide the pixels into another number of chunks.
 // Shared memory: each thread's next PIXELS pieces of x, dout and an addend; the coefficients of the slab's channels
 // (scale, shift) and of their groups (x_factor, offset).
 //   1. Every thread starts the loads of its first pixels.
-//   2. For each group of the slab, eight threads add up the chunks' sums. This gives x_factor and offset.
-//   3. The blocks of the first chunk also add up the parameters' gradients of this image.
-//   4. Each thread walks down its pixels, and computes dz again, and dx.
+//   2. For each group of the slab, eight threads add up the chunks' sums. x_factor and offset follow from these sums.
+//   3. The blocks of the first chunk also compute this image's part of the parameters' gradients.
+//   4. Each thread walks down its pixels. For each of them it computes dz again, and then dx.
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2,
@@ -10235,7 +10250,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
     NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // images in reverse order, as in the forward pass
     const GradOf<T> to = t.in_x1 ? dx1 : dx2;
-    if (!to.dx) t.end = 0; // nobody needs this gradient
+    if (!to.dx) t.end = 0; // then nobody needs the gradient of this tensor
     const uint64_t policy = last_read();
     const T* next_x = t.x;
     const T* next_d = dout + t.at_out;
@@ -10274,7 +10289,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
         const int group = t.b * a.s.groups + g;
         const float2 term = group_terms(sum, product, a.mean[group], a.rstd[group], a);
-        // For all of the group's channels that are in the slab
+        // Writes the group's x_factor and offset for each of its channels in the slab.
         const int begin = max(g * a.Cg - t.slab0, 0);
         const int end = min((g + 1) * a.Cg - t.slab0, a.slab);
         for (int c = begin + threadIdx.x % 8; c < end; c += 8) {
@@ -10299,7 +10314,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         fetch(slot, more);
         norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
         UNROLL_FOR (int i = 0; i < V; i++) {
-            const float dx_scale = scale[i] * (1 / Z_FACTOR<T>); // without the factor for the nonlinearity
+            const float dx_scale = scale[i] * (1 / Z_FACTOR<T>); // scale was multiplied by Z_FACTOR
             dz[i] = dx_scale * dz[i] - x_factor[i] * x[i] - offset[i];
         }
         if (ADD) add_piece<T>(dz, add1);
@@ -10317,7 +10332,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //     1. x and dout of the chunk come to shared memory, where each thread loads and reads its own part
 //     2. each thread sums dz and dz x of its pixels; dz stays where dout was
 //     3. a warp adds up its threads' sums; if there are several blocks, each adds up its warps' sums and writes them to
-//     all blocks
+//        all blocks
 //     4. every block computes x_factor and offset of every group from all these sums
 //     5. dx = scale dz - (x_factor x + offset), from x and dz in shared memory
 //
@@ -10325,9 +10340,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //   and of work that waits for the loads of x. So loops are not unrolled, and the few values that other work waits for
 //   are loaded first.
 
-// Adds v over the lanes of a warp that are a multiple of `columns` (a power of 2) apart. In each step two lanes
-// exchange half of their values and add, so that each lane then has half as many values. At the end it has a pair at
-// v[0], or more pairs if there are more columns. Returns the index of its first value.
+// Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step two
+// lanes exchange half of their values and add. So each lane then has half as many values to go on with. At the end a
+// lane has one pair of sums, at v[0]; if there are more columns, it has several pairs. Returns the index that the
+// lane's first sum had in v.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -10335,7 +10351,7 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
         const int of_half = fold_rows<HALF / 2, OFFSET / 2>(v, columns);
         first += of_half;
     } else {
-        for (int o = OFFSET / 2; o >= columns; o /= 2) { // a pair is not divided further
+        for (int o = OFFSET / 2; o >= columns; o /= 2) { // one pair is left: each lane adds the other lane's pair
             v[0] += __shfl_xor_sync(0xFFFFFFFFu, v[0], o);
             v[1] += __shfl_xor_sync(0xFFFFFFFFu, v[1], o);
         }
@@ -10343,63 +10359,64 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
     return first;
 }
 
-// How groupnorm_backward_whole_kernel divides an image: a slab has whole groups and whole vectors of channels; each
-// block of a cluster has a chunk of its pixels. A warp works on 2^log_columns neighbouring vectors of a pixel, so that
-// a slab may have any number of vectors (lanes beyond it are idle); 2^log_warps warps work on the same vectors.
+// How groupnorm_backward_whole_kernel divides an image. A slab has whole groups and whole vectors of channels. Each
+// block of a cluster has a chunk of the image's pixels. A warp works on 2^log_columns neighbouring vectors of each
+// pixel; 2^log_warps warps work on the same vectors. A slab may have any number of vectors: the lanes for vectors
+// beyond the slab are idle.
 struct NormWhole {
-    int threads; // of a block
-    int slab;    // channels
+    int threads; // threads of a block
+    int slab;    // how many channels a slab has
     int log_columns, log_warps;
-    int chunks; // blocks of a cluster
-    int chunk;  // pixels of each
+    int chunks; // how many blocks a cluster has
+    int chunk;  // how many pixels a chunk has
 
-    HD int rows() const { return 32 << log_warps >> log_columns; } // pixels at a time
-    HD int slots() const { return (chunk + rows() - 1) / rows(); } // pixels of a thread
-    // of rows of sums; odd, so that the sums of one channel lie in different banks
+    HD int rows() const { return 32 << log_warps >> log_columns; } // how many pixels a block works on at a time
+    HD int slots() const { return (chunk + rows() - 1) / rows(); } // how many pixels a thread has at most
+    // From one row of sums to the next. It is odd, so that the sums of one channel lie in different banks.
     HD int pitch() const { return slab + 1; }
-    // Shared memory, in the order in which NormSlab takes it
+    // Returns the bytes of shared memory of a block. NormSlab divides them in the same order.
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row of each warp, and of each block
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row of each row_warp and each block
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
 
-constexpr int MAX_WHOLE_THREADS = 384; // of a block; a multiprocessor has room for two such blocks
+constexpr int MAX_WHOLE_THREADS = 384; // threads of a block; a multiprocessor has room for two such blocks
 
-// What a block and a thread work on. A block has a chunk of the pixels and a slab of the channels of image b. A thread
-// has V neighbouring channels of `count` pixels, which are `rows` apart.
+// What a block and a thread work on. A block has a chunk of the pixels and a slab of the channels of image b. Each
+// thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
     static constexpr int COPY_GROUPS = 4; // dout is copied in so many groups; the sums begin when the first has arrived
-    static constexpr int BATCH = 2;       // pixels whose addends are loaded together
+    static constexpr int BATCH = 2;       // the addends of so many pixels are loaded together
     const NormArgs& a;
     const NormWhole& w;
-    uint4* const kept; // (slots, 2, threads): a thread's x, and its dout, later dz
+    uint4* const kept; // (slots, 2, threads): each thread's x, and its dout, which dz replaces
 
-    // How threads are arranged: a row has 2^log_columns threads of a warp, and the warp's next threads are in the rows
-    // below.
+    // How threads are arranged. The first 2^log_columns lanes of a warp lie in one row, the next ones in the row below
+    // it, and so on. A row works on one pixel at a time.
     int tid = threadIdx.x;
     int threads = w.threads;
     int rows = w.rows();
     int row_warps = 1 << w.log_warps; // warps that work on the same channels
     int blocks = CLUSTERS ? gridDim.x : 1;
     int column_in_warp = tid & ((1 << w.log_columns) - 1);
-    int column = (tid >> (5 + w.log_warps) << w.log_columns) + column_in_warp; // this thread's vector of the slab
+    int column = (tid >> (5 + w.log_warps) << w.log_columns) + column_in_warp; // this thread's vector within the slab
     int row_warp = tid / 32 & (row_warps - 1);
     int row = (row_warp << 5 | tid % 32) >> w.log_columns;
     int slots = w.slots();
-    int slots_in_group = ceil_div(slots, COPY_GROUPS); // slots that a group of copies fills
+    int slots_in_group = ceil_div(slots, COPY_GROUPS); // how many slots a group of copies fills
 
-    // Shared memory behind `kept`.
+    // Shared memory after `kept`:
     float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later x_factor, offset
     float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, w in dxhat = w dz
     float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz x
     float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are several
 
-    // Pixels and channels. Images are processed from the last to the first: the last ones' dout may still be in the L2
-    // cache, and the kernel that reads dx begins with the first image.
+    // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
+    // may still be in the L2 cache. The other one is that the next kernel, which reads dx, begins with the first image.
     int b = gridDim.z - 1 - blockIdx.z;
     int slab0 = blockIdx.y * w.slab;         // the slab's first channel
     int first = blockIdx.x * w.chunk + row;  // this thread's first pixel
@@ -10410,10 +10427,10 @@ template <class T, bool DROPOUT> struct NormSlab {
     bool in_x1 = c < a.s.C1;                                                     // false: the channels are x2's
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
     int stride = rows * pitch;                                                   // from this thread's pixel to its next
-    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // in x and dx
+    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
 
-    // Addends of the next BATCH pixels. The first ones are loaded before the sums are complete. (An addend may be dx
-    // itself.)
+    // The addends of the next BATCH pixels. Those of the first pixels are loaded before the sums are complete. (An
+    // addend may be dx itself.)
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
@@ -10436,8 +10453,8 @@ template <class T, bool DROPOUT> struct NormSlab {
             copies_committed();
         }
     }
-    // v: the sums of dz and dz * x by channel. It takes dout in the order in which it arrives, and leaves dz in its
-    // place.
+    // Adds to v the sums of dz and dz x of each channel. It reads the pieces of dout in the order in which they arrive,
+    // and writes dz to the place of dout.
     INLINE void sum_pixels(float (&v)[2 * V], const float (&scale)[V], const float (&shift)[V], uint32_t step) const {
         uint4* p = kept + tid;
         NO_UNROLL_FOR (int i = 0; i < COPY_GROUPS; i++) {
@@ -10468,15 +10485,15 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     INLINE void begin_addends(const GradOf<T>& to) {
         if (to.dx) load_addends(to, 0);
-        if (to.add1) // the later ones are fetched into the L2 cache
+        if (to.add1) // the addends of later pixels are fetched into the L2 cache
             NO_UNROLL_FOR (int k = BATCH; k < count; k++) {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
             }
     }
-    // Adds up a warp's sums of each channel, and puts them into warp_sums.
+    // Adds up a warp's sums of each channel, and writes them to warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
-        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the first value that this lane has
-        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many values it has
+        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the index of the first sum that this lane has
+        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many sums it has
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
         if (busy)
             UNROLL_FOR (int i = 0; i < V; i++)
@@ -10496,14 +10513,14 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
         mbarrier_wait(all_here, 0);
     }
-    // Computes x_factor and offset of each group, from 2^log_items rows of sums, and writes them to coefficients. Each
-    // group has eight threads.
+    // Computes x_factor and offset of each group from 2^log_items rows of sums, and writes them to coefficients. Eight
+    // threads work on each group.
     INLINE void find_group_terms(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
             double sum = 0;     // of dxhat
             double product = 0; // of dxhat x
             NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
-                const int k = g * a.Cg + (i >> log_items); // the channel, of the slab's
+                const int k = g * a.Cg + (i >> log_items); // the channel, counted within the slab
                 const int item = i & ((1 << log_items) - 1);
                 const float2 q = sums[item * w.pitch() + k];
                 sum += channels[k].z * q.x;
@@ -10520,7 +10537,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     INLINE void store_dx(const GradOf<T>& to, float (&scale)[V]) {
         float x_factor[V], offset[V];
         load_pairs(x_factor, offset, coefficients + (c - slab0));
-        UNROLL_FOR (int i = 0; i < V; i++) { // without the factor for the nonlinearity
+        UNROLL_FOR (int i = 0; i < V; i++) { // scale was multiplied by Z_FACTOR
             scale[i] *= 1 / Z_FACTOR<T>;
         }
         uint4* p = kept + tid;
@@ -10542,26 +10559,26 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
 };
 
-// grid (chunks of pixels, slabs of channels, images); the chunks of an image are a cluster. NormSlab says what a thread
-// has and what lies in shared memory; the phases are listed at the head of the section.
+// grid (chunks of pixels, slabs of channels, images). The chunks of an image form a cluster. NormSlab describes what a
+// thread works on and what lies in shared memory. The head of this section lists the phases.
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
-    // Without the alignment to 128 bytes it would begin 16 bytes behind `barrier`, and 128 bytes of a row would lie in
-    // two rows of banks.
+    // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`, and 128 bytes of a row would
+    // lie in two rows of banks.
     extern __shared__ __align__(128) uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab{a, w, kept};
     const int tid = threadIdx.x;
     const int blocks = slab.blocks;
 
-    // What the forward pass has stored can be read before the previous kernel has ended. First load the few values that
-    // other work waits for.
+    // What the forward pass has stored can be read before the previous kernel has ended. The few values that other work
+    // waits for are loaded first.
     const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
-    const uint32_t all_here = shared_address(&barrier); // counts the sums of all blocks
+    const uint32_t all_here = shared_address(&barrier); // the barrier that counts the bytes of all blocks' sums
     if (blocks > 1) {
         if (tid == 0) mbarrier_init(all_here, 1);
         cluster_arrive();
@@ -10573,8 +10590,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.dxhat_factor(), 0);
     }
     __syncthreads();
-    // Other blocks' sums may be here already. The barrier's phase ends after this arrival and after all announced bytes
-    // have arrived, in any order.
+    // The sums of other blocks may have arrived here already. The barrier's phase ends when this thread has arrived at
+    // it and all announced bytes have arrived, in any order.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
     float scale[V], shift[V];
     float v[2 * V] = {}; // sums of dz and dz x of each channel
@@ -10585,8 +10602,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     slab.fold(v);
     __syncthreads();
     if (blocks > 1) slab.exchange(all_here);
-    // For each channel 2^log_items sums still have to be added up: one of each block or, if there is only one block,
-    // one of each of its warps.
+    // For each channel, 2^log_items sums still have to be added up. If there are several blocks, there is one sum from
+    // each block. Otherwise there is one sum from each warp of the block.
     const float2* const all_sums = blocks > 1 ? slab.block_sums : slab.warp_sums;
     const int log_items = blocks > 1 ? 31 - __clz(blocks) : w.log_warps;
     slab.find_group_terms(all_sums, log_items);
@@ -10600,24 +10617,24 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     }
 }
 
-// The gradients of the parameters of many group norms are summed over the batch in one launch.
+// norm_sums_kernel sums the gradients of many group norms' parameters over the batch, in one launch.
 struct NormSums {
-    const float2* sums; // (B, C): parts of dbias, dweight
+    const float2* sums; // (B, C): each image's part of dbias and dweight
     float *dweight, *dbias;
     int B, C;
 };
 constexpr int MAX_NORM_SUMS = 64;
-// the norms that finish_gradients has to sum up
+// the norms whose gradients finish_gradients has to sum up
 static struct NormSumsList { NormSums norms[MAX_NORM_SUMS]; } norm_sums_list;
 static int norm_sums_count = 0;
-static size_t norm_sums_used = 0; // of device.norm_sums
+static size_t norm_sums_used = 0; // how many bytes of device.norm_sums are in use
 
-// grid (channels / 32, norms), threads (32 channels, 8 parts of the batch)
+// grid (channels / 32, norms). A block has 32 x 8 threads: 32 channels, and 8 parts of the batch.
 static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list) {
     __shared__ double2 parts[8][32];
     const NormSums n = list.norms[blockIdx.y];
-    const int x = threadIdx.x; // the channel, of the block's
-    const int y = threadIdx.y; // images y, y + 8, ...
+    const int x = threadIdx.x; // the channel, counted within the block
+    const int y = threadIdx.y; // this thread adds up images y, y + 8, ...
     const int c = blockIdx.x * 32 + x;
     if ((int)blockIdx.x * 32 >= n.C) return;
     await_previous_kernel();
@@ -10645,19 +10662,19 @@ static void finish_gradients() {
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
-// Divides images into chunks of pixels, at most max_chunks, so that there are per_sm blocks for each multiprocessor.
-// Returns the grid.
+// Divides images into chunks of pixels, so that there are about per_sm blocks for each multiprocessor. An image has at
+// most max_chunks chunks. Returns the grid.
 static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     const int slabs = a.C / a.slab;
-    const int rows = NORM_THREADS * act_vec() / a.slab; // pixels of a block at a time
+    const int rows = NORM_THREADS * act_vec() / a.slab; // how many pixels a block works on at a time
     const int fill_gpu = std::max(per_sm * gpu.sms / (a.s.B * slabs), 1);
     const int chunks = std::min(fill_gpu, max_chunks);
     a.chunk = ceil_div(ceil_div(a.s.HW, chunks), rows) * rows;
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Returns enough memory for any batch up to s.B. A slab has at least one chunk, and together there are as many chunks
-// as norm_grid allows.
+// Returns enough memory for any batch of up to s.B images. norm_grid makes one chunk of each slab, or more chunks if
+// all blocks then still fit on the GPU at the same time.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
@@ -10684,59 +10701,60 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 
 // =====================================================================================================================
 // 19. Attention
-// Attention over T = H * W pixels. It reads the buffer qkv (B, T, 3C) as the convolution wrote it: q, k, v of C = heads
-// * d channels each. For each image and head, with matrices (T, d) and (T, T):
+// Attention over T = H * W pixels. It reads the buffer qkv (B, T, 3C) as the convolution wrote it. qkv holds q, k and
+// v, each of which has C = heads * d channels. The formulas are for one image and one head; the matrices are (T, d) and
+// (T, T):
 //
 //   forward    S = q k^T / sqrt(d)      P = softmax(S), by rows      out = P v
 //   backward   D = rowsum(dout * out)   dP = dout v^T                dS = P (dP - D)
 //              dv = P^T dout            dq = dS k / sqrt(d)          dk = dS^T q / sqrt(d)
 //
 // The forward pass stores two numbers for each row (SoftmaxRow), from which the backward pass computes P again.
-// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head, and tiles of the
-// other rows stream past them. Hopper's kernels take bf16 heads of 32 and 64 channels, two portable versions take the
-// rest. In the backward pass of the portable versions half of the blocks own queries (and write dq), and half own keys
-// (and write dk and dv). So every sum is computed by one block, in one order. Both halves are the same code with own
-// rows A1, A2 and streamed rows B1, B2:
+// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head, and reads the
+// other rows of this head tile by tile. These tiles "stream past" the block's own rows. Hopper's kernels compute bf16
+// heads of 32 and 64 channels. Two portable versions compute all other heads. In the backward pass of the portable
+// versions, half of the blocks own queries (and write dq). The other half own keys (and write dk and dv). So every sum
+// is computed by one block, in one order. Both halves run the same code, with own rows A1, A2 and streamed rows B1, B2:
 //
 //   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
 //   queries q    dout   k    v         dq = dS B1
 //   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
 //
-// Exponentials are powers of 2, which the hardware computes: e^x = 2^(x log2(e)). So scores are q k^T without the
-// division by sqrt(d), and 1 / sqrt(d) and log2(e) together are one factor in the exponent.
+// The hardware computes powers of 2, so exponentials are computed as such: e^x = 2^(x log2(e)). Scores are q k^T,
+// without the division by sqrt(d). One factor in the exponent stands for both 1 / sqrt(d) and log2(e).
 
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
     SoftmaxRow* rows;
     const act *qkv, *dout, *out;
     int B, T, C, heads;
-    int d = C / heads;         // channels of a head
-    int all_heads = B * heads; // of all images together
+    int d = C / heads;         // how many channels a head has
+    int all_heads = B * heads; // how many heads all images have together
 };
 
-// One head's rows of a matrix. pitch: elements from a row to the next one.
+// The rows of one head in a matrix. pitch: elements from a row to the next one
 template <class T> struct HeadRows {
     T* p;
     int pitch;
     INLINE T* row(size_t t) const { return p + t * pitch; }
 };
 
-enum { Q_PART, K_PART, V_PART }; // of a pixel's 3C channels in qkv and dqkv
+enum { Q_PART, K_PART, V_PART }; // the parts of a pixel's 3C channels in qkv and dqkv
 
-// A block's tile of `rows` rows of one head. The blocks of a head run at the same time, so they find its rows in the L2
-// cache.
+// A block's tile of `rows` rows of one head. The blocks of a head run at the same time. So they find the head's rows in
+// the L2 cache.
 struct HeadTile {
     const AttentionCall& a;
     int rows;
-    int tiles = ceil_div(a.T, rows);      // of a head
+    int tiles = ceil_div(a.T, rows);      // how many tiles a head has
     int index = blockIdx.x / tiles;       // the number of the head: b * heads + h
-    int row0 = blockIdx.x % tiles * rows; // the first row
+    int row0 = blockIdx.x % tiles * rows; // the tile's first row
     int b = index / a.heads;
     int h = index % a.heads;
 
-    // Returns the index of row t of the head in SoftmaxRows and D, which are (B, heads, T).
+    // Returns the index of the head's row t in the arrays of SoftmaxRows and of D, which are (B, heads, T).
     INLINE size_t row_index(int t) const { return (size_t)index * a.T + t; }
-    // Returns the head's rows of one part of qkv or dqkv, and of out or dout.
+    // of_qkv returns the head's rows in one part of qkv or dqkv. of_out returns the head's rows in out or dout.
     template <class T> INLINE HeadRows<T> of_qkv(const act* qkv, int part) const {
         return {(T*)qkv + (size_t)b * a.T * 3 * a.C + part * a.C + h * a.d, 3 * a.C};
     }
@@ -10745,7 +10763,7 @@ struct HeadTile {
     }
 };
 
-// The operands of the portable backward kernels, by the table above. keys: the block owns keys.
+// The operands of the portable backward kernels, as in the table above. keys: the block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
     INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool keys) {
@@ -10758,16 +10776,17 @@ template <class T> struct BackwardOperands {
     }
 };
 
-// Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH), by cp.async. It writes zeros for
-// elements beyond T rows or d columns. A thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row.
+// Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH). It writes zeros for elements
+// beyond T rows or d columns. Each thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row, by cp.async if
+// possible.
 template <class Tile, int ROWS, class T>
 INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionCall& a) {
-    constexpr int PIECES = Tile::DIM / VEC<T>; // of a row
+    constexpr int PIECES = Tile::DIM / VEC<T>; // how many pieces a row has
     constexpr int ROWS_AT_ONCE = Tile::THREADS / PIECES;
     const int r = threadIdx.x / PIECES;          // this thread's first row
-    const int c = threadIdx.x % PIECES * VEC<T>; // its first column
+    const int c = threadIdx.x % PIECES * VEC<T>; // this thread's first column
     const T* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
-    to += r * Tile::PITCH + c; // where it goes
+    to += r * Tile::PITCH + c; // where this thread's first piece is written
     if (a.d % VEC<T> == 0) {
         const int rows_left = c < a.d ? a.T - row0 - r : 0;
         UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
@@ -10809,8 +10828,8 @@ constexpr int attention_streamed_rows(int row_bytes, int MT) {
     if (row_bytes > 64 || MT == 1) return 64;
     return 128;
 }
-// Returns how many blocks a multiprocessor has room for. It depends on the registers that a thread needs for its warp's
-// 16 MT rows of row_bytes each.
+// Returns how many blocks a multiprocessor has room for. This depends on the registers that a thread needs for the 16
+// MT rows of its warp. Each row has row_bytes.
 constexpr int attention_forward_blocks(int row_bytes, int MT) {
     if (row_bytes > 128) return 1;
     if (row_bytes * MT <= 64) return 6;
@@ -10827,36 +10846,39 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int DIM = DIM_; // d, padded with zeros
     static constexpr int ROW_BYTES = DIM * sizeof(T);
     static constexpr int V = VEC<T>;
-    static constexpr int PARTS = ::PARTS<T>; // 2: floats are multiplied as two fp16 numbers
-    // fragments of own rows stay in registers; otherwise they are read each time
+    static constexpr int PARTS = ::PARTS<T>; // 2: each float is multiplied as two fp16 numbers
+    // true: the fragments of own rows stay in registers; false: they are read again for each product
     static constexpr bool KEEP = KEEP_;
-    // Own rows. A warp owns 16 MT of them. With MT = 2, it uses each streamed row that it has read twice.
+    // Own rows. A warp owns 16 MT of them. With MT = 2, each streamed row that the warp has read is used twice.
     static constexpr int MT = MT_;
     static constexpr int WARP_ROWS = 16 * MT;
     static constexpr int WARPS = ROW_BYTES > 256 ? 2 : 4;
     static constexpr int THREADS = 32 * WARPS;
     static constexpr int M = WARPS * WARP_ROWS;
-    // Streamed rows come N at a time. They are multiplied SUB at a time, which gives NT tiles of 8 columns.
+    // Streamed rows are loaded N at a time. They are multiplied SUB at a time, which gives NT tiles of 8 columns.
     static constexpr int N = attention_streamed_rows(ROW_BYTES, MT);
     static constexpr int SUB = std::min(N, 32);
     static constexpr int NT = SUB / 8;
-    // Shared memory, in elements and in bytes. Forward: own rows; k and v in two stages. Backward: twice the own rows;
-    // B1 and B2 in two stages, and, if queries stream, their SoftmaxRow and D.
-    static constexpr int PITCH = DIM + V; // of a row
+    // Sizes in shared memory, in elements and in bytes.
+    // Forward: the own rows, and two stages of k and v.
+    // Backward: the own rows of two operands, and two stages of B1 and B2. If queries stream, a stage also holds their
+    // SoftmaxRow and D.
+    static constexpr int PITCH = DIM + V; // from a row to the next one
     static constexpr int OWN = M * PITCH;
     static constexpr int STREAMED = N * PITCH;
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T);
-    static constexpr int QUERY_VALUES = 3 * N; // floats of a stage: the rows' two and D
+    static constexpr int QUERY_VALUES = 3 * N; // floats of a stage: top, log_sum and D of each query
     static constexpr int QUERY_BYTES = 2 * QUERY_VALUES * sizeof(float);
     static constexpr int BACKWARD_BYTES = (2 * OWN + 4 * STREAMED) * sizeof(T) + QUERY_BYTES;
     static constexpr int FORWARD_BLOCKS = attention_forward_blocks(ROW_BYTES, MT);
     static constexpr int BACKWARD_BLOCKS = attention_backward_blocks(ROW_BYTES, MT);
 };
 
-// Returns the first of a warp's own rows, counted within the block's.
+// Returns the number of the warp's first own row, counted within the block's own rows.
 template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WARP_ROWS; }
 
-// What a block's shared memory and a warp's registers hold in the forward kernel, for MT = 1 and four warps:
+// What a block's shared memory and a warp's registers hold in the forward kernel. Here MT = 1, and there are four
+// warps:
 //
 //     own rows (M, PITCH)        stage 0         stage 1              registers of warp 1
 //   [ q of warp 0: 16 rows ]   [ k: N rows ]   [ k: N rows ]        q      16 x d     OwnRows (KEEP)
@@ -10864,11 +10886,11 @@ template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WA
 //   [ q of warp 2          ]    multiplied      being loaded        out    16 x d     Sums
 //   [ q of warp 3          ]                                        top, sum of 16 rows
 
-// A warp's own rows of one operand, as A fragments: kept[k][m] has columns 16 k ... 16 k + 15 of the rows 16 m ...
-// 16 m + 15. Without KEEP there is one slot for all k, which is read again for each product.
+// A warp's own rows of one operand, as A fragments: kept[k][m] holds columns 16 k ... 16 k + 15 of the rows 16 m ... 16
+// m + 15. Without KEEP there is only one slot. Then the columns of each k are read into it again for each product.
 template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
-    const typename Tile::T* rows; // where this lane's addresses for ldmatrix begin
+    const typename Tile::T* rows; // the address that this lane gives to ldmatrix, for columns from 0 on
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
     float scale[SLOTS]; // the factor that undoes the scale of floats' parts
 
@@ -10881,38 +10903,40 @@ template <class Tile> struct OwnRows {
             UNROLL_FOR (int k = 0; k < SLOTS; k++) read(k);
         }
     }
-    // Reads the columns 16 k ... 16 k + 15.
+    // Reads the columns 16 k ... 16 k + 15 into their slot.
     __device__ void read(int k) {
         const int slot = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // 16 bytes of rows 0-7, of 8-15, then the next 16
+            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // 16 bytes of rows 0-7, of 8-15, then their next 16
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
-                // A float's fragment comes in two halves, each with the order of k that take_apart expects.
+                // A float's fragment is read in two halves. In each half, k has the order that take_apart expects.
                 if (Tile::PARTS == 2) std::swap(a[1], a[2]);
             }
         scale[slot] = take_apart<typename Tile::T>(kept[slot]);
     }
 };
 
-// A warp's results, in mma.sync's layout: tiles of 16 rows x 8 columns. Of a tile [m][n] a thread has the columns 2q
-// and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]), with g = lane / 4 and q = lane % 4.
-// Scores: S, P, dP or dS of SUB streamed rows. Sums: results for a warp's own rows, in 8 CT columns of d.
+// A warp's results, in mma.sync's layout: tiles of 16 rows x 8 columns. With g = lane / 4 and q = lane % 4, a thread
+// holds four numbers of tile [m][n]: columns 2q and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]).
+// Scores: S, P, dP or dS for SUB streamed rows.
+// Sums: results for a warp's own rows, in 8 CT columns of d.
 template <class Tile> using Scores = float[Tile::MT][Tile::NT][4];
 template <class Tile, int CT> using Sums = float[Tile::MT][CT][4];
 
-// scores += own rows times the streamed rows n0 ... n0 + SUB - 1 transposed, as S = q k^T
+// scores += own rows x (streamed rows n0 ... n0 + SUB - 1)^T, as in S = q k^T
 template <class Tile, class T>
 INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const T* streamed, int n0) {
     const int lane = threadIdx.x % 32;
-    const int row = n0 + lane / 16 * 8 + lane % 8; // whose address this lane gives to ldmatrix
+    const int row = n0 + lane / 16 * 8 + lane % 8; // the row whose address this lane gives to ldmatrix
     streamed += row * Tile::PITCH + lane / 8 % 2 * Tile::V;
     UNROLL_FOR (int k = 0; k < Tile::DIM / 16; k++) {
         const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * Tile::PARTS];
-        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two beside each other, and two of the next 8 rows.
+        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbours in one set of 8 rows, and two in the
+        // next 8 rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) {
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
@@ -10923,8 +10947,9 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
     }
 }
 
-// a = the columns 16 k ... 16 k + 15 of p, as A fragments. They need no exchange between lanes. bf16 are rounded;
-// floats stay, in the order that take_apart expects.
+// a = the columns 16 k ... 16 k + 15 of p, as A fragments. Each lane already holds the numbers of its fragments, so
+// lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in the order that take_apart
+// expects.
 template <class Tile, int REGISTERS>
 INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -10939,13 +10964,13 @@ INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile
         }
 }
 
-// sums += p, rounded to T, times the streamed rows from n0 on, columns c0 ... c0 + 8 CT - 1, as out += P v
+// sums += p (rounded to T) x columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1, as in out += P v
 template <class Tile, int CT, class T>
 INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
     constexpr int PARTS = Tile::PARTS;
-    constexpr int AT_ONCE = 4; // tiles of 8 columns
+    constexpr int AT_ONCE = 4; // so many tiles of 8 columns are multiplied at a time
     const int lane = threadIdx.x % 32;
-    const T* lane_rows; // the first element that this lane reads; for bf16 the address that it gives to ldmatrix
+    const T* lane_rows; // the first element that this lane reads; for bf16 the address for ldmatrix
     if (PARTS == 1) lane_rows = streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
     else lane_rows = streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4;
     const uint32_t lane_address = shared_address(lane_rows);
@@ -10954,7 +10979,7 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
         load_fragments<Tile>(a, p, k);
         const float a_scale = take_apart<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
-            // The streamed rows 16 k ... 16 k + 15, as B fragments. For bf16 one ldmatrix brings two of them.
+            // Loads the streamed rows 16 k ... 16 k + 15 as B fragments. For bf16 one ldmatrix loads two fragments.
             uint32_t b[AT_ONCE][2 * PARTS];
             UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
                 const int offset = 16 * k * Tile::PITCH + 8 * (n + i);
@@ -10975,17 +11000,17 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
     }
 }
 
-// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's own rows. They go through the shared memory of these
-// rows, which nobody else reads, so that each store to memory has 16 bytes.
+// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's own rows. The results are first written to the place
+// of these rows in shared memory, which no other warp reads. So each store to global memory can have 16 bytes.
 template <class Tile, int CT, class T>
 INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums, const HeadTile& tile, int c0,
                        float factor = 1) {
     constexpr int V = Tile::V;
-    constexpr int PIECES = 8 * CT / V; // of a row
+    constexpr int PIECES = 8 * CT / V; // how many pieces a row has
     const int lane = threadIdx.x % 32;
     const int first = warp_row<Tile>();
     T* warp_rows = own + first * Tile::PITCH;
-    // 1. Each lane rounds its results and puts them, in pairs, into the warp's rows.
+    // 1. Each lane rounds its results and writes them, in pairs, over the warp's rows in shared memory.
     __syncwarp();
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
@@ -10995,7 +11020,8 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums
                 const float* const two = sums[m][n] + 2 * r;
                 store_two(warp_rows + row * Tile::PITCH + column, factor * two[0], factor * two[1]);
             }
-    // 2. Each lane stores whole pieces. If d is not a multiple of a piece's elements, it stores them one by one.
+    // 2. Each lane stores whole pieces. If d is not a multiple of a piece's elements, it stores the elements one by
+    //    one.
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
         const int r = i / PIECES;
@@ -11012,7 +11038,8 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums
     }
 }
 
-// Sets the scores of columns from `valid` on to -infinity, so that their P is 0. These columns are rows beyond T.
+// Sets the scores of the columns valid, valid + 1, ... to -infinity, so that their P is 0. These columns belong to
+// streamed rows beyond T.
 template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) {
     if (valid >= Tile::SUB) return;
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -11023,16 +11050,17 @@ template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) 
             }
 }
 
-// The softmax over all scores of a thread's rows so far (FlashAttention, algorithm 1). With new scores S:
+// The softmax over all scores that have been computed so far for a thread's rows (FlashAttention, algorithm 1). With
+// new scores S:
 //   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
 //   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
-// scale: log2(e) / sqrt(d). [m][0], [m][1]: of rows g and g + 8 of tile m
+// scale: log2(e) / sqrt(d). [m][0] and [m][1] belong to rows g and g + 8 of tile m.
 template <class Tile> struct RunningSoftmax {
     float top[Tile::MT][2];
     float sum[Tile::MT][2] = {}; // the sum of P over this thread's columns
 
     INLINE RunningSoftmax() {
-        for (auto& rows : top) { // every score is higher than that
+        for (auto& rows : top) { // every score will be higher than this
             rows[0] = -INFINITY;
             rows[1] = -INFINITY;
         }
@@ -11054,8 +11082,8 @@ template <class Tile> struct RunningSoftmax {
                     out[m][n][2 * r] *= shrink;
                     out[m][n][2 * r + 1] *= shrink;
                 }
-                // First the difference, then the scale: if large scores were multiplied by the scale, they would be
-                // rounded more.
+                // The difference is computed first, and then multiplied by scale. If the large scores themselves were
+                // multiplied by scale, the products would be rounded more.
                 UNROLL_FOR (int n = 0; n < NT; n++)
                     UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
                         p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
@@ -11065,13 +11093,13 @@ template <class Tile> struct RunningSoftmax {
     }
 };
 
-// grid (B * heads * tiles of T): a block has M queries of one head, a warp 16 MT of them.
+// grid (B * heads * tiles of T): a block works on M queries of one head, and each of its warps on 16 MT of them.
 // Shared memory: the block's queries; two stages, each with N keys and N values. For each stage:
-//   1. the next stage's copies begin
-//   2. S = q k^T of SUB keys
-//   3. their softmax: P
+//   1. Start the copies for the next stage.
+//   2. S = q k^T, for SUB keys at a time
+//   3. P = their softmax
 //   4. out += P v
-// In the end each row of out is divided by its sum of P.
+// At the end each row of out is divided by the sum of its P.
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     attention_forward_kernel(AttentionCall a) {
@@ -11085,7 +11113,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     const auto k = tile.of_qkv<const T>(a.qkv, K_PART);
     const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
     const float scale = LOG2E * rsqrtf((float)a.d);
-    // Starts the copies of the keys and values from row `first` on.
+    // Starts the copies of N keys and N values into a stage. They begin with row `first`.
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, a);
@@ -11096,16 +11124,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     OwnRows<Tile> q;
     Sums<Tile, CT> out = {};
     RunningSoftmax<Tile> softmax;
-    // first: the first of N keys, which lie in `stage`. A stage's copies were started one round before.
+    // first: the first of the N keys that lie in `stage`. The copies into a stage are started one round before they are
+    // used.
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
-        __syncthreads(); // all threads' copies have arrived, and nobody reads the other stage any more
+        __syncthreads(); // all threads' copies have arrived, and no thread reads the other stage any more
         if (first == 0) q.load(own);
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
         const T* values = keys + Tile::STREAMED;
-        // SUB keys at a time, since the registers of a thread would not hold the scores of N.
+        // SUB keys are multiplied at a time, because a thread's registers have no room for the scores of N keys.
         NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
             Scores<Tile> p = {}; // S, and then P
             multiply_transposed<Tile>(p, q, keys, sub);
@@ -11114,7 +11143,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
             multiply_add<Tile, CT>(out, p, values, sub, 0);
         }
     }
-    // out / sum, and what the backward pass needs of each row. Four lanes have a row's columns, and its sum in parts.
+    // Divides out by sum, and stores the SoftmaxRow of each row for the backward pass. Four lanes share a row: each of
+    // them holds some of its columns, and a part of its sum.
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
             const float total = lane_sum<1, 2>(softmax.sum[m][r]);
@@ -11129,8 +11159,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     store_rows<Tile, CT>(tile.of_out<T>(a.to), own, out, tile, 0);
 }
 
-// Returns D of a row, rowsum(dout * out). Four lanes sum it, and all of them get it.
-// d: elements of both rows
+// Returns D of a row: rowsum(dout * out). Four lanes add it up, and all four of them return it.
+// d: how many elements each of the two rows has
 template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
     const int lane = threadIdx.x % 4;
@@ -11150,11 +11180,11 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     return lane_sum<1, 2>(sum);
 }
 
-// D (B, heads, T); grid (B * heads * T / 64): a block has 64 rows of a head, four threads each of them.
+// D is (B, heads, T). grid (B * heads * T / 64): a block works on 64 rows of a head. Four threads work on each row.
 template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, AttentionCall a) {
     const HeadTile tile{a, 64};
     const int t = tile.row0 + threadIdx.x / 4;
-    const int row = min(t, a.T - 1); // threads beyond T must take part in row_dot's sum
+    const int row = min(t, a.T - 1); // threads beyond T must take part in row_dot's lane_sum
     await_previous_kernel();
     const auto dout = tile.of_out<const T>(a.dout);
     const auto out = tile.of_out<const T>(a.out);
@@ -11162,13 +11192,14 @@ template <class T> static __global__ void __launch_bounds__(256) attention_dots_
     if (threadIdx.x % 4 == 0 && t < a.T) D[tile.row_index(t)] = dot;
 }
 
-// Up to this T the blocks compute D of all queries themselves, in shared memory. For a larger T attention_dots_kernel
-// does it before they run. Rows beyond T get the last row's D.
+// If T is at most SHORT_T, each block of the backward pass computes D of all queries itself, into shared memory. For a
+// larger T, attention_dots_kernel computes D before these blocks run. In compute_dots, rows beyond T get the last row's
+// D.
 constexpr int SHORT_T = 64;
 template <class T, int THREADS> INLINE void compute_dots(float* D, const HeadTile& tile, const AttentionCall& a) {
     const auto dout = tile.of_out<const T>(a.dout);
     const auto out = tile.of_out<const T>(a.out);
-    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += THREADS / 4) { // four threads to a row
+    NO_UNROLL_FOR (int i = threadIdx.x / 4; i < SHORT_T; i += THREADS / 4) { // four threads work on each row
         const int row = min(i, a.T - 1);
         const float dot = row_dot(dout.row(row), out.row(row), a.d);
         if (threadIdx.x % 4 == 0) D[i] = dot;
@@ -11181,11 +11212,12 @@ struct Query {
     float top, log_sum, D;
 };
 
-// Scores p become P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum), and dP in ds becomes
+// Computes P from the scores p, and dS from dP in ds. Each result replaces its source:
+//   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
 //   dS = P (dP - D)
-// A block that owns queries has them as rows (own: the Query of this thread's rows g and g + 8 of each tile). A block
-// that owns keys (KEYS) has the streamed queries as columns. Their values lie in shared memory: rows (SUB, 2) and dots
-// (SUB).
+// If the block owns queries, each row belongs to a query; own[m][0] and own[m][1] are the Query of rows g and g + 8 of
+// tile m. If the block owns keys (KEYS), each column belongs to a streamed query. The values of these queries lie in
+// shared memory: rows (SUB, 2) and dots (SUB).
 template <class Tile, bool KEYS>
 INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own)[Tile::MT][2], const float* rows,
                              const float* dots, float scale2) {
@@ -11208,14 +11240,14 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
     }
 }
 
-// A block of the backward pass, which owns keys (KEYS) or queries. chunk: which DC columns of their gradients it
-// computes, since the registers have no room for all columns of heads of more than 128 channels.
-// Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2 and, if these are
-// queries, their SoftmaxRow and D. For each stage:
-//   1. the next stage's copies begin
-//   2. S = A1 B1^T and dP = A2 B2^T of SUB streamed rows
+// A block of the backward pass, which owns keys (KEYS) or queries. It computes the gradients of its own rows in DC
+// columns; chunk says which ones. (If heads have more than 128 channels, the registers have no room for all columns.)
+// Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
+// are queries, a stage also holds their SoftmaxRow and D. For each stage:
+//   1. Start the copies for the next stage.
+//   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
 //   3. P and dS
-//   4. the gradients of own rows grow: sum1 += dS B1 (of q or k); for keys also sum2 += P B2 (of v)
+//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k); with KEYS also sum2 += P B2 (of v)
 template <class Tile, bool KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
     constexpr int N = Tile::N, MT = Tile::MT;
@@ -11236,7 +11268,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, operands.B1, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, operands.B2, first, a);
         if (!KEYS) return;
-        // The streamed rows are queries: load their top, log_sum and D. Rows beyond T get those of the last row.
+        // The streamed rows are queries. Load their top, log_sum and D. Rows beyond T get the values of the last row.
         float* values = query_values + stage * Tile::QUERY_VALUES;
         for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
             const int t = min(first + i, a.T - 1);
@@ -11249,7 +11281,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own2, operands.A2, tile.row0, a);
     load_stage(0, 0);
     if (short_rows) compute_dots<T, Tile::THREADS>(short_D, tile, a);
-    Query own[MT][2]; // this thread's rows g and g + 8 of each tile, if the block owns queries
+    Query own[MT][2]; // the Query of rows g and g + 8 of each tile, if the block owns queries
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
             const int row = tile.row0 + (warp_row<Tile>() + 16 * m + 8 * r + lane / 4);
@@ -11265,13 +11297,13 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
-        __syncthreads(); // all threads' copies have arrived, and nobody reads the other stage any more
+        __syncthreads(); // all threads' copies have arrived, and no thread reads the other stage any more
         if (first == 0) {
             a1.load(own1);
             a2.load(own2);
         }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
-        // Where this stage's rows lie and, if they are queries, their SoftmaxRow and D.
+        // b1, b2: this stage's rows. If they are queries, stage_rows holds their SoftmaxRows and dots their D.
         const T* b1 = streamed + stage * 2 * Tile::STREAMED;
         const T* b2 = b1 + Tile::STREAMED;
         const float* stage_rows = query_values + stage * Tile::QUERY_VALUES;
@@ -11287,13 +11319,14 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_add<Tile, CT>(sum1, ds, b1, sub, chunk * DC);
         }
     }
-    // dq or dk get the factor 1 / sqrt(d) once, here; dv has none.
+    // dq or dk is multiplied by 1 / sqrt(d) only here, at the end. dv has no such factor.
     const auto d_own = tile.of_qkv<T>(a.to, KEYS ? K_PART : Q_PART);
     store_rows<Tile, CT>(d_own, own1, sum1, tile, chunk * DC, scale);
     if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
-// grid (B * heads * tiles of T, 1, 2 * chunks of d): blocks that own keys start first, since they have more work.
+// grid (B * heads * tiles of T, 1, 2 * chunks of d). For each chunk, the blocks that own keys are started before those
+// that own queries, because they have more work.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
@@ -11304,7 +11337,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     else attention_backward_rows<Tile, false>(a, D, chunk, short_D);
 }
 
-// Computes D in the workspace.
+// Computes D into the workspace, and returns its address.
 template <class T> static float* launch_attention_dots(const AttentionCall& a) {
     launch(attention_dots_kernel<T>, a.all_heads * ceil_div(a.T, 64), 256, 0, device.workspace, a);
     return (float*)device.workspace;
@@ -11317,10 +11350,11 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 //   are computed by several warps, each of which computes P again.
 // Costs: the work of the fp32 units; every row reads all other rows, from the caches.
 
-constexpr int GENERAL_WARPS = 8;   // of a block
-constexpr int GENERAL_COLUMNS = 8; // of a lane: 256 of a warp, 32 apart
+constexpr int GENERAL_WARPS = 8;   // warps of a block
+constexpr int GENERAL_COLUMNS = 8; // columns of a lane, 32 apart; a warp has 256
 
-// Returns a . b, of d elements each. All lanes of a warp take part, and all of them get it.
+// Returns the dot product of a and b, which have d elements each. All lanes of a warp take part, and all of them return
+// it.
 template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     float sum = 0;
     for (int c = threadIdx.x % 32; c < d; c += 32) {
@@ -11329,7 +11363,8 @@ template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     return warp_sum(sum);
 }
 
-// Calls f(i, c) for this lane's columns c of d; i = 0, 1, ... counts them. blockIdx.y says of which 256 columns.
+// Calls f(i, c) for i = 0, 1, ...: c is this lane's i-th column of the 256 columns of chunk blockIdx.y. Columns from d
+// on are left out.
 template <class F> INLINE void each_column(int d, F f) {
     UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++) {
         const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32;
@@ -11337,8 +11372,8 @@ template <class F> INLINE void each_column(int d, F f) {
     }
 }
 
-// grid (B * heads * tiles of T, chunks of d). A warp has one query, and takes the keys one after the other, with the
-// softmax of RunningSoftmax.
+// grid (B * heads * tiles of T, chunks of d). A warp works on one query. It reads one key after the other, and computes
+// the softmax as RunningSoftmax does.
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
@@ -11355,7 +11390,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     for (int j = 0; j < a.T; j++) {
         const float S = warp_dot(q.row(row), k.row(j), a.d);
         const float highest = fmaxf(top, S);
-        // If the score is higher than all before, the earlier sums are made smaller.
+        // If the score is higher than all earlier ones, the earlier sums are made smaller.
         const float shrink = exp2f((top - highest) * scale);
         const float P = exp2f((S - highest) * scale);
         top = highest;
@@ -11365,14 +11400,15 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
             out[i] = out[i] * shrink + P * value;
         });
     }
-    // P has not been divided by its row's sum yet.
+    // P has not been divided by the sum of its row yet. It is enough to divide out by this sum.
     T* to = tile.of_out<T>(a.to).row(row);
     each_column(a.d, [&](int i, int c) { to[c] = (T)(out[i] / sum); });
-    a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // all lanes write the same
+    a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // all lanes write the same numbers
 }
 
-// grid (B * heads * tiles of T, chunks of d, 2): keys, then queries. A warp owns one row, and takes the streamed rows
-// one after the other:   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   sum2 += P B2
+// grid (B * heads * tiles of T, chunks of d, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A warp owns
+// one row, and reads the streamed rows one after the other. For each of them:
+//   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   sum2 += P B2
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     attention_backward_general_kernel(AttentionCall a, const float* D) {
@@ -11386,13 +11422,13 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     const T* const a2 = operands.A2.row(row);
     const float scale = rsqrtf((float)a.d);
     const float scale2 = LOG2E * scale;
-    float sum1[GENERAL_COLUMNS] = {}; // of dq or dk
-    float sum2[GENERAL_COLUMNS] = {}; // of dv
+    float sum1[GENERAL_COLUMNS] = {}; // dq or dk, without its factor
+    float sum2[GENERAL_COLUMNS] = {}; // dv
     for (int j = 0; j < a.T; j++) {   // the streamed rows: queries, if the warp owns a key
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
         const size_t query = tile.row_index(keys ? j : row);
-        const SoftmaxRow& r = a.rows[query]; // from this P is computed again
+        const SoftmaxRow& r = a.rows[query]; // P is computed again from these two numbers
         const float S = warp_dot(a1, b1, a.d);
         const float dP = warp_dot(a2, b2, a.d);
         const float P = exp2f((S - r.top) * scale2 - r.log_sum);
@@ -11402,7 +11438,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
             if (keys) sum2[i] += P * (float)b2[c];
         });
     }
-    // dk or dq, which get the factor 1 / sqrt(d) once, here.
+    // dq or dk is multiplied by its factor 1 / sqrt(d) only here, at the end.
     T* d_own = tile.of_qkv<T>(a.to, keys ? K_PART : Q_PART).row(row);
     T* dv = tile.of_qkv<T>(a.to, V_PART).row(row);
     each_column(a.d, [&](int i, int c) {
@@ -11411,18 +11447,18 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     });
 }
 
-// Launches the forward pass or, if a has dout, the backward pass, as all launch functions of attention do.
+// Launches the forward pass or, if a has dout, the backward pass. launch_attention does the same.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
-    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns, with a warp for each
+    const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns; a warp computes one chunk
     const dim3 grid(tiles, chunks, a.dout ? 2 : 1);
     constexpr int threads = 32 * GENERAL_WARPS;
     if (!a.dout) return launch(attention_forward_general_kernel<T>, grid, threads, 0, a);
     launch(attention_backward_general_kernel<T>, grid, threads, 0, a, launch_attention_dots<T>(a));
 }
 
-// Forward or backward, for heads of up to DIM channels. If there are enough rows, and they are short, a warp has 32 of
-// them (MT = 2), otherwise 16.
+// Forward or backward, for heads of up to DIM channels. A warp owns 32 rows (MT = 2) if the rows are short and there
+// are enough of them. Otherwise it owns 16.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
     // Small images have too few rows for MT = 2: there would not be enough blocks.
@@ -11441,7 +11477,7 @@ static void launch_attention(const AttentionCall& a) {
     launch(attention_backward_kernel<Backward>, grid, Backward::THREADS, Backward::BACKWARD_BYTES, a, D);
 }
 
-static size_t attention_backward_workspace(int B, int T, int, int heads) { // D
+static size_t attention_backward_workspace(int B, int T, int, int heads) { // room for D
     return (size_t)B * heads * T * sizeof(float);
 }
 
@@ -11472,51 +11508,52 @@ struct AttentionTma : AttentionCall {
     CUtensorMap keys;                // forward: boxes of KEYS rows
 };
 
-// Returns how many forward blocks a multiprocessor has room for, by registers and shared memory.
+// Returns how many blocks of the forward pass a multiprocessor has room for. Registers and shared memory limit this
+// number.
 constexpr int attention_wgmma_blocks(int warpgroups, int keys) {
     if (warpgroups == 1) return 4;
     return keys == 32 ? 3 : 2;
 }
 
-// A block of the forward pass: WARPGROUPS warpgroups, each with 64 queries of a head. Keys and values come in chunks of
-// KEYS rows.
+// A block of the forward pass. It has WARPGROUPS warpgroups, and each of them works on 64 queries of a head. Keys and
+// values are loaded in chunks of KEYS rows.
 template <int DIM_, int WARPGROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
     static constexpr int DIM = DIM_; // channels of a head
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int KEYS = KEYS_;
-    // of a head, if all are in shared memory at once; 0: they pass through a ring
+    // how many chunks a head has, if all of them lie in shared memory at once; 0: the chunks pass through a ring
     static constexpr int CHUNKS = CHUNKS_;
-    static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // of keys, and as many of values
+    static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // stages of keys; there are as many stages of values
     static constexpr int THREADS = 128 * WARPGROUPS;
-    static constexpr int BLOCKS = attention_wgmma_blocks(WARPGROUPS, KEYS); // on a multiprocessor
-    static constexpr int QUERY_BYTES = 64 * 2 * DIM;                        // of a warpgroup
-    static constexpr int KEY_BYTES = KEYS * 2 * DIM;                        // of a stage
+    static constexpr int BLOCKS = attention_wgmma_blocks(WARPGROUPS, KEYS); // blocks of a multiprocessor
+    static constexpr int QUERY_BYTES = 64 * 2 * DIM;                        // a warpgroup's queries
+    static constexpr int KEY_BYTES = KEYS * 2 * DIM;                        // one stage of keys or of values
     static constexpr int BARRIERS = WARPGROUPS + 4 * STAGES;
     static constexpr int TILES = WARPGROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// A block of the backward pass: WARPGROUPS warpgroups, each with 64 keys, and one more for the queries' gradients.
-// With one warpgroup for keys, the block has a whole head of 64 rows and needs no cluster (ALONE). A multiprocessor has
-// room for two such blocks.
+// A block of the backward pass. It has WARPGROUPS warpgroups that own 64 keys each, and one more warpgroup, which
+// computes the queries' gradients. With WARPGROUPS = 1, the 64 keys of a block are a whole head. Then the block needs
+// no cluster (ALONE), and a multiprocessor has room for two such blocks.
 template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int DIM = DIM_; // channels of a head
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr bool ALONE = WARPGROUPS == 1;
-    static constexpr int KEYS = 64 * WARPGROUPS; // of a block
+    static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
-    static constexpr int BLOCKS = ALONE ? 2 : 1; // on a multiprocessor
+    static constexpr int BLOCKS = ALONE ? 2 : 1; // blocks of a multiprocessor
     // Registers of a thread: in the warpgroup that computes the queries' gradients, and in those that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
-    // Stages in shared memory, and bytes of a stage. A tile is 64 rows of a head.
+    // The number of stages of each ring in shared memory, and the bytes of a stage. A tile is 64 rows of a head.
     static constexpr int BARRIERS = 32;
     static constexpr int TILE_BYTES = 64 * 2 * DIM;
     static constexpr int ROWS_BYTES = 64 * sizeof(SoftmaxRow);
-    static constexpr int KEYS_BYTES = 2 * WARPGROUPS * TILE_BYTES; // k and v of the block; two stages
+    static constexpr int KEYS_BYTES = 2 * WARPGROUPS * TILE_BYTES; // k and v of the block's keys; there are two stages
     static constexpr int CHUNK_STAGES = ALONE ? 3 : 4;
-    static constexpr int CHUNK_BYTES = 2 * TILE_BYTES + ROWS_BYTES; // q, dout, rows
-    static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // the same, up to a whole kilobyte
+    static constexpr int CHUNK_BYTES = 2 * TILE_BYTES + ROWS_BYTES; // q, dout and SoftmaxRows of a chunk
+    static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // the room for them, in whole kilobytes
     static constexpr int DS_STAGES = 2;
     static constexpr int DS_BYTES = KEYS * SLICE_BYTES; // dS^T: KEYS rows of 64 queries
     static constexpr int SUM_STAGES = ALONE ? 0 : 3;
@@ -11527,15 +11564,16 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// Makes an operand of rows of DIM elements of a head, as TMA wrote them: 16 columns on are at(2), 16 rows on at(2 DIM).
+// Describes rows of one head (DIM elements each) in shared memory, as TMA has written them, as an operand of wgmma.
+// at(2) is the operand that begins 16 columns further on, and at(2 DIM) the one that begins 16 rows further on.
 template <int DIM> INLINE Operand head_rows(uint32_t address) {
     constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // the descriptor's numbers for 128 and for 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
 }
-// Each of these starts products, as one group of wgmma:
-//   multiply_abt   d += a b^T, both in shared memory
-//   multiply_ab    d += a b, or with K_MAJOR d += a b^T, a in registers; ADD = 0: d =
-//   multiply_atb   d += a^T b, a in rows of 64 in shared memory
+// Each of these starts products, as one group of wgmma. b lies in shared memory.
+//   multiply_abt   d += a b^T; a lies in shared memory
+//   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0 the sum begins with 0.
+//   multiply_atb   d += a^T b; a lies in shared memory, in rows of 64 elements
 template <int DIM, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     using Product = Wgmma<2 * M>;
     wgmma_fence();
@@ -11547,7 +11585,7 @@ template <int DIM, int M> INLINE void multiply_abt(float (&d)[M], const Operand&
 template <int MAJOR = MN_MAJOR, int ADD = 1, int M, int K>
 INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
     using Product = Wgmma<2 * M>;
-    constexpr int STEP = MAJOR == K_MAJOR ? 2 : 4 * M; // from 16 k to the next 16, in units of 16 bytes
+    constexpr int STEP = MAJOR == K_MAJOR ? 2 : 4 * M; // from 16 values of k to the next 16, in units of 16 bytes
     wgmma_fence();
     Product::template add<MAJOR, ADD>(d, a[0], b.at(0));
     UNROLL_FOR (int k = 1; k < K; k++) {
@@ -11563,31 +11601,33 @@ template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a
     }
     wgmma_commit();
 }
-// d = 0, before the first product that is added to it
+// Sets d to 0, before the first product is added to it.
 template <int M> INLINE void clear(float (&d)[M]) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         d[i] = 0;
     }
     accumulators_ready(d);
 }
-// 16 columns of a result, rounded to bf16, are the A fragment of the next product's step: the layouts are the same.
+// Rounds 16 columns of a result to bf16. This gives the A fragment for one step of the next product, because both have
+// the same layout.
 INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
     UNROLL_FOR (int i = 0; i < 4; i++) {
         a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
     }
 }
-// Stores this warp's 16 rows of a result, each times its factor. They go through shared memory (`rows`, 64 rows of a
-// head), so that stores are 16 bytes wide. pitch: of `to`, from a row to the next one
+// Stores this warp's 16 rows of a result. Each row is multiplied by its factor. The rows are first written to shared
+// memory (`rows`, with room for 64 rows of a head), so that each store to global memory has 16 bytes. pitch: elements
+// from a row of `to` to the next one
 template <int M>
 INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
     constexpr int CHANNELS = 2 * M;
-    constexpr int PIECES = CHANNELS / 8; // of a row
+    constexpr int PIECES = CHANNELS / 8; // how many pieces a row has
     const int lane = threadIdx.x % 32;
     const int first = threadIdx.x / 32 % 4 * 16; // this warp's first row
     __syncwarp();
     UNROLL_FOR (int j = 0; j < M / 8; j++) { // 16 columns at a time
         uint32_t v[4];
-        UNROLL_FOR (int i = 0; i < 4; i++) { // factor[1]: of the rows from 8 on
+        UNROLL_FOR (int i = 0; i < 4; i++) { // factor[1] is the factor of rows 8 - 15
             const float low = d[8 * j + 2 * i] * factor[i % 2];
             const float high = d[8 * j + 2 * i + 1] * factor[i % 2];
             v[i] = pack_bf16(low, high);
@@ -11602,19 +11642,19 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
         store_whole(to + (size_t)r * pitch + 8 * piece, load_shared(from));
     }
 }
-// uniform tells the compiler that this is the same for a whole warp.
+// Returns the number of this thread's warpgroup. uniform tells the compiler that a whole warp has the same number.
 INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 
 // The softmax of a thread's two rows (the second one is 8 rows below the first) over chunks of N scores:
 //   P = e^((S - top) / sqrt(d))      sum += rowsum(P)
-// bf16 has fp32's range of exponents, so `top` need not be the highest score of all. It is the highest score of the
-// first chunk, and is not raised for each higher score, as in FlashAttention. Only when a sum grows beyond 2^60, top is
+// FlashAttention raises `top` for each higher score. This is not needed here: P is rounded to bf16, which has fp32's
+// range of exponents. So `top` is the highest score of the first chunk. Only when a sum grows beyond 2^60, `top` is
 // raised and the sums are rescaled.
-// Four neighbouring lanes share a row, and each has two of every 8 columns: s[4 j], s[4 j + 1] belong to the first row,
-// s[4 j + 2], s[4 j + 3] to the second one.
+// Four neighbouring lanes share a row, and each of them holds two of every 8 columns. s[4 j] and s[4 j + 1] belong to
+// the first row, s[4 j + 2] and s[4 j + 3] to the second one.
 template <int N> struct Softmax {
     float scale;           // log2(e) / sqrt(d)
-    float top[2];          // `top` of the two rows
+    float top[2];          // one for each of the two rows
     float sum[2] = {0, 0}; // the sum of P over this thread's columns
 
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(top, s); }
@@ -11632,7 +11672,7 @@ template <int N> struct Softmax {
             v = over_lanes;
         }
     }
-    // p = P, as A fragments, and sum += P
+    // p = P, as A fragments; P is also added to sum
     INLINE void exponentials(uint32_t (&p)[N / 16][4], const float (&s)[N / 2]) {
         UNROLL_FOR (int j = 0; j < N / 4; j++) {
             const int row = j % 2;
@@ -11642,7 +11682,8 @@ template <int N> struct Softmax {
             p[j / 4][j % 4] = pack_bf16(a, b);
         }
     }
-    // Computes P of a chunk. o: the sums of P v of the chunks before.
+    // Computes P of a chunk from its scores s. o holds the sums of P v over the earlier chunks, which are rescaled if
+    // `top` is raised.
     template <int M> INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool first) {
         const float before[2] = {sum[0], sum[1]};
         exponentials(p, s);
@@ -11662,16 +11703,19 @@ template <int N> struct Softmax {
     }
 };
 
-// out = softmax(q k^T / sqrt(d)) v. grid (B * heads * T / (64 WARPGROUPS)): a block has that many queries of one head.
-// Shared memory: the block's queries; rings of keys and of values, a chunk of KEYS rows to a stage.
+// out = softmax(q k^T / sqrt(d)) v. grid (B * heads * T / (64 WARPGROUPS)): a block works on 64 WARPGROUPS queries of
+// one head.
+// Shared memory: the block's queries; a ring of keys and a ring of values. Each stage holds a chunk of KEYS rows.
 //   1. The first thread starts the loads: queries, then as many chunks as there are stages.
-//   2. Each warp loads its queries into registers, and S of chunk 0 is computed.
-//   3. In turn i a warpgroup computes the softmax of chunk i, and then two products at the same time: out += P v of
-//      chunk i, and the scores of chunk i + 1. The first thread loads the chunk that takes the place of chunk i - 1:
-//      one turn later than possible, so that no warpgroup waits for the other one.
-//   4. out / sum is stored, and SoftmaxRow for the backward pass.
-// The compiler must see every wait for wgmma in the same turn of the loop, and between fence and wait no other
-// instruction may touch its registers. Otherwise it overlaps none of them, and ptxas prints a warning (C7510 to C7520).
+//   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
+//   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time: out += P
+//      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk to the
+//      place of chunk i - 1. It could load one to the place of chunk i already, but then it would have to wait for the
+//      other warpgroup.
+//   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
+// The compiler overlaps products of wgmma only on two conditions. It must see the wait for each product in the same
+// turn of the loop. And between fence and wait no other instruction may touch the product's registers. Otherwise it
+// overlaps no products at all, and ptxas prints a warning (C7510 to C7520).
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -11692,7 +11736,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
     const HeadTile tile{p, 64 * T::WARPGROUPS};
     await_previous_kernel();
-    // The first thread has a second position in both rings: the stage that it loads next.
+    // The first thread needs a second position in both rings: the stage that it loads next.
     auto keys_to_load = keys;
     auto values_to_load = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int part, int row) {
@@ -11712,14 +11756,14 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         }
     __syncwarp();
 
-    uint32_t q[DIM / 16][4]; // of this warp's 16 queries, as A fragments
+    uint32_t q[DIM / 16][4]; // this warp's 16 queries, as A fragments
     uint32_t probabilities[KEYS / 16][4];
     const uint32_t own = queries.kept(warpgroup, true);
-    const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // whose address this lane gives to ldmatrix
+    const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // the row whose address this lane gives to ldmatrix
     UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
         ldmatrix(q[k], q[k] + 2, own + box_place<DIM>(query, 2 * k + lane / 16));
     }
-    float s[KEYS / 2] = {}; // scores of a chunk
+    float s[KEYS / 2] = {}; // the scores of a chunk
     float o[DIM / 2] = {};  // the sums of P v
     uint32_t next = keys.arrived();
     accumulators_ready(s);
@@ -11734,7 +11778,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         accumulators_ready(o);
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        // With a ring these scores are wasted on the last chunk; a branch would stop wgmma overlapping.
+        // With a ring, the last turn computes scores that nobody uses. A branch around them would keep wgmma from
+        // overlapping.
         if (!T::CHUNKS || i + 1 < chunks) {
             multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
         }
@@ -11745,8 +11790,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
-    // Four lanes have parts of the sum of a row's P. Each stores its part of out / sum; the first lane stores the row's
-    // SoftmaxRow.
+    // Four lanes share a row: each of them holds a part of the sum of its P, and stores a part of out / sum. The first
+    // of these lanes stores the row's SoftmaxRow.
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
@@ -11757,9 +11802,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 #endif
 }
 
-// A block of the backward pass. It owns KEYS keys of a head, each of its warpgroups 64 of them, and it takes the heads
-// of its cluster one after the other. For each head it takes as many steps as the head has chunks of 64 queries, one
-// chunk in each step. It processes each chunk WARPGROUPS steps after the previous block of the cluster.
+// A block of the backward pass. It owns KEYS keys of a head; each of its key_gradients warpgroups owns 64 of them. The
+// blocks of a cluster work on one head after the other. For each head a block takes one step for each chunk of 64
+// queries. It works on a chunk WARPGROUPS steps later than the block before it in the cluster.
 //
 //   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
 //   the last warpgroup                query_gradients: dq, and -D; its first thread loads keys and chunks
@@ -11771,22 +11816,22 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 //   sums     the block before: a chunk's dq so far        query_gradients
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
-// `sums` and `dots` go from block to block. For these the receiver's `full` barriers and the sender's `empty` barriers
-// are used. If a role both reads and writes a ring, it needs two positions in it. So it has a copy of the ring
-// (keys_to_load, sums_to_send, dots_to_send).
+// Blocks send `sums` and `dots` to each other. For these two rings, the `full` barriers are those of the receiving
+// block, and the `empty` barriers those of the sending block. A role that both reads and writes a ring needs two
+// positions in it. So it has a copy of the ring (keys_to_load, sums_to_send, dots_to_send).
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
-    typedef uint4 Dots[2][DIM / 16]; // half a row of dout and of out
+    typedef uint4 Dots[2][DIM / 16]; // [0]: half a row of dout; [1]: half a row of out
 
     const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // blocks of the cluster
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // how many blocks the cluster has
     int rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
     int first_head = blockIdx.x / blocks;          // this cluster's first head
-    int head_stride = gridDim.x / blocks;          // to its next head; it is the number of clusters
-    int steps = blocks * WARPGROUPS;               // steps of a head
+    int head_stride = gridDim.x / blocks;          // from a head to this cluster's next one: the number of clusters
+    int steps = blocks * WARPGROUPS;               // how many steps a head takes
     int lane = threadIdx.x % 32;
-    int thread = threadIdx.x % 128; // number of the thread in its warpgroup
+    int thread = threadIdx.x % 128; // the number of the thread in its warpgroup
     float scale = rsqrtf((float)DIM);
     SharedMemory shared{T::BARRIERS};
     Pipeline<T::KEYS_BYTES> keys{shared, 2, 4 * WARPGROUPS + 4};
@@ -11801,26 +11846,26 @@ template <class T> struct BackwardBlock {
     int load_step = 0;
 
     INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
-    INLINE void init() const { // by one thread
+    INLINE void init() const { // is called by one thread
         prefetch_tensor_map(&p.qkv_rows);
         prefetch_tensor_map(&p.dout_rows);
         init_barriers(keys, chunks, ds, sums, dots);
         for (int i = 0; i < T::SUM_STAGES; i++) mbarrier_expect(sums.stage(i).full, T::SUM_BYTES);
         for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
     }
-    // Says where a row of a head begins in a matrix (B, T, parts C).
+    // Returns the index of the element at which a row of a head begins in a matrix (B, T, parts C).
     INLINE size_t element(int head, int row, int parts) const {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // Returns the first query of a step's chunk. Each block is WARPGROUPS chunks behind the block before it, so all but
-    // block 0 begin with a head's last chunks.
+    // Returns the first query of the chunk of a step. Each block works WARPGROUPS chunks behind the block before it. So
+    // block 0 begins with the head's first chunk, and the other blocks begin with the head's last chunks.
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * rank;
         return (step - before + (step < before ? steps : 0)) * 64;
     }
 
-    // Loads k and v of this block's keys.
+    // Loads k and v of this block's keys for one head.
     INLINE void load_keys(int head) {
         if (head >= p.all_heads) return;
         const Stage to = keys_to_load.acquire();
@@ -11833,8 +11878,8 @@ template <class T> struct BackwardBlock {
             tma_load(to.address + i * T::TILE_BYTES, &p.qkv_rows, to.full, part * p.C + c, row, image);
         }
     }
-    // Loads the next chunk. It goes into the stage of an earlier chunk, the one before the chunk whose dS has just
-    // arrived: nobody reads that stage any more.
+    // Loads the next chunk into the next stage. If all stages have been filled before, this is the stage of the chunk
+    // before the one whose dS has just arrived. Nobody reads that stage any more.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -11852,8 +11897,8 @@ template <class T> struct BackwardBlock {
             load_head += head_stride;
         }
     }
-    // These compute -D of 64 queries, D = rowsum(dout * out). Each block computes its share of a head's and sends it to
-    // all blocks of the cluster. Two neighbouring threads share a row.
+    // load_dots and send_dots compute -D of 64 queries; D = rowsum(dout * out). Each block computes -D of its share of
+    // a head's queries, and sends it to all blocks of the cluster. Two neighbouring threads work on each row.
     INLINE void load_dots(Dots& d, int head, int part) const {
         const int row = rank * T::KEYS + part * 64 + thread / 2;
         const size_t i = element(head, row, 1) + thread % 2 * (DIM / 2);
@@ -11864,7 +11909,7 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    INLINE void send_dots(const Dots& d, int part) { // four lanes have two rows, and each sends them to other blocks
+    INLINE void send_dots(const Dots& d, int part) { // four lanes share two rows; each sends them to other blocks
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
@@ -11879,7 +11924,7 @@ template <class T> struct BackwardBlock {
         const float2 two = lane & 2 ? make_float2(other, own) : make_float2(own, other);
         const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
         if (part == 0) dots_to_send.acquire();
-        // The place is the same in all blocks' shared memory.
+        // -D lies at the same place in the shared memory of all blocks.
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
@@ -11890,8 +11935,8 @@ template <class T> struct BackwardBlock {
         __syncwarp();
         if (part + 1 == WARPGROUPS) dots_to_send.hand_over();
     }
-    // Waits for a stage that other blocks fill. Then it immediately announces to the stage's barrier the bytes of the
-    // next round.
+    // Waits until other blocks have filled a stage, and returns its address. One thread (`speaks`) then announces to
+    // the stage's barrier how many bytes the next round will bring.
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
@@ -11900,11 +11945,12 @@ template <class T> struct BackwardBlock {
         return address;
     }
 
-    // Role: the queries' gradients, in a warpgroup of its own; one of its threads also loads. In each step:
-    //   1. dq = the sum from the block before, if this is not the chunk's first block
-    //   2. dq += dS k of this block's keys (dS^T arrives in `ds`); at the same time the next chunk is loaded
-    //   3. dq goes on to the next block, or, if this is the chunk's last block, to memory
-    // Between these, -D of the next head is computed.
+    // Role: the queries' gradients. One warpgroup has this role; one of its threads also loads. In each step:
+    //   1. If another block has begun dq of this chunk: dq = the sum that the block before has sent. Otherwise dq = 0.
+    //   2. dq += dS k of this block's keys (dS^T arrives in `ds`). At the same time the next chunk is loaded.
+    //   3. If this is the last block for this chunk, dq is stored to global memory. Otherwise it is sent to the next
+    //      block.
+    // In some of the steps, a part of -D of the next head is also computed.
     INLINE void query_gradients() {
         const int before = (rank ? rank : blocks) - 1;
         const int next = rank + 1 == blocks ? 0 : rank + 1;
@@ -11921,14 +11967,14 @@ template <class T> struct BackwardBlock {
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
             const uint32_t own = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
-                const bool begun = !T::ALONE && i >= WARPGROUPS;       // the previous block has begun this sum
-                const bool ends = T::ALONE || i >= steps - WARPGROUPS; // here
-                const int part = i - max(steps / 2 - 1, 0);            // of the next head's -D
+                const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
+                const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
+                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D that is due
                 const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
-                // Loads for the next head begin before the products, so that nobody waits for them.
+                // Loads for the next head are started before the products, so that nobody has to wait for them.
                 if (dots_now) load_dots(dot, head + head_stride, part);
-                if (dots_now && T::ALONE) send_dots(dot, part); // at once: there are fewer registers
+                if (dots_now && T::ALONE) send_dots(dot, part); // not later: there are fewer registers to keep dot in
                 float dq[DIM / 2] = {};
                 if (begun) {
                     const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
@@ -11936,7 +11982,7 @@ template <class T> struct BackwardBlock {
                         unpack<float>((float(&)[4])dq[4 * j], load_shared(from + j * 2048));
                     }
                 }
-                const uint32_t buffer = ds.arrived(); // rows of 64 queries, a row for each key
+                const uint32_t buffer = ds.arrived(); // dS^T: a row of 64 queries for each key
                 __syncwarp();
                 accumulators_ready(dq);
                 multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<DIM>(uniform(own)));
@@ -11951,7 +11997,7 @@ template <class T> struct BackwardBlock {
                     if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
                 }
                 if (ends) {
-                    warps_sync(1 + WARPGROUPS, 128); // all warps have read dS, whose memory store_head uses
+                    warps_sync(1 + WARPGROUPS, 128); // all warps have read dS, and store_head writes over it
                     bf16* const to = (bf16*)p.to + element(head, chunk_row(i), 3);
                     store_head(to, 3 * p.C, buffer, dq, {scale, scale});
                     __syncwarp();
@@ -11967,7 +12013,8 @@ template <class T> struct BackwardBlock {
                 }
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
-            // dS has arrived, so -D of this head has been read: tell this to the blocks that sent it.
+            // All dS of this head have arrived. So key_gradients has read -D of this head. The blocks that sent it are
+            // told so.
             const int stage = dots.hand_over();
             if (thread < blocks) {
                 if (T::ALONE) dots.free(stage);
@@ -11977,11 +12024,11 @@ template <class T> struct BackwardBlock {
         }
     }
 
-    // Role: dk and dv of a warpgroup's 64 keys. Keys are rows here, and queries columns, so P^T and dS^T, computed in
-    // registers, are A operands. In each step:
-    //   1. dP^T = v dout^T - D: the sum begins as -D
-    //   2. P^T, while dP^T is multiplied, and dv += P^T dout
-    //   3. dS^T = P^T dP^T (dP is dP - D already), which also goes to `ds`
+    // Role: dk and dv of a warpgroup's 64 keys. Here keys are rows and queries are columns. So P^T and dS^T, which are
+    // computed in registers, can be A operands. In each step:
+    //   1. dP^T = v dout^T - D. The sum begins with -D.
+    //   2. P^T is computed while dP^T is multiplied. Then dv += P^T dout.
+    //   3. dS^T = P^T dP^T (here dP is already dP - D). It is also written to `ds`.
     //   4. S^T = k q^T of the next chunk, and dk += dS^T q
     INLINE void key_gradients(int warpgroup) {
         float s[32], dp[32]; // S^T, then P^T; dP^T, then dS^T: 64 keys x 64 queries
@@ -12001,7 +12048,7 @@ template <class T> struct BackwardBlock {
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const Operand q = head_rows<DIM>(chunk);
                 const Operand dout = head_rows<DIM>(chunk + T::TILE_BYTES);
-                UNROLL_FOR (int j = 0; j < 8; j++) { // this thread's two queries of every 8
+                UNROLL_FOR (int j = 0; j < 8; j++) { // this thread has two of every 8 queries
                     const auto [even, odd] = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
                     dp[4 * j] = dp[4 * j + 2] = even;
                     dp[4 * j + 1] = dp[4 * j + 3] = odd;
@@ -12030,18 +12077,19 @@ template <class T> struct BackwardBlock {
                     stmatrix(kept.address + place, ds_fragments[j]);
                 }
                 warp_stored(kept.full);
-                const bool last = i + 1 == steps;                            // is it the last step of the head?
-                const bool none = last && head + head_stride >= p.all_heads; // no further chunk comes
+                const bool last = i + 1 == steps;                            // this is the head's last step
+                const bool none = last && head + head_stride >= p.all_heads; // there is no next chunk
                 if (last && !none) own = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
-                // After the last chunk these scores are wasted; a branch would stop wgmma overlapping.
+                // After the last chunk nobody uses these scores. A branch around them would keep wgmma from
+                // overlapping.
                 multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
             }
-            // dk and dv are complete. They go to memory through v's place in shared memory, which no warp of this
-            // warpgroup reads any more after this barrier.
+            // dk and dv are complete. Before they are stored to global memory, they are written over v in shared
+            // memory. After this barrier no warp of this warpgroup reads v any more.
             warps_sync(1 + warpgroup, 128);
             bf16* const to = (bf16*)p.to + element(head, rank * T::KEYS + warpgroup * 64, 3);
             store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
@@ -12053,8 +12101,8 @@ template <class T> struct BackwardBlock {
     }
 };
 
-// grid (clusters of T / KEYS blocks): as many clusters as can run on the GPU at the same time, but not more than there
-// are heads.
+// grid (clusters of T / KEYS blocks). There are as many clusters as can run on the GPU at the same time, but not more
+// than there are heads.
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionBackward
     attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -12063,7 +12111,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     if (threadIdx.x == 0) block.init();
     cluster_sync();
     const int role = block.first_head < p.all_heads ? this_warpgroup() : -1; // -1: this cluster has no head
-    // the forward pass wrote them, so no wait is needed
+    // The forward pass wrote the keys, so this load need not wait for the previous kernel.
     if (role == T::WARPGROUPS && block.thread == 0) block.load_keys(block.first_head);
     await_previous_kernel();
     if (role == T::WARPGROUPS) {
@@ -12090,7 +12138,8 @@ template <class Tile> static void launch_attention_forward_wgmma(const Attention
     auto kernel = attention_forward_wgmma_kernel<Tile>;
     launch(kernel, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
 }
-// Returns how many clusters can run on the GPU at the same time, each with one head of T rows. It may be 0 (MIG).
+// Returns how many clusters can run on the GPU at the same time. Each of them works on heads of T rows. The number may
+// be 0 if MIG gives the program only a part of a GPU.
 template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
@@ -12102,7 +12151,7 @@ template <class Tile> static int attention_clusters(int T) {
     return clusters;
 }
 template <class Tile> static void launch_attention_backward_wgmma(const AttentionCall& a) {
-    const int cluster = a.T / Tile::KEYS; // blocks of it
+    const int cluster = a.T / Tile::KEYS; // how many blocks a cluster has
     const int clusters = std::min(a.all_heads, attention_clusters<Tile>(a.T));
     auto kernel = attention_backward_wgmma_kernel<Tile>;
     const AttentionTma tma = attention_tma(a, 64);
