@@ -7376,9 +7376,9 @@ template <class T> constexpr bool IS_MISSING = false; // for a static_assert whe
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // Is the hardware's approximation of e^x exact enough for such tensors?
-    static constexpr int PARTS = 2;         // how many fp16 numbers the tensor cores get for one number of this type
-    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones, as tensor cores read them: of fp16
-    static constexpr int FEW_PARTS = 1;              // numbers of this type that make up a float for conv_few
+    static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
+    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in the type that the tensor cores multiply: fp16
+    static constexpr int FEW_PARTS = 1;              // how many numbers of this type add up to a float in conv_few
 };
 #ifdef __CUDACC__
 typedef __nv_bfloat16 bf16;
@@ -7461,7 +7461,7 @@ static size_t loss_workspace(int) { return 0; }
 static void reserve(const Workspace&, bool) {}
 static int max_stat_parts(int, int) { return 1; }
 
-Lane* const MAIN_LANE = nullptr; // there is nothing to choose
+Lane* const MAIN_LANE = nullptr; // there is only one lane
 
 // Returns memory that is filled with zeros. It begins at a multiple of 256 bytes, so that it is aligned to whole cache
 // lines and vectors.
@@ -7479,7 +7479,7 @@ static size_t device_available() { return SIZE_MAX; } // the system decides when
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
 
-// Operations run one after the other, so nobody waits.
+// Operations run one after the other, so no lane waits for another.
 template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
@@ -7522,7 +7522,7 @@ static void release(Upload*) {}
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
-#define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll, and registers spill
+#define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll a loop, and then registers would spill
 
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
@@ -7531,14 +7531,14 @@ static void release(Upload*) {}
 // What the choice of a kernel may depend on. If a new kind of GPU has its own tiles, it gets one more member below.
 struct Gpu {
     int sms;                             // multiprocessors
-    int shared_per_sm, shared_per_block; // bytes of shared memory; the most that a block can have
-    bool overlap;                        // this binary has code of sm_90 or later for it, so launches may overlap
-    bool clusters;                       // the same holds, and clusters of blocks are allowed
-    bool wgmma;                          // the code is sm_90a's, and its wgmma and TMA are allowed
+    int shared_per_sm, shared_per_block; // bytes of shared memory: of a multiprocessor, and the most for one block
+    bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
+    bool clusters;                       // the binary has such code, and clusters of blocks are allowed
+    bool wgmma;                          // the code is for sm_90a, and its wgmma and TMA are allowed
 
     // shared_for: the bytes of dynamic shared memory that each block can have if `blocks` of them have to fit on a
-    // multiprocessor. blocks_of: how many blocks of `bytes` each fit. Every block also takes 1 KB for the system, and
-    // `statics` bytes for the __shared__ variables that its kernel declares.
+    // multiprocessor. blocks_of: how many blocks of `bytes` each fit. In addition, every block needs 1 KB for the
+    // system, and `statics` bytes for the __shared__ variables that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
@@ -7548,18 +7548,18 @@ struct Gpu {
 // with the least shared memory, RTX 30.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
-static Gpu gpu; // the GPU of this process; tests set others here
+static Gpu gpu; // the GPU of this process; tests put other GPUs here
 
 // A lane is a CUDA stream and its workspace. Kernels of a lane run one after the other, so each operation may overwrite
-// the whole workspace. So what an operation leaves there is lost when the next one runs.
+// the whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
 struct Lane {
     cudaStream_t stream = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // the next kernel also waits for another lane, so it is launched without overlap
+    bool joined = false; // the next kernel may not overlap: it also waits for another lane, or does not await_previous_kernel
 };
 
-// The device is the main lane, and has a side lane, which runs beside it (run_beside).
+// The device itself is the main lane. It also holds a side lane, whose kernels run at the same time (run_beside).
 struct Device : Lane {
     Lane side;
     cudaStream_t copy_stream = nullptr;
@@ -7608,7 +7608,8 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
-// launch(kernel, grid, threads, shared bytes, arguments ...) on the main lane, without a cluster
+// Does the same as launch_on, on the main lane and without a cluster: launch(kernel, grid, threads, shared bytes,
+// arguments ...).
 template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_LANE, 1, rest...); }
 
 // Launches a kernel that does not call await_previous_kernel. It starts when everything before it has ended.
@@ -7619,8 +7620,8 @@ template <class... Rest> static void launch_behind(Rest... rest) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Decisions: what kernels are chosen with
-// A decision table: each row has a condition and the function that launches a kernel. decide takes the first row whose
-// condition holds.
+// A Way is a row of a decision table: a condition, and the function that launches a kernel. decide calls the function
+// of the first row whose condition holds.
 template <class Call> struct Way {
     bool when;
     void (*launch)(const Call&);
@@ -7631,21 +7632,22 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
     way->launch(call);
 }
 
-// Returns f(T()), where T is the type of activations (act_element). The program calls operations with act*, which has
-// no type that the compiler knows; f is a template, so within f the compiler knows the type.
+// Returns f(T()), where T is the type of activations (act_element). The program passes activations as act*, from which
+// the compiler does not know this type. f is a template, so within f the compiler knows the type.
 template <class F> static auto with_act(F f) {
     switch (act_element) {
     case Element::FP32: return f(float());
     case Element::BF16: return f(bf16());
-    case Element::FP8: break; // act_element never is
+    case Element::FP8: break; // act_element is never FP8
     }
     ALL_CASES_RETURN
 }
 
-// Hopper's kernels, those that multiply by wgmma, are written for bf16, and conv_tiles and conv_small for FP8, too.
+// Hopper's kernels (those that multiply by wgmma) are written for bf16. conv_tiles and conv_small are also written for
+// FP8.
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
-// The candidate with the least cost, as costs were measured. Of candidates with equal costs it is the first one.
+// Holds the candidate with the least measured cost. If several candidates have this cost, it is the first of them.
 template <class T> struct Cheapest {
     T best = {};
     double cost = INFINITY;
@@ -7669,13 +7671,13 @@ constexpr bool CLUSTERS = ARCH >= 900;
 // PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are
 // not static, so that the compiler does not warn about those that a build does not use.
 
-// An instruction without results. "memory" and volatile: the compiler moves no other memory access and no barrier past
-// it.
+// An instruction without results. Because of volatile and "memory", the compiler moves no other memory access and no
+// barrier past it.
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
-// Waits until the kernels before this one have ended, and their writes can be seen (see launch_on). Only then does it
-// let the next kernel start. In the other order three kernels could overlap, although the third one waits only for the
-// second.
+// Waits until the kernels before this one have ended and their writes can be seen (see launch_on). Only then does it
+// let the next kernel start. If it let the next kernel start first, three kernels could overlap, although the third one
+// waits only for the second.
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
@@ -7702,14 +7704,14 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 }
 
 // --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
-// An mbarrier is 8 bytes of shared memory that count. It goes through phases 0, 1, 2, ...; a phase ends when two things
-// have happened: as many threads have arrived as mbarrier_init said, and all bytes that were announced for the phase
-// have been written by TMA or st.async. A waiting thread names the phase's parity (0 for phases 0, 2, 4, ...), so no
-// thread may be two phases late.
+// An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
+// things have happened: as many threads have arrived as mbarrier_init was told, and all bytes that were announced for
+// the phase have been written by TMA or st.async. A waiting thread names the phase's parity (0 for phases 0, 2, 4,
+// ...), so no thread may be two phases late.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
-INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that bytes will be written
     PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
 }
 INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
@@ -7717,23 +7719,24 @@ INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until th
     PTX("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }",
         "r"(barrier), "r"(parity));
 }
-// after mbarrier_init: makes the barriers visible to TMA and to other blocks of the cluster
+// Is called after mbarrier_init: makes the barriers visible to TMA and to other blocks of the cluster.
 INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
 
 // --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
 // accesses to one another's shared memory
-// The barrier has two halves, and a block can do something else between them. This arrival makes only the initial state
-// of mbarriers visible to the other blocks, and no other writes.
+// The barrier has two halves, and a block can do something else between them. cluster_arrive makes only the initial
+// state of mbarriers visible to the other blocks, and no other writes.
 INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
-// This is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
+// cluster_sync is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
 INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
 // Returns the address, in the cluster's block `rank`, that corresponds to address p of this block.
 INLINE uint32_t at_block(uint32_t p, int rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
     return p;
 }
-// Writes 8 or 16 bytes to such an address, in the background. `barrier`, in the same block, counts these bytes.
+// Writes 8 or 16 bytes to such an address, in the background. When they are written, this is reported to `barrier`,
+// which must be in the same block as the address.
 INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];", //
         "r"(p), "f"(v.x), "f"(v.y), "r"(barrier));
@@ -7742,8 +7745,8 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
-// Arrives at another block's barrier. It is relaxed, which means that it orders no writes: with release the compiler
-// would insert a fence for all of the GPU's memory.
+// Arrives at another block's barrier. The arrival is relaxed, which means that it orders no writes. With release, the
+// compiler would insert a fence for all of the GPU's memory.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
@@ -7790,7 +7793,7 @@ template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
     }
 }
 
-// The reverse: floats become a piece. They are rounded to the nearest bf16, ties to even.
+// The reverse: packs floats into a piece. For bf16 they are rounded to the nearest bf16, ties to even.
 INLINE uint32_t pack_bf16(float low, float high) {
     const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
     return *(const uint32_t*)&r;
@@ -7813,7 +7816,7 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     return r;
 }
 
-// Eight floats become FP8 as fp8_bits rounds them.
+// Converts 4 or 8 floats to FP8, with the same rounding as fp8_bits.
 INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
     uint32_t r = 0;
 #if __CUDA_ARCH__ >= 900
@@ -7860,7 +7863,7 @@ template <> INLINE float4 to_floats<bf16>(uint2 v) {
 template <class T> INLINE Four<T> from_floats(float4 v) { static_assert(IS_MISSING<T>, "another type"); }
 template <> INLINE float4 from_floats<float>(float4 v) { return v; }
 template <> INLINE uint2 from_floats<bf16>(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
-// Stores two neighbours, rounded.
+// Stores two neighbouring elements, rounded to the type of `to`.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
@@ -7874,15 +7877,15 @@ INLINE void store_whole(void* p, uint2 v) { PTX("st.global.v2.b32 [%0], {%1,%2};
 INLINE void store_whole(void* p, float4 v) {
     PTX("st.global.v4.f32 [%0], {%1,%2,%3,%4};", "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
-// Stores v, rounded to T. Returns the rounded values, because statistics are of the values that the group norm will
-// read.
+// Stores v, rounded to T. Returns the rounded values, because the statistics must be computed from the values that the
+// group norm will read.
 template <class T> INLINE float4 store4(T* p, float4 v) {
     const Four<T> four = from_floats<T>(v);
     store_whole(p, four);
     return to_floats<T>(four);
 }
 
-// Returns a Grad with its element's type, for kernels.
+// Returns a Grad as a GradOf<T>, for kernels, which need the type of its elements.
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
 // dx[i ...] = v + the addends, for the VEC<T> elements of a piece
@@ -7905,8 +7908,9 @@ INLINE float reciprocal_fast(float x) {
     return x;
 }
 
-// 1 / (1 + e^-z), given u = Z_FACTOR<T> z (see Silu). For bf16 e^-z = 2^u is one instruction; rounding u costs 1e-6
-// of the result where |z| = 10, far below bf16's 4e-3. For fp32 u is z, and the library's exponential is exact enough.
+// Returns 1 / (1 + e^-z). u is Z_FACTOR<T> z (see Silu). For bf16, e^-z = 2^u is one instruction. The rounding of u
+// causes a relative error of about 1e-6 at |z| = 10, far below bf16's 4e-3. For fp32 u is z, and the library's
+// exponential is exact enough.
 template <class T> INLINE float sigmoid(float u) {
     const float e_to_minus_z = ElementOf<T>::FAST_EXP ? exp2_fast(u) : expf(-u);
     return reciprocal_fast(1.0f + e_to_minus_z);
@@ -7915,7 +7919,7 @@ template <class T> INLINE float sigmoid(float u) {
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Says where a tile begins: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
-// pixels. If images are small, a tile has the same place of `images` images.
+// pixels. If images are small, a tile covers the same place in each of `images` images.
 struct Origin {
     int n, h, w;
 };
@@ -7929,25 +7933,25 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
 
 // --- copies from global to shared memory in the background (cp.async, sm_80; PTX ISA, "Asynchronous Copy: non-bulk")
 // A thread starts copies, closes a group of them (copies_committed), does something else, and waits until all groups
-// but the latest PENDING have arrived (copies_arrived). Groups arrive in the order of their commits. A thread only
-// waits for its own copies; a __syncthreads must follow for those of other threads. If a copy is not valid, it writes
-// zeros (the padding of an image), but even then `from` must be an address that can be read.
+// except the latest PENDING have arrived (copies_arrived). Groups arrive in the order of their commits. A thread waits
+// only for its own copies; for the copies of other threads, a __syncthreads must follow. If a copy is not valid, it
+// writes zeros (the padding of an image). Even then `from` must be an address that can be read.
 INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
 template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %0;", "n"(PENDING)); }
 
 INLINE void copy_async_16(void* to, const void* from, bool valid = true) {
     PTX("cp.async.cg.shared.global [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
-// Copies a piece of a row whose neighbours will be read soon, so the L2 cache fetches 128 bytes at once. If wanted is
-// false, nothing is copied. wanted becomes a predicate, not a branch, so the compiler can place such copies between the
-// products of a loop.
+// Copies a piece of a row. The neighbouring pieces will be read soon, so the L2 cache fetches 128 bytes at once. If
+// wanted is false, nothing is copied. wanted becomes a predicate, not a branch, so the compiler can place such copies
+// between the products of a loop.
 INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
     PTX("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; "
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
-// 8 channels: one piece of bf16, or two of floats. The second piece lies where bit 4 of the address is toggled, since
-// rows are swizzled (see Swizzle).
+// Copies 8 channels: one piece of bf16, or two pieces of floats. In the second piece's address bit 4 is toggled,
+// because rows are swizzled (see Swizzle).
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
     static_assert(VEC<T> <= 8, "8 channels must fill at least one piece");
     UNROLL_FOR (int j = 0; j < 8 / VEC<T>; j++) {
@@ -7978,9 +7982,9 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// Returns the sum over those lanes of a warp whose numbers differ only in these bits; each of these lanes gets it.
+// Returns the sum over those lanes of a warp whose numbers differ only in these bits. All these lanes get the sum.
 // lane_sum<1, 2> adds lanes 4i, 4i + 1, 4i + 2, 4i + 3; BITS are used in the order in which they are given. lane_max
-// returns the largest value. (The fold over `, ...` repeats the statement for each of BITS.)
+// returns the largest value instead of the sum. (The fold over `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -7991,9 +7995,10 @@ template <int... BITS> INLINE float lane_max(float v) {
     return v;
 }
 
-// Two lanes whose numbers differ by `offset` have 2 HALF values each. Afterwards each lane has, in v[0 ... HALF - 1],
-// the sums of one half of them: the lower lane has the sums of v[0 ... HALF - 1], and the upper lane, to which true is
-// returned, those of the others.
+// Adds up the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before,
+// each lane has 2 HALF values. Afterwards v[0 ... HALF - 1] of the lower lane holds the sums of values 0 ... HALF - 1,
+// and v[0 ... HALF - 1] of the upper lane holds the sums of values HALF ... 2 HALF - 1. Returns whether this lane is
+// the upper one.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -8012,10 +8017,11 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
 //   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
 //   row 1    [   thread 2        thread 3   ]
 //   ...
-//   result(k, column, sum): once for every column, channel i of V and array; k = 2 i (first) or 2 i + 1 (second), and
-//   sum is over the column's threads, in double
+//   result(k, column, sum) is called once for every column, channel i of the V channels, and array:
+//     k      2 i for first, 2 i + 1 for second
+//     sum    the sum over the column's threads, in double
 //
-// THREADS, V and columns are powers of 2. shared has 2 V (THREADS + columns) floats.
+// THREADS, V and columns are powers of 2. shared has room for 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
     const int pitch = THREADS + columns; // padded, so that different k lie in different banks
@@ -8025,7 +8031,7 @@ INLINE void fold_columns(float* shared, int columns, const float (&first)[V], co
     }
     __syncthreads();
     const int lanes = THREADS / (2 * V * columns); // threads that add up one sum together
-    const int i = threadIdx.x / lanes;             // the sum
+    const int i = threadIdx.x / lanes;             // the number of the sum
     const int lane = threadIdx.x % lanes;
     const int k = i / columns;
     const int column = i % columns;
@@ -8055,21 +8061,23 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-// A warp multiplies together: d (16, 8) += a (16, 16) * b (16, 8), in fragments, the registers of its 32 lanes (PTX
-// ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). With g = lane / 4 and q = lane % 4 a lane has
+// The 32 lanes of a warp multiply together: d (16, 8) += a (16, 16) * b (16, 8). The matrices lie in the registers of
+// the lanes, as fragments (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). With g = lane / 4
+// and q = lane % 4, a lane holds:
 //
 //             columns k                         n                              columns n
 //             2q, 2q+1  2q+8, 2q+9          k   g                              2q, 2q+1
 //   row g   [    a[0]      a[2]   ]   2q, 2q+1 [ b[0] ]             row g    [ d[0] d[1] ]
 //   row g+8 [    a[1]      a[3]   ]   2q+8, +9 [ b[1] ]             row g+8  [ d[2] d[3] ]
 //
-// A register of a and b holds two neighbours along k. So two neighbouring tiles of a result d, packed to bf16, are an a
-// fragment of the next product: attention multiplies its probabilities without a detour through shared memory.
+// A register of a and b holds two neighbours along k. So two neighbouring tiles of a result d, packed to bf16, can be
+// used as a fragment a of the next product. Attention multiplies its probabilities like this, without a detour through
+// shared memory.
 
-// ldmatrix brings four 8x8 matrices of 16-bit elements from shared memory to v[0], v[1], w[0], w[1], one fragment a or
-// two b. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows; lane l gets elements 2 (l % 4) and + 1 of row l / 4
-// of each. ldmatrix_trans transposes each matrix. They are volatile, so that the compiler does not move them past a
-// barrier.
+// ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory into v[0], v[1], w[0], w[1]. They are one
+// fragment a or two fragments b. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows. Lane l gets two elements of
+// each matrix: elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4. ldmatrix_trans transposes each matrix. Both are
+// volatile, so that the compiler does not move them past a barrier.
 #define LDMATRIX(NAME, TRANSPOSED)                                                                 \
     INLINE void NAME(uint32_t* v, uint32_t* w, uint32_t address) {                                 \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0,%1,%2,%3}, [%4];" \
@@ -8101,8 +8109,8 @@ static int act_parts() {
     return with_act([]<class T>(T) { return PARTS<T>; });
 }
 
-// For types that are not split (PARTS = 1): mma computes d += a b, and pack_pair makes a fragment's register of two
-// neighbours along k.
+// For types that are not split (PARTS = 1): mma computes d += a b. pack_pair packs two neighbours along k into one
+// register of a fragment.
 template <class T> INLINE void mma(float (&d)[4], const uint32_t* a, const uint32_t* b) {
     static_assert(ElementOf<T>::ELEMENT == Element::BF16, "another type needs its instruction here");
     mma_bf16(d, a, b);
@@ -8112,9 +8120,9 @@ template <class T> INLINE uint32_t pack_pair(float low, float high) {
     return pack_bf16(low, high);
 }
 struct PartScale {
-    uint32_t exponent; // the exponent of the largest magnitude, in a float's form
+    uint32_t exponent; // the exponent of the largest magnitude, as a float stores it
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
-    INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings it to 2^14 ... 2^15
+    INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
 INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& low) {
@@ -8124,9 +8132,10 @@ INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& 
     low = *(const uint32_t*)&l;
 }
 
-// Takes apart a warp's N fragments in its registers. They come as floats, in pairs of neighbours along k, and leave as
-// high and low parts. The order of the k within 16 does not matter, if it is the same for a and b. Returns the factor
-// that undoes the scale; for bf16 it does nothing and returns 1.
+// Splits N fragments, which are in a warp's registers. Before, each register holds a float, and pairs of registers hold
+// neighbours along k. Afterwards the first half of a fragment's registers holds high parts, the second half low parts.
+// The order of the k within 16 does not matter if it is the same for a and b. Returns the factor that undoes the scale.
+// For bf16 the function does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
@@ -8144,12 +8153,12 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     return scale.undo();
 }
 
-// Convolutions split floats while they lie in shared memory, since each number is used in several fragments. A place is
-// 8 floats: a piece at an address, and one at this address with bit 4 toggled. Afterwards the first piece holds the 8
-// high parts, as 8 bf16 would lie there, and the second the low ones. Each thread splits what it has copied itself, so
-// this needs no barrier. places(f) calls f(address) for all of a thread's places.
-// Two steps, with a __syncthreads between them: find_top (each warp writes its largest magnitude) and take_apart_places
-// (which scales by the largest of all, and returns what undoes the scale).
+// Convolutions split floats while they lie in shared memory, because each number is used in several fragments. A place
+// holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. Afterwards the first piece
+// holds the 8 high parts, in the layout of 8 bf16. The second piece holds the low parts. Each thread splits the floats
+// that it has copied itself, so no barrier is needed before. places(f) calls f(address) for all of a thread's places.
+// There are two steps, with a __syncthreads between them. In find_top each warp writes its largest magnitude.
+// take_apart_places scales by the largest magnitude of all warps, splits, and returns the factor that undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
         unpack<float>((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
@@ -8182,12 +8191,12 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
     return scale.undo();
 }
 
-// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, what
-// undoes both operands' scales.
-// For floats, a product is three: high * high, high * low and low * high of the two fp16 parts of each operand. Tensor
-// cores truncate when they add, so only these three products over 16 columns are summed there. The sum is added to d by
-// fp32 units, which round. Each of the three products has to wait for the one before it, so four tiles take turns,
-// which hides the latency.
+// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, the
+// factor that undoes the scales of both operands.
+// For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
+// cores truncate when they add. So they only add up these three products over 16 columns. This sum is added to d by
+// fp32 units, which round. Each of the three products has to wait for the one before it. So up to four tiles take
+// turns, which hides the latency.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                      const uint32_t (*b)[2 * PARTS<T>], float scale) {
@@ -8199,7 +8208,7 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
         if constexpr (PARTS<T> == 1) mma<T>(at(first), a[first % NA], b[first / NA]);
         else {
             float sum[AT_ONCE][4] = {};
-            UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high': the smallest first
+            UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high': the smallest product first
                 UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
                     mma_fp16(sum[i], a[(first + i) % NA] + 4 * (part == 0), b[(first + i) / NA] + 2 * (part == 1));
             UNROLL_FOR (int i = 0; i < 4 * AT_ONCE; i++) {
@@ -8220,8 +8229,8 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 //   row 1    1 0 3 2 5 4 7 6      places 0, 1, 2, ...: each in a group of banks of its own.
 //   row 2    2 3 0 1 6 7 4 5
 //
-// With 4 chunks to a row (64 bytes) two rows share the 128 bytes, and the key is r / 2 % 4; with 2 it is r / 4 % 2. An
-// odd number of chunks needs no key: its rows begin at different banks anyway.
+// With 4 chunks to a row (64 bytes), two rows share the 128 bytes, and the key is r / 2 % 4. With 2 chunks to a row it
+// is r / 4 % 2. With an odd number of chunks no key is needed: the rows begin at different banks anyway.
 template <int CHUNKS> INLINE int swizzle_key(int row) {
     constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // how often 2 divides CHUNKS
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
@@ -8250,13 +8259,14 @@ INLINE void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c
         "l"(map), "r"(from), "r"(a), "r"(b), "r"(c), "r"(d));
 }
 INLINE void prefetch_tensor_map(const CUtensorMap* map) { PTX("prefetch.tensormap [%0];", "l"(map)); }
-// Waits until this thread's tma_stores have read shared memory, which may be written again then.
+// Waits until this thread's tma_stores have read shared memory. After that, this memory may be written again.
 INLINE void tma_stores_read() { PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"); }
 // TMA and wgmma access shared memory by another path than ordinary instructions (PTX ISA, "Async proxy"). After this
 // fence they see what the thread has written there with ordinary stores.
 INLINE void fence_async() { PTX("fence.proxy.async.shared::cta;"); }
 
-// Named barriers (PTX ISA, "bar"): barrier `id` of the block's 16, for `threads` threads. warps_arrive does not wait.
+// Named barriers (PTX ISA, "bar"). A block has 16; `id` is the number of one. `threads` threads take part in it.
+// warps_sync arrives and waits; warps_arrive only arrives.
 INLINE void warps_sync(int id, int threads) { PTX("bar.sync %0, %1;", "r"(id), "r"(threads)); }
 INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id), "r"(threads)); }
 
@@ -8267,13 +8277,17 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 //   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
 //
-// so a thread has two rows, r and r + 8, and of every 8 columns the same two.
+// So a thread holds elements of two rows, r and r + 8, and of the same two columns in every 8.
 // K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B.
-// The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs)   multiplied<PENDING>(d)
+// The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
-// An asm statement names every register, so each N has text of its own: WGMMA(N, the names of D's registers, then the
-// numbers of the asm's other operands: A, B, their majors, and in the form with A in registers ...; D's registers).
+// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA, mostly as numbers
+// of the asm's operands (%0, %1, ...):
+//   D              D's registers
+//   A, B, TA, TB   with A in shared memory: the descriptors of A and B, their majors. Else: the four registers of A
+//   E, F, ADDS     with A in registers: the descriptor of B, its major, ADD
+//   ...            D's registers, as C++ operands of the asm
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #define IF_NOT_0(P) "{.reg .pred p; setp.ne.b32 p, " P ", 0; "
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -8308,8 +8322,8 @@ WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
 WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-// The same in FP8: D (64, N) += A (64, 32) * B (32, N), both in shared memory and K_MAJOR: there is no other form. The
-// tensor cores keep 14 bits of such sums, which is enough here (docs/LEARNT.md).
+// The same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; wgmma reads no
+// MN_MAJOR FP8. The tensor cores keep only 14 bits of such sums, which is enough here (docs/LEARNT.md).
 template <int N> struct WgmmaFp8;
 #define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
     template <> struct WgmmaFp8<N> {                                                                                \
@@ -8327,45 +8341,46 @@ WGMMA_FP8(256, D128, "%128", "%129", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
 INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // before the first product of a group
 INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
-template <int N> INLINE void wgmma_wait() { // until all groups but the latest N are done
+template <int N> INLINE void wgmma_wait() { // until all groups except the latest N are done
     PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
 }
-// The compiler does not know which registers a wait is for, and might read accumulators before it. This empty statement
-// claims to change them, which keeps all reads behind it.
+// The compiler does not know which registers a wait is for, and might read accumulators before the wait. This empty
+// statement claims to change the accumulators, so the compiler keeps all reads of them after it.
 template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
     UNROLL_FOR (int i = 0; i < N; i++) {
         asm volatile("" : "+f"(acc[i])::"memory");
     }
 }
-// Waits for all groups but the latest PENDING. Afterwards these sums, which earlier groups computed, may be read.
+// Waits for all groups except the latest PENDING. Afterwards these sums, which earlier groups computed, may be read.
 template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     wgmma_wait<PENDING>();
     (accumulators_ready(d), ...);
 }
 
-// The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds 64
-// bf16: the channels of one slice, of a pixel or of a weight. In FP8 it holds 128 channels (slice_channels). All else
-// is alike: 32 bytes of a row are the k of one instruction, 16 bf16 or 32 FP8.
+// The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds one
+// slice of a pixel or of a weight: 64 channels in bf16, 128 channels in FP8 (slice_channels). The rest is the same for
+// both types: one instruction multiplies 32 bytes of each row, which are 16 bf16 or 32 FP8 along k.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
-constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the pattern repeats after so many bytes, so tiles begin at multiples
+constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle repeats after so many bytes; a tile begins at a multiple
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
-constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as a tap's weights of 64 output channels
+constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as one tap's weights of 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
-// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"): rows of 128 bytes, 64
-// numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor counts in units of 16 bytes:
+// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). It consists of rows
+// of 128 bytes, 64 bf16 each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor holds
+// addresses and distances in units of 16 bytes:
 //   low     start address | "leading" distance << 16
 //   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
 //   K_MAJOR    a row holds 64 values of k, for one m or n. stride: from a group of 8 rows to the next group. The next
 //              16 values of k begin 32 bytes further on.
 //   MN_MAJOR   a row holds 64 values of m or n, for one k. stride: from a group of 8 rows to the next group; leading:
 //              from 64 values of m or n to the next 64.
-// The arguments `pitch` (from 8 rows to the next 8) and `leading` are counted in rows of 128 bytes, not in units of 16.
+// The arguments `pitch` (from 8 rows to the next 8) and `leading` are numbers of rows of 128 bytes, not of units of 16.
 struct Operand {
     uint32_t low, high;
-    // & 0x3FFFF: in a cluster the higher bits are the block's rank, for which the descriptor has no room.
+    // & 0x3FFFF: in a cluster the higher bits of an address are the block's rank. The descriptor has no room for them.
     static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
         return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
     }
@@ -8382,19 +8397,20 @@ INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
 }
 
-// Returns the next multiple of 1024 bytes, where swizzled tiles must begin.
+// Returns the address, rounded up to a multiple of 1024 bytes, where swizzled tiles must begin.
 INLINE uint32_t kilobyte_aligned(const void* shared) {
     uint32_t base = (shared_address(shared) + SWIZZLE_BYTES - 1) & ~(SWIZZLE_BYTES - 1u);
-    // otherwise the compiler computes it again and again in the main loops
+    // This hides from the compiler how base is computed. Otherwise it would be computed again and again in the main
+    // loops.
     asm volatile("mov.b32 %0, %0;" : "+r"(base));
     return base;
 }
-// Returns v, which is the same in all lanes of a warp, in a form that tells the compiler so. Then descriptors that are
-// made of it stay in uniform registers, where wgmma needs them.
+// Returns v, which must be the same in all lanes of a warp. From this function's result the compiler knows that it is
+// the same. So descriptors that are made of it stay in uniform registers, where wgmma needs them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
-// The driver's function that encodes maps. It is looked up at run time, so that the program need not be linked with
-// -lcuda.
+// The driver's function that makes tensor maps. It is looked up at run time, so that the program need not be linked
+// with -lcuda.
 typedef decltype(&cuTensorMapEncodeTiled) EncodeTensorMap;
 static EncodeTensorMap find_encode_tensor_map() {
     void* f = nullptr;
@@ -8416,16 +8432,16 @@ static CUtensorMapDataType tma_type(Element element) {
     }
     ALL_CASES_RETURN
 }
-// Returns the swizzle for rows of row_bytes in shared memory.
+// Returns the swizzle for rows of row_bytes bytes in shared memory.
 static CUtensorMapSwizzle tma_swizzle(size_t row_bytes) {
     if (row_bytes == SLICE_BYTES) return CU_TENSOR_MAP_SWIZZLE_128B;
     if (row_bytes == SLICE_BYTES / 2) return CU_TENSOR_MAP_SWIZZLE_64B;
     die("internal error: a box of TMA has rows of 128 or 64 bytes, not %zu", row_bytes);
 }
 
-// Describes to TMA a dense tensor of bf16 (or fp32) of sizes dims, innermost dimension first, that is moved in boxes of
-// sizes box. Dimensions that are not named are 1. A box's rows lie swizzled in shared memory, in the pattern of their
-// width of 128 or 64 bytes. Without a tensor (p is null) the map is empty.
+// Describes a dense tensor to TMA. dims: its sizes, the innermost dimension first. box: the sizes of the boxes in which
+// it is moved. Dimensions that are left out are 1. The rows of a box are 128 or 64 bytes wide, and lie swizzled in
+// shared memory; the swizzle depends on this width. Without a tensor (p is null) the map is empty.
 static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4],
                               Element element = Element::BF16) {
     static const EncodeTensorMap encode = find_encode_tensor_map();
@@ -8457,16 +8473,16 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // memory, counters), and all their functions are inlined. So the compiler keeps them in registers; if some code took
 // their address, they would lie in local memory.
 
-// Returns the bytes of shared memory that each block gets if a multiprocessor has `blocks` of them. Static variables
-// take at most 128 bytes.
+// Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
+// variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // Returns the bytes that a kernel needs beside its tiles: its mbarriers, and up to 1 KB so that the tiles begin at a
 // whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
-// Divides a block's dynamic shared memory: first the room for so many mbarriers, then tiles. Tiles are whole kilobytes
-// and begin at whole kilobytes, because of their swizzle. The members are the addresses of the next free barrier and
-// tile.
+// Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Tiles are whole
+// kilobytes and begin at whole kilobytes, because of their swizzle. The members are the addresses of the next free
+// barrier and of the next free tile.
 struct SharedMemory {
     uint32_t barriers_at, tiles_at;
     INLINE explicit SharedMemory(int barriers) {
@@ -8512,7 +8528,7 @@ struct SharedMemory {
 //    into the second ring. Then it waits for itself, for ever. So it loads both operands in the order in which the
 //    products need them.
 struct Stage {
-    uint32_t address, full; // where the tile goes, and the barrier that is told when it is there
+    uint32_t address, full; // where the tile is written, and the barrier that is told when the tile has arrived
 };
 // All threads of a warp call this when they have filled a stage, or their part of it.
 INLINE void warp_stored(uint32_t full) {
@@ -8522,16 +8538,16 @@ INLINE void warp_stored(uint32_t full) {
 }
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % SWIZZLE_BYTES == 0, "a tile must begin at a whole kilobyte");
-    uint32_t stages_at, full_at, empty_at; // addresses of the first ones; a stage has OWNERS full barriers
-    int size, readers, writers;            // stages; arrivals that free one; arrivals that fill one
-    int place = 0;                         // the stage that is filled, or arrives, next
+    uint32_t stages_at, full_at, empty_at; // addresses of stage 0 and its barriers; a stage has OWNERS full barriers
+    int size, readers, writers;            // how many stages there are, how many arrivals free one, how many fill one
+    int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
-    uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At the empty one it is phase ^ 1: in the first
-                         // round this names the phase before the first one, which counts as ended, so nobody waits.
+    uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At its empty barrier it is phase ^ 1. In the
+                         // first round this names the phase before phase 0, which counts as ended: nobody waits.
     uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        auto take = [](uint32_t& next, int n, int bytes) { // takes n pieces of so many bytes, and returns their address
+        auto take = [](uint32_t& next, int n, int bytes) { // takes n parts of `bytes` bytes, returns their address
             next += n * bytes;
             return next - n * bytes;
         };
@@ -8559,7 +8575,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         mbarrier_wait(empty(place), phase ^ 1);
         return next(owner);
     }
-    // The next stage, which the caller knows to be free.
+    // Returns the next stage, which the caller knows to be free.
     INLINE Stage next(int owner = 0) {
         const Stage s = stage(place, owner);
         if (++place == size) {
@@ -8575,18 +8591,19 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (OWNERS == 2) phases ^= 1u << i;
         return next().address;
     }
-    // The address of a stage that is filled once. Its arrival has to be waited for only the first time.
+    // Returns the address of stage i, which is filled only once. wait: whether to wait for its arrival, which is
+    // necessary only the first time.
     INLINE uint32_t kept(int i, bool wait) const {
         if (wait) mbarrier_wait(stage(i).full, 0);
         return stage(i).address;
     }
-    // For a reader: stages are released in the order in which they arrived. If several threads read a stage together,
-    // one of them (speaks) does this for all.
+    // For a reader: releases a stage; stages are released in the order in which they arrived. If several threads read a
+    // stage together, only one of them (where speaks is true) frees it for all.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
         const int i = hand_over();
         if (speaks) free(i);
     }
-    // Used in place of release: returns the number of the stage, and another role frees it later.
+    // Used in place of release: returns the number of the stage, which another role frees later.
     INLINE int hand_over() {
         const int i = done;
         if (++done == size) done = 0;
@@ -8599,13 +8616,14 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         done = place;
     }
 };
-// The ring through which results leave a kernel. A warpgroup writes its results into the stages of pixels that it has
-// read. It does not release such a stage, but hands it over to the warp that stores: warp_stored fills the stage of the
-// same number in Results. The storing warp waits for that, stores the results, and frees the pixels' stage.
+// The ring through which results leave a kernel. A warpgroup has read pixels in stages of another ring, and writes its
+// results into the same stages. It does not release such a stage, but hands it over to the warp that stores: for this,
+// warp_stored fills the stage of the same number in Results. The storing warp waits for that, stores the results, and
+// frees the stage of the pixels.
 typedef Pipeline<0, 2> Results;
 
-// Initialise the barriers of several pipelines. One thread calls init_barriers; or all threads of the block call ready,
-// and may use the barriers after it.
+// Both initialise the barriers of several pipelines. One thread calls init_barriers. Or all threads of the block call
+// ready, and may use the barriers after it.
 template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) {
     (blocks.init(), ..., mbarriers_ready());
 }
@@ -8615,8 +8633,7 @@ template <class... Blocks> INLINE void ready(const Blocks&... blocks) {
 }
 
 // Walks over every `step`-th tile from `first` on, before `end`. n is the tile's image, h and w are its row and column
-// among the image's tiles. Each step takes only additions: with divisions, these would be most of the loading thread's
-// work.
+// among the image's tiles. A step needs only additions: divisions would be most of the loading thread's work.
 struct TileWalk : Origin {
     Origin d; // a step, as images, rows and columns
     int tiles_h, tiles_w, left;
@@ -8642,33 +8659,34 @@ struct TileWalk : Origin {
     }
 };
 
-// Says where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it: it computes the
-// whole address, then XORs bits 4-6 with bits 7-9 (rows of 128 bytes), or bits 4-5 with bits 7-8 (rows of 64 bytes).
+// Says where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it. TMA XORs some
+// bits of an element's address with higher bits of the same address: bits 4-6 with bits 7-9 (rows of 128 bytes), or
+// bits 4-5 with bits 7-8 (rows of 64 bytes).
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// A tile's pixels, 64 channels each, in rows of PITCH pixels with the border that a 3x3 filter reads (section 20 draws
-// a halo and its taps). The nine taps read them in place: the operand of a tap is the same memory, with another start.
-// With PITCH = 8 there is one tap (1x1).
+// The pixels of a tile in shared memory, 64 channels each, in rows of PITCH pixels, with the border that a 3x3 filter
+// reads (section 20 draws a halo and its taps). The nine taps read the pixels in place: their operands begin at
+// different addresses of the same memory. With PITCH = 8 there is one tap (1x1).
 template <int PITCH> struct Halo {
     Operand first;
     INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
-    // Tap (kh, kw) = (tap / 3, tap % 3) starts kh * PITCH + kw pixels further on, = kh * (PITCH - 3) + tap; a pixel is
-    // 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
+    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels further on, which is kh * (PITCH - 3) + tap. A
+    // pixel is 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
     INLINE Operand shifted(int tap) const {
         const int pixels = PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap;
         return {first.low + pixels * 8, first.high};
     }
 };
 
-// A warpgroup's sums: BLOCKS x 64 output channels (the rows of D) of N pixels (its columns).
+// A warpgroup's sums of N pixels (the columns of D) and BLOCKS blocks of 64 output channels each (the rows of D).
 // Invariant: nobody reads d between multiply and wait.
 template <int BLOCKS, int N> struct Accumulators {
     float d[BLOCKS][N / 2];
-    // Begins with the bias of a thread's two channels of each block: k >> 1 & 1 says to which of the two channels d[k]
-    // belongs.
+    // Begins with the bias. A thread has two channels of each block of channels; d[k] belongs to channel k >> 1 & 1 of
+    // these two.
     INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
@@ -8682,8 +8700,8 @@ template <int BLOCKS, int N> struct Accumulators {
                 d[b][k] = 0;
             }
     }
-    // Starts STEPS products of 16 input channels, as one group. weights: 64 rows of 128 bytes for each block of
-    // channels. TRANSPOSED: they lie as (input, output), which is the case for the input gradient.
+    // Starts STEPS products of 16 input channels, as one group. weights: the address of 64 rows of 128 bytes for each
+    // block of channels. TRANSPOSED: the weights lie as (input, output), which is the case for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
         constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
@@ -8694,7 +8712,7 @@ template <int BLOCKS, int N> struct Accumulators {
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // The same in FP8: products of 32 input channels.
+    // Does the same in FP8, where a product is over 32 input channels.
     template <int STEPS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
@@ -8720,14 +8738,14 @@ template <int BLOCKS, int N> struct Accumulators {
     }
 };
 
-// Two warpgroups take turns with the tensor cores: one finishes its tile while the other one multiplies.
+// Two warpgroups take turns with the tensor cores: one of them finishes its tile while the other one multiplies.
 //
 //   warpgroup 0    | multiply | pass, finish | wait | multiply | ...
 //   warpgroup 1    | wait     | multiply     | pass, finish    | ...
 //
-// Warpgroup w waits at named barrier 4 + w, which the other one's pass completes. Invariant: each warpgroup waits once
-// and passes once for each of its tiles, and they get tiles in turns. So none waits for a warpgroup that has no tile
-// left.
+// Warpgroup w waits at named barrier 4 + w. The wait ends when the other warpgroup calls pass. Invariant: each
+// warpgroup waits once and passes once for each of its tiles, and the two get tiles in turns. So neither waits for a
+// warpgroup that has no tile left.
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
