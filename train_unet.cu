@@ -5630,7 +5630,7 @@ constexpr double RETRY_AFTER = 5;
 
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
 
-// Says where some of these columns are in a row.
+// The numbers of some of these columns.
 enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
 using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
 static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column needs its place in LogColumn");
@@ -5759,7 +5759,7 @@ struct Run {
     // fetches the results (collect_steps); then the step is logged.
     int64_t first_step = 0; // the step that this process went on from; 0: the run is new
     int64_t issued = 0;     // the newest issued step
-    StepState state{};      // the figures of the newest logged step
+    StepState state{};      // the results of the newest logged step
     double val_loss = NAN;  // the validation loss after that step; NaN: it was not measured
     int stop = 0;           // the signal that ends the run, as all ranks agreed; 0: none came
 
@@ -5953,7 +5953,7 @@ static std::string status_line(const Run& run, double val, double eta) {
 // Removes parts of a status line until the line fits into `columns` columns. 0: there is no terminal, so every line
 // fits.
 static std::string shorten_status(std::string line, size_t columns) {
-    // A part is found by a word in it, and ends with the next " | ". The least important part goes first.
+    // A part is found by a word in it. It ends at the next " | ". The least important part is removed first.
     for (const char* word : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
         if (!columns || line.size() < columns) break;
         const size_t found = line.find(word);
@@ -6321,7 +6321,7 @@ static void restore(Run* run, const ModelFile& m) {
     run->snapshot_step = s.step;
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
-    // The probability of each t depends on the history.
+    // The weight of each t, with which t is drawn, is computed from the history.
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
@@ -7556,7 +7556,7 @@ struct Lane {
     cudaStream_t stream = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // the next kernel may not overlap: it also waits for another lane, or does not await_previous_kernel
+    bool joined = false; // the next kernel is launched without overlap; for example, it waits for another lane, too
 };
 
 // The device itself is the main lane. It also holds a side lane, whose kernels run at the same time (run_beside).
