@@ -6885,7 +6885,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
-    // Each step asks the network once for an image; heun's step is two of these.
+    // An evaluation is one call of the network for an image. plan.steps has an entry for each; a step of heun is two
+    // entries, except for a step to noise 0.
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.first);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
            evaluations, seconds, c.sample / seconds, c.output.c_str());
@@ -7039,7 +7040,7 @@ static std::string header_value(const Config& c, const Header& h, const Flag& f)
     return number < words.size() ? words[number] : std::to_string(h.slot[f.slot]);
 }
 
-// Sets the flags that the command line leaves open to the values in a model file, and compares the others with the
+// For each flag that the command line leaves open, takes the value in a model file. Compares the other flags with the
 // file. resume: the file is a checkpoint whose run goes on. Then the settings of the run are taken, too, not only those
 // of the model.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
@@ -7088,8 +7089,8 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
-        // Images of this size may never be reduced to the attention resolutions of the preset. Then there is attention
-        // at the lowest level instead.
+        // The attention resolutions of the preset may be impossible for images of this size. Then there is attention at
+        // the lowest level instead.
         if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
             c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
         if (!c->given("in_channels")) c->in_channels = d.C;
@@ -7146,7 +7147,7 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     const bool bad_counts = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
     const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
     const bool guard_works = g.n == (double)s.updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
-    std::string why; // the counters can't be right
+    std::string why; // in what way the counters are wrong
     if (!counts)
         why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,
                    most_steps, s.updates, s.bad_total);
@@ -7187,7 +7188,8 @@ static uint32_t sample_checksum(const InputFile& file) {
         file.read(block.data(), BLOCK, last_begin / (BLOCKS - 1) * k);
         crc = crc32(crc, block.data(), BLOCK);
     }
-    // The distance between parts was rounded down, so the loop's last part may begin before last_begin.
+    // The distance between parts was rounded down, so the loop's last part may begin before last_begin. Therefore the
+    // part at last_begin is read, too.
     file.read(block.data(), BLOCK, last_begin);
     return crc32(crc, block.data(), BLOCK);
 }
@@ -7252,7 +7254,7 @@ static const char* default_preset(const Config& c, const Dataset& data) {
 // starts them and waits until they have ended. value: a number, or all. patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
-    // "all" is 0 here.
+    // For "all", number is 0.
     const int number = atoi(value.c_str());
     const bool is_number = number >= 1 && std::to_string(number) == value;
     if (value != "all" && !is_number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
@@ -7367,10 +7369,10 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // =====================================================================================================================
 // 14. What all devices share: elements, nonlinearities, patches of pixels
 
-// Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> holds the
-// constants that depend on the type, except for those that follow from its size. (Other code that depends on the type:
-// conversions, in "Activations: pieces of 16 bytes"; mma and pack_pair, in "Tensor cores by mma.sync"; with_act, which
-// calls code with the type of an Element.)
+// Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> holds the constants that depend
+// on the type, except for those that follow from its size. Other code depends on the type, too: the conversions (in
+// "Activations: pieces of 16 bytes"), mma and pack_pair (in "Tensor cores by mma.sync"), and with_act, which calls code
+// with the type of an Element.
 template <class T> struct ElementOf;
 template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
 template <> struct ElementOf<float> {
@@ -7528,7 +7530,8 @@ static void release(Upload*) {}
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// What the choice of a kernel may depend on. If a new kind of GPU has its own tiles, it gets one more member below.
+// The properties of a GPU on which the choice of a kernel may depend. If a new kind of GPU has its own tiles, it needs
+// one more member below.
 struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory: of a multiprocessor, and the most for one block
@@ -7544,8 +7547,8 @@ struct Gpu {
     }
     constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
-// The tiles of kernels are made for these GPUs. Kernels without wgmma run on any GPU, so their tiles fit into the GPU
-// with the least shared memory, RTX 30.
+// The tiles of kernels are made for these GPUs. Kernels without wgmma run on any GPU. So their tiles must fit into the
+// shared memory of an RTX 30, which has the least.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
 static Gpu gpu; // the GPU of this process; tests put other GPUs here
@@ -7964,7 +7967,7 @@ template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
 }
-// Copies of 4 or 8 bytes
+// Copies BYTES bytes, 4 or 8.
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) {
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
@@ -8009,9 +8012,9 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     return upper;
 }
 
-// Adds up two sums of each channel over a block's threads: of x and x^2 for a group norm's statistics, of dz and dz x
-// in its backward pass. The threads lie in rows of `columns`, and those of a column have the same V neighbouring
-// channels:
+// Computes two sums for each channel, over a block's threads. For a group norm's statistics they are the sums of x and
+// of x^2; in its backward pass they are the sums of dz and of dz x. The threads lie in rows of `columns` threads. The
+// threads of a column have the same V neighbouring channels:
 //
 //                column 0        column 1
 //   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
@@ -8363,7 +8366,7 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
-constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle repeats after so many bytes; a tile begins at a multiple
+constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as one tap's weights of 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
@@ -8516,8 +8519,8 @@ struct SharedMemory {
 //
 // 1. If two warpgroups take turns with a ring, each waits at a full barrier of its own (OWNERS = 2). A waiting thread
 //    cannot distinguish phase 1 from phase 3, because it only sees the parity. So it must wait for every phase of its
-//    barrier. With one barrier for both, phases would end while the other warpgroup has the stage, and the first one
-//    would take the other's tile for its own:
+//    barrier. If both used the same barrier, phases would end while the stage belongs to the other warpgroup. Then a
+//    warpgroup would take the other's tile for its own:
 //
 //      stage 0 is filled for   warpgroup 0   warpgroup 1   warpgroup 0   when warpgroup 0's second wait (parity 1) ends
 //      one barrier: phase      0             1             2             at warpgroup 1's tile: wrong
@@ -8556,7 +8559,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         full_at = take(shared.barriers_at, n, 8 * OWNERS);
         empty_at = take(shared.barriers_at, readers ? n : 0, 8);
     }
-    INLINE void init() const { // by one thread
+    INLINE void init() const { // called by one thread
         for (int i = 0; i < size; i++) {
             UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) {
                 mbarrier_init(stage(i, owner).full, writers);
@@ -8635,7 +8638,7 @@ template <class... Blocks> INLINE void ready(const Blocks&... blocks) {
 // Walks over every `step`-th tile from `first` on, before `end`. n is the tile's image, h and w are its row and column
 // among the image's tiles. A step needs only additions: divisions would be most of the loading thread's work.
 struct TileWalk : Origin {
-    Origin d; // a step, as images, rows and columns
+    Origin d; // the length of a step: images, rows and columns of tiles
     int tiles_h, tiles_w, left;
     INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : tiles_h(tiles_h), tiles_w(tiles_w) {
         (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1);
