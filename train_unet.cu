@@ -5613,14 +5613,14 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 // kept in memory and tried again.
 //
 // In the order in which they run: train makes the run; start_weights or restore fills its arrays; then run_step is
-// called again and again. It calls train_step (section 11) and, when something is due, collect_steps, which logs what
-// the device has done, save_checkpoint, save_snapshot and save_grid. finish_complete or finish_stopped is the end.
-// Without a run, sample_and_stop draws images.
+// called again and again. run_step calls train_step (section 11). When something is due, it also calls collect_steps,
+// which logs the steps that the device has done, and then save_checkpoint, save_snapshot or save_grid. At the end
+// finish_complete or finish_stopped is called. Without a run, sample_and_stop draws images.
 
 // A checkpoint that can't be written is tried again every RETRY_AFTER seconds, for PATIENCE seconds at most, while
-// training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody does, the run ends
-// and has lost ten minutes of steps, not a night of them. At the end of a run no training goes on meanwhile, and
-// somebody who has stopped a run may soon kill it. Therefore the wait is shorter there.
+// training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody makes room, the
+// run ends; then ten minutes of training are lost, not a night. At the end of a run there is nothing left to train
+// during the wait, and somebody who has stopped a run may soon kill it. Therefore the wait is shorter there.
 constexpr double PATIENCE = 600;
 constexpr double PATIENCE_AT_THE_END = 15;
 constexpr double RETRY_AFTER = 5;
@@ -5630,12 +5630,12 @@ constexpr double RETRY_AFTER = 5;
 
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
 
-// Says where some of these columns are in a row.
+// The numbers of some of these columns.
 enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
 using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
 static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column needs its place in LogColumn");
 
-// The values of a row of log.csv. A value that can't be read becomes 0, and a missing one becomes NaN.
+// Returns the values of a row of log.csv. A value that can't be read becomes 0, and a missing value becomes NaN.
 static LogValues parse_row(const std::string& row) {
     std::istringstream fields(row); // with commas between them
     std::string field;
@@ -5647,8 +5647,8 @@ static LogValues parse_row(const std::string& row) {
     return values;
 }
 
-// What the page shows of a few neighbouring rows of log.csv: of one row or, if the run is long, of several. The arrays
-// have an element for each of the nine columns from loss to val_loss.
+// Summarises a few neighbouring rows of log.csv for the page. In a short run this is one row. The arrays have an
+// element for each of the nine columns from loss to val_loss.
 struct LogPart {
     int64_t first;   // the first row's step
     int64_t last;    // the last row's step
@@ -5673,14 +5673,14 @@ struct LogPart {
     }
 };
 
-// A log of any length, in fewer than MAX_PARTS parts of the same number of rows. When there would be more parts, every
-// two of them become one.
+// Summarises a log of any length in fewer than MAX_PARTS parts. Each part summarises the same number of rows; only the
+// last part may have fewer. When there would be MAX_PARTS parts, each pair of neighbours is joined into one part.
 struct LogSummary {
     static constexpr size_t MAX_PARTS = 4096;
     std::vector<LogPart> parts;
     int64_t rows = 1;   // the rows of a part; it is doubled when parts are joined
     Guard guard{};      // judges the rows again, because a row does not say whether its step was skipped
-    double mean = 0;    // the mean loss of about the latest tenth of the steps, in a longer run of the latest 50
+    double mean = 0;    // the mean loss of about the latest tenth of the steps, but of at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
     void add(const std::string& row);
 };
@@ -5692,7 +5692,7 @@ static LogPart part_of_row(const LogValues& values, double seconds, bool skipped
     LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
     for (int k = 0; k < 9; k++) {
         const double value = values[COLUMN_LOSS + k];
-        const bool counts = k > 0 || !skipped; // the loss of a skipped step does not count
+        const bool counts = k > 0 || !skipped; // a skipped step's loss is left out
         if (!counts || !std::isfinite(value)) continue;
         part.sum[k] = value;
         part.n[k] = 1;
@@ -5710,19 +5710,19 @@ void LogSummary::add(const std::string& row) {
     const double loss = values[COLUMN_LOSS];
     const double ms = values[COLUMN_MS];
     const double logged = values[COLUMN_SECONDS];
-    // The length of the run. Older programs wrote no seconds. For their rows the times of the steps are added up.
+    // The length of the run. Older programs wrote no seconds into a row. For such a row, the time of its step is added.
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
     // The run's own guard has judged the step by the same rule.
     const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     const LogPart part = part_of_row(values, seconds, skipped);
-    // The newest of n losses gets the share 10 / (n + 9) of the mean, so that the k-th one weighs about k^9. From n =
-    // 491 on the share stays 0.02: the mean then remembers some fifty steps.
+    // The newest of n losses has the share 10 / (n + 9) of the mean, so that the k-th loss has a weight of about k^9.
+    // From n = 491 on the share stays 0.02: then the mean depends on about the last fifty steps.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
-    // The row becomes a part of the last LogPart, if that is not complete, or else a new one.
+    // The row is added to the last LogPart if that part still has room. Otherwise the row becomes a new part.
     const bool fits = !parts.empty() && parts.back().last - parts.back().first + 1 < rows;
     if (fits) return parts.back().join(part);
     parts.push_back(part);
@@ -5755,20 +5755,20 @@ struct Run {
     Folder folder;     // the output folder; only rank 0 opens it
     Sampler sampler{}; // draws the grids
 
-    // Progress. A step is issued when the device has been given its work. Up to STEPS_AHEAD steps later the host
-    // fetches what became of it (collect_steps); then the step is logged.
+    // Progress. A step is issued when the host has given its work to the device. Up to STEPS_AHEAD steps later the host
+    // fetches the results (collect_steps); then the step is logged.
     int64_t first_step = 0; // the step that this process went on from; 0: the run is new
     int64_t issued = 0;     // the newest issued step
-    StepState state{};      // the figures of the newest logged step
+    StepState state{};      // the results of the newest logged step
     double val_loss = NAN;  // the validation loss after that step; NaN: it was not measured
     int stop = 0;           // the signal that ends the run, as all ranks agreed; 0: none came
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
     int64_t saved_step = 0;       // the step of the newest checkpoint; 0: there is none
-    int64_t saved_updates = 0;    // how many updates that checkpoint has seen
+    int64_t saved_updates = 0;    // how many updates had been done when that checkpoint was written
     int64_t proven_step = -1;     // the step of the newest checkpoint after which a good step was seen
     int64_t snapshot_step = 0;    // the step of the newest snapshot
-    int64_t snapshot_updates = 0; // how many updates that snapshot has seen
+    int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
     double best_loss = INFINITY;  // the validation loss of best.bin, at rank 0; infinite: it is unknown
 
     // The log, the page and the line on the terminal.
@@ -5778,7 +5778,8 @@ struct Run {
     bool status_line_open = false;   // the cursor is in a status line, which the next one replaces
     double status_shown = -INFINITY; // when the latest status line was printed
 
-    // What waits for the disk. Each of the flags remembers that something was said, so that it is said once.
+    // What waits for the disk. Each flag said_... remembers that a message was printed, so that it is printed only
+    // once.
     std::string unwritten_rows{};                          // rows that log.csv still lacks
     bool said_rows_wait = false;                           // the user knows that rows wait
     std::map<std::string, std::string> waiting_pictures{}; // the content of pictures to be written, by file name
@@ -5786,8 +5787,8 @@ struct Run {
     double pictures_tried = -INFINITY;                     // when pictures were last written or tried
     double no_room_since = 0; // when a checkpoint first could not be written; 0: the latest one was written
     int64_t retry_at = 0;     // the step after which a checkpoint is tried again
-    bool said_moved = false;  // the user knows that the folder has moved
-    bool said_length = false; // the length of the run was judged
+    bool said_moved = false;  // the user was told that the folder has moved
+    bool said_length = false; // print_step has judged how long the run will take
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
@@ -5823,8 +5824,8 @@ static int64_t best_step(const Run& run) {
     return h.get<int64_t>(SLOT_STEP);
 }
 
-// Opens log.csv at rank 0. A resumed run removes the rows behind the step of its checkpoint, because it does these
-// steps again. The rows that stay feed the page, and one of them tells the validation loss of best.bin.
+// Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
+// removed. The rows that stay are added to the page. One of them holds the validation loss of best.bin.
 static void open_log(Run* run) {
     if (world.rank) return;
     const int64_t best = best_step(*run);
@@ -5832,10 +5833,10 @@ static void open_log(Run* run) {
     const auto commas = std::ranges::count(kept, ',');
     std::istringstream old(read_text(run->folder, "log.csv"));
     std::string row;
-    while (std::getline(old, row) && !old.eof()) { // a last row without a line break was cut short: it does not count
+    while (std::getline(old, row) && !old.eof()) { // a last row without a line break was cut short, and is ignored
         const LogValues values = parse_row(row);
         const double step = values[COLUMN_STEP];
-        const bool belongs = step > 0 && step <= (double)run->first_step; // the line of column names has step 0
+        const bool belongs = step > 0 && step <= (double)run->first_step; // the line of column names has step 0 here
         if (!belongs) continue;
         run->summary.add(row);
         const double val_loss = values[COLUMN_VAL_LOSS];
@@ -5855,8 +5856,8 @@ static void open_log(Run* run) {
                run->folder.name(BEST).c_str(), best);
 }
 
-// If somebody removed the folder, the run has no place for its checkpoints and ends. If somebody moved it, the run goes
-// on in it: the folder is held by its descriptor, not by its name.
+// If somebody removed the folder, the run has no place for its checkpoints, and ends. If somebody moved the folder, the
+// run goes on in it: the run holds the folder by its descriptor, not by its name.
 static void check_folder(Run* run) {
     if (world.rank) return;
     if (run->folder.is_removed())
@@ -5870,7 +5871,7 @@ static void check_folder(Run* run) {
 
 // Writes the rows that log.csv lacks. If the disk has no room for all of them, the rest waits; the run goes on.
 static void write_log(Run* run) {
-    // The system may take only a part of what it is given.
+    // The system may write only a part of what it is given.
     std::string& rows = run->unwritten_rows;
     while (!rows.empty()) {
         const ssize_t written = write(run->log_file, rows.data(), rows.size());
@@ -5878,7 +5879,7 @@ static void write_log(Run* run) {
         rows.erase(0, (size_t)written);
     }
     const std::string why = strerror(errno);
-    // Once, the user is told that rows wait, and once that they wait no longer.
+    // The user is told once that rows wait, and once that they wait no longer.
     const bool wait = !rows.empty();
     if (wait == run->said_rows_wait) return;
     run->said_rows_wait = wait;
@@ -5888,14 +5889,14 @@ static void write_log(Run* run) {
     else printf("%s: is written again, and no row is missing\n", name.c_str());
 }
 
-// Writes the pictures that wait. If the disk has no room for one of them, it waits with those behind it; the run goes
-// on.
+// Writes the pictures that wait. If the disk has no room for a picture, this picture and those after it go on waiting;
+// the run goes on.
 static void write_waiting(Run* run) {
     if (run->waiting_pictures.empty()) return;
     run->pictures_tried = now();
     std::string failure;
     std::string name; // the latest picture that was tried
-    // Until one can't be written.
+    // Stop at the first picture that can't be written.
     while (!run->waiting_pictures.empty() && failure.empty()) {
         const auto picture = run->waiting_pictures.begin();
         name = picture->first;
@@ -5911,17 +5912,18 @@ static void write_waiting(Run* run) {
     else printf("%s: is written again, and no picture is missing\n", name.c_str());
 }
 
-// Writes a picture now or, if others already wait for the disk, behind them.
+// Writes a picture now. If other pictures already wait for the disk, this one waits with them.
 static void write_or_wait(Run* run, const std::string& name, const std::string& content) {
     run->waiting_pictures[name] = content;
     if (!run->said_pictures_wait) write_waiting(run);
 }
 
-// Adds the step in run->state to the log. ms: how long it took. val: its validation loss, or NaN. seconds: the length
-// of the run when it was done. A quarter of the noise levels that no sample of the step fell into has no loss.
+// Adds the step in run->state to the log. ms: how long the step took. val: its validation loss, or NaN. seconds: the
+// length of the run when the step was done. Each of loss_q0 ... loss_q3 belongs to a quarter of the noise levels. If no
+// sample of the step fell into a quarter, its field stays empty.
 static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
-    // Nine digits bring a float back as it was; an empty field is no value.
+    // With nine digits, the same float can be read back. An empty field means that there is no value.
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
@@ -5930,12 +5932,12 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     run->summary.add(row);
 }
 
-// Returns what the status line says if there is room for all of it. val: a validation loss, or NaN. eta: seconds to the
-// end.
+// Returns the whole status line; shorten_status makes it fit. val: a validation loss, or NaN. eta: the seconds until
+// the run ends.
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
-    // Speeds, of the mean over recent steps.
+    // Speeds, from the mean time of recent steps.
     const double ms = run.per_step * 1e3;
     const double images_per_s = c.batch_size / run.per_step;
     // A backward pass costs about two forward passes.
@@ -5948,9 +5950,10 @@ static std::string status_line(const Run& run, double val, double eta) {
     return line;
 }
 
-// Takes parts out of a status line until it fits into so many columns. 0: it is no terminal, and every line fits.
+// Removes parts of a status line until the line fits into `columns` columns. 0: there is no terminal, so every line
+// fits.
 static std::string shorten_status(std::string line, size_t columns) {
-    // A part is found by a word in it, and ends with the next " | ". The least important part goes first.
+    // A part is found by a word in it. It ends at the next " | ". The least important part is removed first.
     for (const char* word : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
         if (!columns || line.size() < columns) break;
         const size_t found = line.find(word);
@@ -5963,8 +5966,8 @@ static std::string shorten_status(std::string line, size_t columns) {
     return line;
 }
 
-// Prints the status line. Once, when the first steps have shown how long the run will take, it also says so if that is
-// more than three hours: a beginner may not have meant it.
+// Prints the status line. When the first steps have shown how long the run will take, and this is more than three
+// hours, it prints this time, too, but only once: a beginner may not have meant to start such a long run.
 static void print_step(Run* run, double val) {
     const Config& c = run->config;
     const StepState& s = run->state;
@@ -5981,7 +5984,7 @@ static void print_step(Run* run, double val) {
                    duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
         }
     }
-    // The next status line replaces this one on a terminal; elsewhere it is a line of its own.
+    // On a terminal the next status line replaces this one. Elsewhere each status line is a line of its own.
     const size_t columns = (size_t)terminal_columns();
     show_status(shorten_status(status_line(*run, val, eta), columns));
     run->status_line_open = columns > 0;
@@ -5991,11 +5994,11 @@ static void print_step(Run* run, double val) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- checkpoints, snapshots and grids
 
-// Called after a good step: the newest checkpoint has led to it, so it is good, and older ones are no longer needed.
-// --keep_checkpoints says how many stay; 0: all of them.
+// Is called after a good step. The newest checkpoint led to this step, so it is good, too, and older ones are no longer
+// needed. --keep_checkpoints is the number of checkpoints that stay; 0: all of them stay.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
-    auto found = run->folder.list(); // by step: the first one is the oldest
+    auto found = run->folder.list(); // sorted by step: the oldest checkpoint comes first
     // If best.bin is one of these checkpoints, its file stays: best.bin is another link to it.
     while (keep && found.size() > keep) {
         const auto oldest = found.begin();
@@ -6010,7 +6013,7 @@ static void stop_run(Run* run, const std::string& why) {
     const Folder folder = world.rank ? open_folder(run->config.output_dir) : run->folder;
     const auto found = folder.list();
     const auto newest = found.rbegin();
-    // The newest checkpoint is good if a good step followed it. Else its weights may be what broke the run.
+    // The newest checkpoint is good if a good step followed it. Otherwise its weights may have been broken already.
     std::string last = "no checkpoint was written yet";
     if (!found.empty() && newest->first == run->proven_step) {
         last = "the last good checkpoint is " + folder.name(newest->second);
@@ -6029,11 +6032,13 @@ static std::string saved_so_far(const Run& run) {
     return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
 }
 
-// All ranks call this after rank 0 has tried to write a model file. They agree on the step after which it is tried
-// again. failure, error: those of rank 0's AtomicFile. Result: whether the file was written.
+// All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
+// on the step after which rank 0 tries again. failure, error: those of rank 0's AtomicFile. Result: whether the file
+// was written.
 static bool is_written(Run* run, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
-    // The first failure, or the end of the patience, or the first success after failures.
+    // Print a message at the first failure, and at the first success after failures. End the run when the patience is
+    // over.
     if (error && !run->no_room_since) {
         run->no_room_since = now();
         end_line(run);
@@ -6049,7 +6054,7 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
         printf("%s: is written again\n", name.c_str());
         run->no_room_since = 0;
     }
-    // Ranks count the pause in steps, because their clocks differ. A step is taken to last at least a millisecond.
+    // Ranks measure the pause in steps, because their clocks differ. A step is assumed to last at least a millisecond.
     const int steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
     const int pause = error ? std::max(1, steps_of_pause) : 0;
     const int agreed = any_rank("the moment to try again", pause);
@@ -6057,29 +6062,29 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
     return !agreed;
 }
 
-// Writes a model file: the header, the arrays in the order of the format, and the history of losses. Every rank has a
-// slice of each array. All ranks call this, because they gather the slices together; rank 0 writes.
+// Writes a model file: the header, the arrays in the order of the format, and the history of losses. Each rank has a
+// slice of each array. All ranks call this function, because they gather the slices together. Only rank 0 writes.
 // Result: whether the file was written.
 static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
-    if (world.rank) { // sends its slices, and hears whether rank 0 could write them
+    if (world.rank) { // this rank sends its slices, and learns whether rank 0 could write them
         for (float* slice : slices) whole_array(run->trainer, slice);
         return is_written(run, name, "", 0);
     }
-    AtomicFile file(run->folder, name); // it gets its name when it is complete (commit)
+    AtomicFile file(run->folder, name); // the file appears under this name when it is complete (commit)
     uint32_t crc = 0;                   // the checksum of all bytes until now
     auto write = [&](const void* data, size_t n) {
         crc = crc32(crc, data, n);
         file.write(data, n);
     };
     header.set(SLOT_PARAMS, net.num_params);
-    write(header.slot, 1024); // its slot for the checksum is still 0, and the checksum is defined like that
+    write(header.slot, 1024); // by definition the checksum is computed while its own slot is 0
 
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of it in PyTorch's layout
     for (float* slice : slices) {
-        // The other ranks wait for rank 0 here, so it comes here also after a failure.
+        // Rank 0 gathers the array even after a failure, because the other ranks wait for it in whole_array.
         const float* whole = whole_array(run->trainer, slice);
         if (file.error) continue;
         copy_to_host(flat.data(), whole, flat.size() * sizeof(float));
@@ -6100,7 +6105,8 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
 }
 
 // With --keep_best: makes best.bin a link to this checkpoint, which was just written, if its validation loss is the
-// lowest. If the data ended the run, the last step has no validation loss (NaN), and its checkpoint is not compared.
+// lowest. If the run ended because data could not be read, the last step has no validation loss (NaN), and its
+// checkpoint is not compared.
 static void keep_best(Run* run, const std::string& checkpoint) {
     const bool is_better = run->val_loss < run->best_loss; // false for NaN
     if (world.rank || !run->config.keep_best || !is_better) return;
@@ -6125,7 +6131,7 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_BAD_TOTAL] = (int)s.bad_total;
     h.slot[SLOT_BAD_IN_ROW] = (int)s.bad_in_row;
     h.set(SLOT_GUARD, s.guard);
-    // These slots say which data the run trains on.
+    // These slots identify the data that the run trains on.
     h.set(SLOT_IMAGES, tr.data.count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
@@ -6136,27 +6142,27 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
 
-    // The arrays in the order of the format, and the losses behind them.
+    // The arrays in the order of the format, and the history of losses after them.
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
-    // Seven digits, so that a list of the names is in the order of the steps.
+    // The step has seven digits, so that a list of files that is sorted by name is also sorted by step.
     const std::string name = text("model_%07ld.bin", s.step);
     if (!save_arrays(run, name, h, arrays, history)) return;
-    // It counts as saved now. Whether it is good, the next step shows (prove_checkpoint).
+    // The step is saved now. The next step shows whether the checkpoint is good (prove_checkpoint).
     run->saved_step = s.step;
     run->saved_updates = s.updates;
     keep_best(run, name);
 }
 
-// Writes the two averages by power functions (POWER_EMAS). The file is a model file whose number of steps is the number
-// of updates, since that is what the averages depend on.
+// Writes the two averages by power functions (POWER_EMAS) into a model file. In its header, the number of updates takes
+// the place of the number of steps, because the averages depend on the number of updates.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
     std::vector<float*> slices;
-    // They are two of the run's averages.
+    // Both averages are among the run's averages.
     for (float power : POWER_EMAS) {
         const size_t k = std::ranges::find(c.emas, power) - c.emas.begin();
         slices.push_back(run->trainer.emas[k]);
@@ -6166,7 +6172,7 @@ static void save_snapshot(Run* run) {
     run->snapshot_updates = run->state.updates;
 }
 
-// What stands below each of n images in a grid: their numbers, if there are any.
+// Returns the texts below n images in a grid: the numbers that each image is conditioned on, if there are any.
 static std::vector<std::string> value_captions(const Config& c, const Sampler& s, int n) {
     std::vector<std::string> captions(c.cond_dim ? n : 0);
     for (int i = 0; i < std::ssize(captions); i++)
@@ -6174,16 +6180,16 @@ static std::vector<std::string> value_captions(const Config& c, const Sampler& s
     return captions;
 }
 
-// What a grid shows of each of these images (n, H, W, C) if they are conditioned on pictures: the picture, the image,
-// and the data's image that belongs to the picture, side by side (n, H, 3 W, C). Of a picture with fewer channels the
-// first one is shown.
+// Returns what a grid shows of images (n, H, W, C) that are conditioned on pictures. Three things lie side by side, so
+// the result is (n, H, 3 W, C): the picture, the image, and the data's image that belongs to the picture. If a picture
+// has fewer channels than an image, only the picture's first channel is shown.
 static std::vector<float> beside_pictures(const Config& c, const Sampler& s, const std::vector<float>& images) {
     const int K = c.cond_channels;
     const int C = c.in_channels;
     const size_t row = (size_t)c.W * C;
     std::vector<float> shown;
-    for (size_t at = 0; at < images.size(); at += row) {          // a row of an image
-        const size_t first_pixel = at / C % (s.truth.size() / C); // pictures take turns
+    for (size_t at = 0; at < images.size(); at += row) {          // where a row of an image begins
+        const size_t first_pixel = at / C % (s.truth.size() / C); // if there are more images, the pictures repeat
         for (int w = 0; w < c.W; w++)
             for (int channel = 0; channel < C; channel++)
                 shown.push_back(s.pictures[(first_pixel + w) * K + (K >= C ? channel : 0)]);
@@ -6200,7 +6206,7 @@ static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
     end_line(run);
-    // Every rank needs all weights, as the network reads them.
+    // Every rank needs all weights, in the type that the network reads.
     const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
@@ -6212,19 +6218,19 @@ static void save_grid(Run* run) {
                   grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts));
 }
 
-// Writes a line about a model: its size, and what it costs.
+// Returns a line about a model: its size, and what it costs.
 static std::string describe(const UNet& net) {
     const Config& c = net.config;
     return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image", c.H, c.W, c.in_channels,
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// Says whether the folder holds a run that has, or may later write, a file of this name. Nothing else may lie there
-// under it: the run would replace that, or take it for its own.
+// Says whether the folder holds a run that has, or may later write, a file of this name. Nothing else may be written
+// there under such a name: the run would replace that file, or read it as its own.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
-    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // loss.png is the twin's
+    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // loss.png: of train_unet.py
         if (name == one_of_its) return true;
     const bool has_step = step_in_name(name, "model_", ".bin") >= 0 || step_in_name(name, "ema_", ".bin") >= 0 ||
                           step_in_name(name, "samples_", ".png") >= 0;
@@ -6236,7 +6242,7 @@ constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; c
 // defines: begin_page, write_page, end_page, page_turn, compare_runs
 #include "host/page.h"
 
-// Says that a step was skipped. Ends the run after --max_bad_steps of them in a row.
+// Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
 static void report_bad_step(Run* run) {
     const StepState& s = run->state;
     end_line(run);
@@ -6251,19 +6257,20 @@ static void report_bad_step(Run* run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the start of a run: new, from a file's weights, or resumed
 
-// Gives a new run its weights: those of the --init file or, without one, random ones. A file's average is preferred to
-// its plain weights, unless --use_ema False. All averages start from the same weights.
+// Gives a new run its weights: those of the --init file or, without one, random ones. If the file has an average of the
+// weights, the run starts from the average, unless --use_ema is False. All averages start from the same weights.
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
     const int array = takes_average ? m.ema_array(0) : 0;
     const std::vector<float> flat = m.size ? read_array(m, net, array) : init_params(net);
-    copy_slice(tr->params, flat, slice_of(flat.size())); // all of it, at every rank
+    copy_slice(tr->params, flat, slice_of(flat.size())); // every rank has all weights
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
-// Says which array of a checkpoint the k-th average of a resumed run goes on from: the average of the same rate. If the
-// file has none of this rate, the one in the same place; if there is none either, the weights (array 0).
+// Returns the number of the checkpoint's array from which the k-th average of a resumed run goes on. This is the
+// average of the same rate. If the file has none of this rate, it is the file's k-th average. If there is no k-th
+// average either, it is the weights (array 0).
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // The rates may have been given in another order than before.
@@ -6275,8 +6282,8 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
     return k < m.emas() ? m.ema_array(k) : 0;
 }
 
-// Reads the losses that --schedule_sampler loss-second-moment remembers, which lie at the end of a checkpoint: for
-// every t up to HISTORY losses and, as the last number, how many there are.
+// Reads the losses that --schedule_sampler loss-second-moment remembers. They lie at the end of a checkpoint. For every
+// t there are HISTORY + 1 numbers: up to HISTORY losses and, as the last number, how many losses there are.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
     std::vector<float> history(tr.history ? m.history() : 0); // empty if this run draws t in another way
     const size_t bytes = history.size() * sizeof(float);
@@ -6291,13 +6298,13 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Brings a resumed run to where its checkpoint was: weights, moments, averages, counters, the guard, the losses.
+// Brings a resumed run into the state of its checkpoint: weights, moments, averages, counters, the guard, the losses.
 static void restore(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
     run->state = m.state();
     const StepState& s = run->state;
-    // The weights at every rank, and each rank's slices of AdamW's moments and the averages.
+    // Every rank gets all weights, and its own slices of AdamW's moments and of the averages.
     copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
     copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
     copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
@@ -6306,7 +6313,7 @@ static void restore(Run* run, const ModelFile& m) {
         copy_slice(tr.emas[k], read_array(m, tr.net, array), tr.own);
     }
     restore_history(tr, m);
-    // What the checkpoint holds is saved already.
+    // The state that was just read is saved already, in the checkpoint.
     run->first_step = s.step;
     run->issued = s.step;
     run->saved_step = s.step;
@@ -6314,11 +6321,11 @@ static void restore(Run* run, const ModelFile& m) {
     run->snapshot_step = s.step;
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
-    // The weights of each t are computed from the history.
+    // The weight of each t, with which t is drawn, is computed from the history.
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
-    // A step's images are those at positions step * B and on: another batch size moves them.
+    // A step's images begin at position step * B of the data. So another batch size means other images.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
     if (B != before)
@@ -6330,30 +6337,30 @@ static void restore(Run* run, const ModelFile& m) {
 // A folder holds one run. A new run needs a folder in which there is none. A resumed run needs its own folder, or an
 // empty one. resume: the path of the checkpoint; "": the run is new.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
-    // A best.bin without checkpoints is another run's, which --keep_best would replace, unless this run goes on from
-    // it.
+    // If there is a best.bin but no other checkpoint, it is another run's, and --keep_best would replace it. This is
+    // allowed only if this run goes on from it.
     const auto found = output.list();
     const bool has_checkpoint = !found.empty();
     std::error_code error;
     const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
     must(!c.keep_best || has_checkpoint || from_best || !output.has(BEST), output.name(BEST),
          "is another run's; move it away, or choose another --output_dir");
-    // A log without a checkpoint is of a run that was killed early. --resume_checkpoint auto begins anew there.
+    // A log without a checkpoint was left by a run that was killed early. --resume_checkpoint auto begins anew there.
     const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
     if (!holds_run) return;
 
-    // The folder holds a run. So this one must be resumed,
+    // The folder holds a run. So this run must be a resumed one.
     const int64_t newest_step = has_checkpoint ? found.rbegin()->first : 0;
     const std::string newest = has_checkpoint ? output.name(found.rbegin()->second) : "";
     std::string what = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
     if (has_checkpoint) what = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest_step);
     must(!resume.empty(), c.output_dir, "already holds a run" + what + ", or choose another --output_dir");
 
-    // from a checkpoint of this folder,
+    // Its checkpoint must lie in this folder.
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
     must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
-    // and no checkpoint may be of a later step: this run would come to the same steps and replace it.
+    // No checkpoint may be of a later step: this run would come to the same step and replace that checkpoint.
     const bool none_is_later = newest_step <= resume_step;
     const bool has_wrong_name = !none_is_later && std::filesystem::equivalent(newest, resume, error);
     must(!has_wrong_name, newest, text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
@@ -6362,12 +6369,12 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// A run that goes on from an early checkpoint does later steps again, maybe with other flags. Snapshots of its first
-// try must not become part of an average of this run, so they get another name.
+// A run that goes on from an early checkpoint does later steps again, maybe with other flags. The old snapshots of
+// these steps must not become part of an average of this run. So they are renamed.
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
-        if (step <= first_step) continue; // it is a part of this run
+        if (step <= first_step) continue; // this snapshot is a part of this run
         const std::string new_name = name + ".left";
         if (renameat(folder.descriptor, name.c_str(), folder.descriptor, new_name.c_str()))
             die("%s: can't be renamed to %s (%s); move it away", folder.name(name).c_str(), new_name.c_str(),
@@ -6380,15 +6387,15 @@ static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
                folder.path.c_str(), first_step, count);
 }
 
-// Says how the memory of the device is used, in GiB.
+// Prints how the memory of the device is used, in GiB.
 static void print_memory(const Config& c, const UNet& net) {
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // There are copies of the weights and of their average.
+    // There is a copy of the weights, and one of their first average.
     const double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
 
-    // The parts of all that was asked for; what is left over is the rest.
+    // The parts of all memory that the program has allocated. What belongs to no other part is in `rest`.
     const double all = device_bytes / GIB;
     const double weights = array + c.emas.size() * slice + copies;
     const double grads = world.size > 1 ? 2 * array : array; // a rank also receives the gradients of others
@@ -6400,7 +6407,8 @@ static void print_memory(const Config& c, const UNet& net) {
            all, weights, grads, moments, net.B, arena, rest);
 }
 
-// The part of its preset that a run has: what a model file or the data has replaced is left out.
+// Returns the flags of its preset that a run uses. A value that a model file or the data has replaced is left out. (A
+// value that the command line has replaced is kept: print_start prints the command line's flags after it.)
 static std::string preset_in_force(const Config& c) {
     std::string kept;
     std::istringstream words(PRESETS.at(c.preset)); // --name value --name value
@@ -6415,7 +6423,7 @@ static std::string preset_in_force(const Config& c) {
     return kept;
 }
 
-// Says what is about to be trained, on what, and where it is written.
+// Prints what is about to be trained, on which data, and in which folder.
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     printf("preset %s:%s\n", c.preset.c_str(), preset_in_force(c).c_str());
     std::string given; // the flags of the command line, so that the output tells how to repeat the run
@@ -6429,7 +6437,8 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
         printf("processes: %d, which share a step's batch of %d, %d images at a time; "
                "each keeps its part of the moments and averages\n",
                world.size, c.batch_size, c.micro());
-    // The images of a long file were not read at the start (READ_AT_START), unless each has a checksum of its own.
+    // The images can't be verified if their checksums are not known. This is so if the file is longer than
+    // READ_AT_START and holds no checksum of each image.
     const bool verified = !data.image_crc.empty();
     const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
@@ -6445,20 +6454,21 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
 // --- the loop over the steps
 
 // Waits until all issued steps are done, and logs them. validate: the validation loss is measured after the last of
-// them. show: the last of them is printed.
+// these steps. show: the status line of the last of these steps is printed.
 static void collect_steps(Run* run, bool validate, bool show) {
-    StepState records[RECORDS]; // what the device has written down of each step (record_step)
+    StepState records[RECORDS]; // the results of each step, which the device has stored (record_step)
     const int64_t logged = run->state.step;
     copy_to_host(records, run->trainer.records, sizeof records); // this waits for the steps
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // Rounded as in log.csv, which a resumed run reads: so it decides about best.bin as a run that never paused.
+    // The loss is rounded as in log.csv. A resumed run reads it there, and must decide about best.bin as a run without
+    // a pause.
     run->val_loss = atof(text("%.9g", val).c_str());
 
     const double count = (double)(run->issued - logged);
-    // The mean over recent steps forgets a tenth with each step. The first three steps are slower and count for
-    // nothing.
+    // The mean over recent steps: with each step, the weight of the steps before it falls by a tenth. The first three
+    // steps are slower, so the mean of later steps leaves them out.
     const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
     run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
     run->seconds += elapsed;
@@ -6468,7 +6478,7 @@ static void collect_steps(Run* run, bool validate, bool show) {
         run->state = records[step % RECORDS];
         const bool is_last = step + 1 == run->issued;
         const double steps_later = (double)(run->issued - 1 - step);
-        const double done = ended - elapsed * steps_later / count; // as if all of them took the same time
+        const double done = ended - elapsed * steps_later / count; // as if all steps took the same time
         log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
         if (!run->state.ok) report_bad_step(run);
         else if (run->proven_step != run->saved_step) prove_checkpoint(run);
@@ -6489,8 +6499,8 @@ static bool is_stopped(Run* run) {
     return run->stop;
 }
 
-// Does one turn of the loop: issues a step, and does what is due after it. If nothing is due, it does not wait for the
-// step.
+// Does one turn of the loop: issues a step, and does what is due after it. If nothing is due, the host does not wait
+// until the step is done.
 static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return;
@@ -6499,10 +6509,11 @@ static void run_step(Run* run) {
     const bool last = is_stopped(run) || step >= c.max_steps;
     // If steps are slow, the status line is also printed before it would become older than ten seconds.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
-    // What happens every so many steps, and after the last one. An interval of 0 means never.
+    // Says whether something is due that happens after every `interval` steps and after the last one. 0: it never
+    // happens.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // The same for files. A skipped step or a full disk may keep one from being written when it is due; then it is
-    // written as soon as possible. written: the step of the newest such file.
+    // The same for files. If a step was skipped or the disk is full, a file can't be written when it is due. Then it is
+    // written as soon as possible. written: the step of the newest file of this kind.
     auto file_due = [&](int interval, int64_t written) {
         const bool is_behind = interval && step / interval > written / interval;
         return interval && (last || (is_behind && step >= run->retry_at));
@@ -6522,11 +6533,11 @@ static void run_step(Run* run) {
     if (snapshot) save_snapshot(run);
     if (draw) save_grid(run);
     if (save || draw) write_page(run, "running");
-    run->steps_began = now(); // what was written meanwhile is not part of a step's time
+    run->steps_began = now(); // the time that was spent on writing is not part of a step's time
 }
 
 // Says whether one more step is needed before a stopped run can end. With --keep_best a checkpoint needs a validation
-// loss. If the signal came after the latest step's row was written without one, another step is done, as the last one.
+// loss. If the signal came after the latest step was logged without a validation loss, the run does one more step.
 static bool lacks_validation(const Run& run) {
     const Config& c = run.config;
     const bool all_logged = run.state.step == run.issued;
@@ -6534,8 +6545,8 @@ static bool lacks_validation(const Run& run) {
     return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
 }
 
-// Saves what the last steps made. If the disk is full, it waits for room, but not for long, and only until a second
-// signal comes.
+// Saves the results of the last steps. If the disk is full, this function waits for room, but not for long, and only
+// until a second signal comes.
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
     const bool takes_snapshots = run->config.ema_snapshots;
@@ -6550,7 +6561,7 @@ static void save_at_the_end(Run* run) {
         if (any_rank("the end of a wait", give_up))
             die("%s: step %ld could not be saved; %s", run->config.output_dir.c_str(), run->state.step,
                 saved_so_far(*run).c_str());
-        sleep(1); // a signal ends it early
+        sleep(1); // a signal ends the sleep early
     }
 }
 
@@ -6567,7 +6578,7 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (val.count && c.cond_dim && val.K != c.cond_dim)
         die("--val_data_file %s: has %d numbers an image and the model takes --cond_dim %d", val.path.c_str(), val.K,
             c.cond_dim);
-    // A model with classes needs them here, too, and not more of them than it has rows for.
+    // A model with classes also needs labels of the validation images, and at most as many classes as --num_classes.
     const bool labels_fit = !val.labels.empty() && val.classes <= c.num_classes;
     if (val.count && c.class_cond && !labels_fit)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
@@ -6587,15 +6598,16 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     return val;
 }
 
-// Without --values the images of a run's grids have the numbers of the first images of its data: of the validation
-// data, if there are any, which are not trained on.
+// Without --values, the images of a run's grids are conditioned on the numbers of the first images of d. d is the
+// validation data if there are any, because the run does not train on them; otherwise it is the training data.
 static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!s->value_rows.empty()) return;
     const int64_t rows = std::min<int64_t>(d.count, c.num_samples);
     s->value_rows.assign(d.values.begin(), d.values.begin() + rows * c.cond_dim);
 }
 
-// The images of a run's grids are conditioned on the first pictures of the validation data or, without it, of the data.
+// The images of a run's grids are conditioned on the first pictures of d: the validation data or, without it, the
+// training data.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!c.cond_channels) return;
     const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
@@ -6604,7 +6616,7 @@ static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d)
     else s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
 }
 
-// Makes the output folder ready, at rank 0: from now on it is this run's alone.
+// Prepares the output folder, at rank 0. From now on only this run may write there.
 static void take_folder(Run* run, const std::string& resume) {
     const Config& c = run->config;
     // The lock is held until the program ends, so that no other run writes here.
@@ -6613,17 +6625,17 @@ static void take_folder(Run* run, const std::string& resume) {
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
     check_output_dir(c, folder, resume, run->first_step); // again, now that nobody else can change it
-    // Files that a killed process did not finish.
+    // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
 }
 
-// From now on a signal ends the run in order: what was trained is saved.
+// From now on, a signal makes the run save what was trained, and end.
 static void listen_to_signals() {
     for (const auto& [number, name] : STOP_SIGNALS) {
         const auto before = signal(number, [](int s) { stop_signal = s; });
         const bool is_nohup = before == SIG_IGN && number == SIGHUP;
-        if (is_nohup) signal(number, SIG_IGN); // the command nohup asks us to survive the terminal's end
+        if (is_nohup) signal(number, SIG_IGN); // the command nohup asks that programs go on when the terminal closes
     }
 }
 
@@ -6651,7 +6663,7 @@ static void finish_complete(Run* run) {
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     const double ms = run->seconds / (double)(s.step - run->first_step) * 1e3;
-    const double peak_mib = usage.ru_maxrss / 1024.0; // Linux counts it in KiB
+    const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
     printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
            c.output_dir.c_str());
     // Old checkpoints are removed only when a good step has followed the newest checkpoint. So one more step is done,
@@ -6676,10 +6688,10 @@ static void write_the_rest(Run* run) {
             run->folder.name(waiting.begin()->first).c_str(), waiting.size());
 }
 
-// Does a whole run. data: the training data. output: the folder, if it is there. resume: the path of the checkpoint to
-// go on from, or "". start: that checkpoint, or the file of --init.
-// Result: the program's exit code. After a signal it is the one that a shell gives, so that in "./train_unet && next"
-// the next program does not go on with a model that is half trained.
+// Does a whole run. data: the training data. output: the folder, if it exists. resume: the path of the checkpoint to go
+// on from, or "". start: that checkpoint, or the file of --init.
+// Result: the program's exit code. After a signal it is 128 + the number of the signal, as in a shell. So in
+// "./train_unet && next" the next program does not go on with a model that is half trained.
 static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
                  const ModelFile& start) {
     // Find what is wrong first, before the program asks for memory or writes a file.
@@ -6726,13 +6738,13 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samples, without a run
 
-// Says which array of a model file --sample draws from: the average of the rate --ema_rate or, without this flag, the
-// first average. If the file has no average, or with --use_ema False: the weights (array 0).
+// Returns the number of the model file's array that --sample draws from: the average of the rate --ema_rate or, without
+// this flag, the first average. If the file has no average, or with --use_ema False, it is the weights (array 0).
 static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
     std::string rates; // the rates of the averages that do not match
     for (int k = 0; k < m.emas(); k++) {
-        // The rate is compared as files hold it, in fp32.
+        // The rates are compared in fp32, as files hold them.
         const float rate = m.ema_rate(k);
         if (!c.given("ema_rate") || rate == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
         rates += text(" %g", rate);
@@ -6740,7 +6752,8 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Says whether a file holds something that a user may miss if samples replace it: a model, or data that are no samples.
+// Says whether a file holds something that must not be lost when samples replace it: a model, or data that are no
+// samples.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All our files begin with a header of 1024 bytes, and its first slot says what they are.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
@@ -6757,10 +6770,10 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
     return is_model || (is_data && !are_samples);
 }
 
-// Opens the folder of --output. Drawing samples may take long, so everything that would make the writing fail is found
-// before: a name that can't be written, or a file that must not be replaced.
+// Opens the folder of --output. Drawing samples may take long, so everything that would make the writing fail is
+// checked first: a name that can't be written, or a file that must not be replaced.
 static Folder open_output(const Config& c, const std::string& resume) {
-    // Every sentence begins with the flag.
+    // Every message begins with the flag.
     auto must = [&](bool ok, const std::string& why) {
         if (!ok) refuse("--output " + c.output + ": " + why);
     };
@@ -6806,7 +6819,7 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     for (int i = 0; i < count; i++)
         for (int channel = 0; channel < C; channel++)
             for (int p = 0; p < HW; p++) {
-                const size_t pixel = (size_t)i * HW + p; // of all images
+                const size_t pixel = (size_t)i * HW + p; // the pixel's number among all images' pixels
                 const float* const value = &images[pixel * C + channel];
                 data.append((const char*)value, sizeof(float));
             }
@@ -6839,14 +6852,14 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     float* params = device_copy(flat);
     const Fp8Weights fp8 = make_fp8_weights(net, flat);
 
-    // Makes the sampler, and gives it the pictures that are its condition (--cond_channels), and the images that it
-    // starts from (--start_from) or whose known part it keeps (--inpaint).
+    // Makes the sampler, and reads its pictures and images: the pictures that are its condition (--cond_channels); the
+    // images that it starts from (--start_from), or whose known part it keeps (--inpaint).
     Sampler sampler = make_sampler(c, net.B);
     const int C = c.in_channels;
     if (c.cond_channels) sampler.pictures = sample_pictures(c);
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, C, C);
     if (!c.inpaint.empty()) {
-        // The device keeps those of the batch that is drawn.
+        // The device holds the images and masks of one batch at a time.
         sampler.images = read_images(c, "inpaint", c.inpaint, C, C);
         sampler.masks = read_images(c, "mask", c.mask, 1, C);
         const size_t batch_values = (size_t)net.B * c.H * c.W * C;
@@ -6854,7 +6867,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
         sampler.mask = device_alloc<float>(batch_values);
     }
 
-    // Only this is timed. On a GPU with bf16 the network reads a copy of the weights.
+    // Only the lines up to `seconds` are timed. On a GPU with bf16 the network reads a copy of the weights.
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
@@ -6872,7 +6885,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
-    // Each step asks the network once for an image; heun's step is two of these.
+    // An evaluation is one call of the network for an image. plan.steps has an entry for each; a step of heun is two
+    // entries, except for a step to noise 0.
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.first);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
            evaluations, seconds, c.sample / seconds, c.output.c_str());
@@ -6880,7 +6894,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 
 // =====================================================================================================================
 // 13. main: the command line, then a run or samples
-// What the command line leaves open is taken from elsewhere. Each setting comes from the first of these that has it:
+// Settings that the command line leaves open are taken from elsewhere. Each setting comes from the first of these that
+// has a value for it:
 //   1. the command line
 //   2. a model file (--init, --resume_checkpoint)
 //   3. the data file: size and channels of its images, and their classes if the preset does not name them
@@ -6888,9 +6903,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 //   5. the flag's default
 // A setting on the command line must agree with the model file, unless it is one that may change from run to run.
 //
-// In the order in which they run: run_program calls parse_command_line and complete_config, which takes presets
-// (apply_preset) and model files (take_model_file); then take_data_shape and check_run, and at last train; or, with
-// --sample, sample_and_stop.
+// In the order in which they run: run_program calls parse_command_line, and then complete_config, which reads presets
+// (apply_preset) and model files (take_model_file). With --sample, sample_and_stop follows. For a run, check_run,
+// take_data_shape and train follow.
 
 // Returns the settings of a model file of unet.cu. Its header has the shape of the network, but nothing about the
 // diffusion. We assume what unet.cu itself trains with: 1000 steps and the linear schedule. Flags may change that.
@@ -6919,8 +6934,8 @@ static Config unet_cu_config(const ModelFile& model) {
     return c;
 }
 
-// Takes the value that a model file has for a flag. The command line may give the flag, too: then it must mean the
-// same, unless the flag is one of those that may change from run to run.
+// Sets a flag to the value in a model file. If the command line gives the flag, too, it must mean the same value,
+// unless the flag is one of those that may change from run to run.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -6933,25 +6948,25 @@ static void take_from_file(Config* c, const std::string& path, const std::string
             path.c_str(), flag_value(*c, f).c_str());
 }
 
-// Says whether a flag is parsed after it is set (parse_model). In a header the slots of such flags have a special form.
+// Says whether parse_model reads a flag's text. A header holds such a flag in another form: as a list, or in two slots.
 static bool is_parsed(const std::string& name) {
     return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
 }
 
-// take_model_file for a file of unet.cu's.
+// Does the same as take_model_file, for a model file of unet.cu.
 static void take_unet_cu_file(Config* c, const ModelFile& model) {
     const Config theirs = unet_cu_config(model);
     for (const Flag& f : FLAGS) {
         const bool is_in_header = f.slot && f.slot <= SLOT_STEP;
         if (!is_parsed(f.name) && !is_in_header) continue;
-        // The file says nothing of the diffusion, so there the command line may say anything.
+        // The file holds nothing about the diffusion, so the command line may set the diffusion's flags freely.
         const bool is_diffusion = f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE;
         if (is_diffusion && c->given(f.name)) continue;
         take_from_file(c, model.path, f.name, flag_value(theirs, f));
     }
 }
 
-// Returns the paths that a checkpoint keeps, of --data_file and --cond_file; "": none.
+// Returns the paths of --data_file and --cond_file that a checkpoint holds; "": it holds no such path.
 static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     const std::string kept((const char*)&model.header.slot[SLOT_PATH], 512);
     const std::string data_file = kept.substr(0, kept.find('\0'));
@@ -6972,7 +6987,7 @@ static std::string find_data(const ModelFile& model, const std::string& data_fil
     return data_file.empty() ? "" : found.string();
 }
 
-// Sets what a resumed run takes from its checkpoint, but not from other model files.
+// Sets flags that a resumed run takes from its checkpoint. Other model files do not set these flags.
 static void take_run_of_file(Config* c, const ModelFile& model) {
     std::string rates;
     for (int k = 0; k < model.emas(); k++) {
@@ -6980,7 +6995,7 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
         rates += text("%.9g", model.ema_rate(k));
     }
     if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
-    // Random draws depend on the seed and the step, so the run goes on with the draws that it would have had.
+    // Random draws depend on the seed and the step. So the run goes on with the same draws as if it had never paused.
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
     take_from_file(c, model.path, "seed", std::to_string(seed));
     const auto [data_file, cond_file] = kept_paths(model);
@@ -6990,7 +7005,7 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
     if (!cond_path.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_path);
 }
 
-// Takes the flags that a header has as lists or in two slots (is_parsed).
+// Sets the flags that a header holds as lists or in two slots (is_parsed).
 static void take_parsed_flags(Config* c, const ModelFile& model) {
     const Header& h = model.header;
     const int levels = h.slot[SLOT_LEVELS];
@@ -7010,14 +7025,14 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "image_size", size_text(height, width));
     take_from_file(c, model.path, "channel_mult", mult);
     take_from_file(c, model.path, "attention_resolutions", heights);
-    // How pictures are made.
+    // --cond: how pictures are made.
     check_field(model.path, "cond", h.slot[SLOT_COND], 0, std::size(PICTURE_WORDS) - 1);
     const int factor = h.slot[SLOT_COND + 1];
     const std::string kind = PICTURE_WORDS[h.slot[SLOT_COND]].word;
     take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
 }
 
-// Returns the value that a header has for a flag with a slot, as one would type it.
+// Returns the value that a header holds for a flag with a slot, as a user would type it.
 static std::string header_value(const Config& c, const Header& h, const Flag& f) {
     if (f.at<float>(c)) return text("%.9g", h.get<float>(f.slot));
     const std::vector<std::string> words = choices(f);
@@ -7025,14 +7040,15 @@ static std::string header_value(const Config& c, const Header& h, const Flag& f)
     return number < words.size() ? words[number] : std::to_string(h.slot[f.slot]);
 }
 
-// Takes from a model file what the command line leaves open, and checks the rest against it. resume: the file is a
-// checkpoint whose run goes on, so the settings of the run count, too, not only those of the model.
+// For each flag that the command line leaves open, takes the value in a model file. Compares the other flags with the
+// file. resume: the file is a checkpoint whose run goes on. Then the settings of the run are taken, too, not only those
+// of the model.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    // --objective ect tunes a model that another objective has trained.
+    // --objective ect tunes a model that was trained with another objective.
     const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
     const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
     if (is_tuned && (from_unet_cu || objective_of(h) == "ddpm"))
@@ -7044,7 +7060,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !resume)) continue;
-        // Tuning has its own objective and noise levels.
+        // Tuning has its own objective and noise levels, so it does not take them from the file.
         const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
         if (is_tuned && tuning_has_it) continue;
         if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
@@ -7053,8 +7069,8 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     if (resume) take_run_of_file(c, model);
 }
 
-// Sets the defaults of --objective ect and --sampler consistency, which Geng et al. 2024 tune with. file_has_levels: a
-// model file has set the noise levels (P_mean and P_std).
+// Sets the defaults of --objective ect and --sampler consistency: the values with which Geng et al. 2024 tune.
+// file_has_levels: a model file has set the noise levels (P_mean and P_std).
 static void take_ect_defaults(Config* c, bool file_has_levels) {
     const bool ect = c->objective == "ect";
     if (ect && !c->given("sampler")) c->sampler = "consistency";
@@ -7068,13 +7084,13 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
     }
 }
 
-// Takes the size, channels and classes of the images from the data file, if no flag and no model file tells them.
-// where: "FILE: " if a model file does; otherwise "". Then checks that the data fits the model.
+// Takes the size, channels and classes of the images from the data file, if neither a flag nor a model file gives them.
+// where: "FILE: " if a model file gives them; otherwise "". Then checks that the data fits the model.
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
-        // The resolutions of a preset need not occur in images of this size. Then there is attention at the lowest
-        // level.
+        // The attention resolutions of the preset may be impossible for images of this size. Then there is attention at
+        // the lowest level instead.
         if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
             c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
         if (!c->given("in_channels")) c->in_channels = d.C;
@@ -7084,7 +7100,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     auto must = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
-    // If the images have another size than the model, say that first, because it explains most other errors.
+    // If the images and the model differ in size, this is said first, because it explains most other errors.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
@@ -7125,13 +7141,13 @@ static std::string resume_path(const Config& c, const Folder& output) {
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    // Every step was an update or was skipped, and the guard has judged all updates.
+    // Every step was either an update or skipped, and the guard has counted every update (n).
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool counts = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool bad_counts = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
     const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
     const bool guard_works = g.n == (double)s.updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
-    std::string why; // the counters can't be right
+    std::string why; // in what way the counters are wrong
     if (!counts)
         why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,
                    most_steps, s.updates, s.bad_total);
@@ -7139,7 +7155,7 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
     else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
     if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
-    // The data file's checksum stands for its whole content; 0: a file of unet.cu's, which has none.
+    // The data file's checksum depends on its whole content. It is 0 for a file of unet.cu, which holds no checksum.
     const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
     const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!(same_count && same_content) && !c.given("data_file"))
@@ -7155,11 +7171,12 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// Returns a checksum that tells two input files apart, in about a second. Our own files have a checksum of their whole
-// content in the first 1024 bytes, which is verified when they are read; so their beginning would be enough. Files of
-// unet.cu have none. Therefore 64 MiB of any file are read: all of it or, if it is larger, 256 blocks at equal
-// distances, from its first byte to its last. Other images or weights are found, and files that were cut short. Only a
-// large file of unet.cu that differs in a few images may be missed.
+// Returns a checksum that tells two input files apart, in about a second. Our own files have, in their first 1024
+// bytes, a checksum of their whole content, which is verified when they are read. So the first 1024 bytes of these
+// files would be enough. But files of unet.cu hold no checksum. Therefore up to 64 MiB of any file are read: the whole
+// file or, if it is larger, 256 parts of it (BLOCKS) at equal distances, the first at its beginning and the last at its
+// end. This notices other images or weights, and files that were cut short. It may miss only a difference in a few
+// images of a large file of unet.cu.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t BLOCKS = 256;
     constexpr size_t BLOCK = 256 << 10; // bytes
@@ -7171,13 +7188,14 @@ static uint32_t sample_checksum(const InputFile& file) {
         file.read(block.data(), BLOCK, last_begin / (BLOCKS - 1) * k);
         crc = crc32(crc, block.data(), BLOCK);
     }
-    // The distance of the blocks was rounded down, so the loop may not have come to the last one.
+    // The distance between parts was rounded down, so the loop's last part may begin before last_begin. Therefore the
+    // part at last_begin is read, too.
     file.read(block.data(), BLOCK, last_begin);
     return crc32(crc, block.data(), BLOCK);
 }
 
-// A line about an input file that is the same at all ranks that read the same content. The path is not in it, because
-// it may differ from machine to machine.
+// Returns a line about an input file. It is the same at all ranks that read the same content. The path is not in the
+// line, because it may differ from machine to machine.
 static std::string describe_input(const std::string& name, const std::string& path) {
     if (path.empty()) return "no " + name + "\n";
     InputFile file;
@@ -7203,8 +7221,8 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     mine += describe_input("--start_from", c.start_from);
     mine += describe_input("--inpaint", c.inpaint);
     mine += describe_input("--mask", c.mask);
-    // Inputs are compared above, by their content. The other flags here may differ: each machine has its own devices
-    // and folders, and only rank 0 writes.
+    // Flags that name inputs are left out below, because the content of these files is in the lines above. --device,
+    // --output and --output_dir may differ: each machine has its own devices and folders, and only rank 0 writes.
     mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
     const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "cond_file", "val_cond_file",
                                           "inpaint", "mask",      "values",        "start_from"};
@@ -7232,18 +7250,18 @@ static const char* default_preset(const Config& c, const Dataset& data) {
     return data.H == 32 ? PRESET_32 : PRESET_ELSE;
 }
 
-// --num_gpus: if several GPUs are to be used and no launcher has started a process for each, this process does so, and
-// waits until they have ended. value: a number, or all. patience: --rank_timeout.
+// --num_gpus: if several GPUs are to be used and no launcher has started a process for each of them, this process
+// starts them and waits until they have ended. value: a number, or all. patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
-    // "all" is 0 here.
+    // For "all", number is 0.
     const int number = atoi(value.c_str());
     const bool is_number = number >= 1 && std::to_string(number) == value;
     if (value != "all" && !is_number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
     if (world.size > 1 && number > 1 && number != world.size)
         die("--num_gpus %d: a launcher has started %d processes; leave the flag out", number, world.size);
     if (world.size > 1 || number == 1) return;
-    // One process, and a number of GPUs: this process becomes the launcher.
+    // There is only this process. If it is to use more than one GPU, it becomes the launcher.
     const int gpus = count_gpus();
     const int count = value == "all" ? gpus : number;
     if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
@@ -7266,7 +7284,8 @@ static void check_contradictions(const Config& c) {
 // Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
 // choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
-    // The images choose a preset, which fills in what the command line leaves open. A model file overrules the preset.
+    // Without --preset, the size of the images decides the preset, which sets what the command line leaves open. A
+    // model file overrules the preset.
     if (c->preset.empty()) {
         if (c->given("data_file")) *data = open_dataset(c->data_file);
         c->preset = default_preset(*c, *data);
@@ -7275,14 +7294,14 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, Data
     if (model.size) take_model_file(c, model, resume);
     take_rescale_learned_sigmas(c, model.size);
     take_ect_defaults(c, model.size && is_ect(model.header));
-    // A preset may ask for more sampling steps than the diffusion has. Then all steps of the diffusion are taken.
+    // A preset may ask for more sampling steps than the diffusion has. Then sampling takes all steps of the diffusion.
     const bool too_many = atoi(c->timestep_respacing.c_str()) > c->diffusion_steps;
     if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
 }
 
 // Does all that the program does, and returns its exit code.
 static int run_program(int argc, char** argv) {
-    // The command line, and how many processes there are.
+    // Read the command line, and find out how many processes there are.
     start_process(argv);
     find_ranks();
     Config c;
@@ -7296,8 +7315,8 @@ static int run_program(int argc, char** argv) {
     check_contradictions(c);
 
     // Rank 0 opens the folders that it writes to, and chooses the checkpoint for all ranks.
-    Folder output;  // of a run
-    Folder samples; // of --sample
+    Folder output;  // the folder of --output_dir
+    Folder samples; // the folder of --output
     std::string resume;
     if (!world.rank) {
         output = open_folder(c.output_dir);
@@ -7350,18 +7369,18 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // =====================================================================================================================
 // 14. What all devices share: elements, nonlinearities, patches of pixels
 
-// Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> holds the
-// constants that depend on the type, except for those that follow from its size. (Other code that depends on the type:
-// conversions, in "Activations: pieces of 16 bytes"; mma and pack_pair, in "Tensor cores by mma.sync"; with_act, which
-// calls code with the type of an Element.)
+// Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> holds the constants that depend
+// on the type, except for those that follow from its size. Other code depends on the type, too: the conversions (in
+// "Activations: pieces of 16 bytes"), mma and pack_pair (in "Tensor cores by mma.sync"), and with_act, which calls code
+// with the type of an Element.
 template <class T> struct ElementOf;
 template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // Is the hardware's approximation of e^x exact enough for such tensors?
-    static constexpr int PARTS = 2;         // how many fp16 numbers the tensor cores get for one number of this type
-    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones, as tensor cores read them: of fp16
-    static constexpr int FEW_PARTS = 1;              // numbers of this type that make up a float for conv_few
+    static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
+    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in the type that the tensor cores multiply: fp16
+    static constexpr int FEW_PARTS = 1;              // how many numbers of this type add up to a float in conv_few
 };
 #ifdef __CUDACC__
 typedef __nv_bfloat16 bf16;
@@ -7444,7 +7463,7 @@ static size_t loss_workspace(int) { return 0; }
 static void reserve(const Workspace&, bool) {}
 static int max_stat_parts(int, int) { return 1; }
 
-Lane* const MAIN_LANE = nullptr; // there is nothing to choose
+Lane* const MAIN_LANE = nullptr; // there is only one lane
 
 // Returns memory that is filled with zeros. It begins at a multiple of 256 bytes, so that it is aligned to whole cache
 // lines and vectors.
@@ -7462,7 +7481,7 @@ static size_t device_available() { return SIZE_MAX; } // the system decides when
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
 
-// Operations run one after the other, so nobody waits.
+// Operations run one after the other, so no lane waits for another.
 template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
 static void wait_for_side(int) {}
 
@@ -7505,44 +7524,45 @@ static void release(Upload*) {}
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
-#define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll, and registers spill
+#define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll a loop, and then registers would spill
 
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// What the choice of a kernel may depend on. If a new kind of GPU has its own tiles, it gets one more member below.
+// The properties of a GPU on which the choice of a kernel may depend. If a new kind of GPU has its own tiles, it needs
+// one more member below.
 struct Gpu {
     int sms;                             // multiprocessors
-    int shared_per_sm, shared_per_block; // bytes of shared memory; the most that a block can have
-    bool overlap;                        // this binary has code of sm_90 or later for it, so launches may overlap
-    bool clusters;                       // the same holds, and clusters of blocks are allowed
-    bool wgmma;                          // the code is sm_90a's, and its wgmma and TMA are allowed
+    int shared_per_sm, shared_per_block; // bytes of shared memory: of a multiprocessor, and the most for one block
+    bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
+    bool clusters;                       // the binary has such code, and clusters of blocks are allowed
+    bool wgmma;                          // the code is for sm_90a, and its wgmma and TMA are allowed
 
     // shared_for: the bytes of dynamic shared memory that each block can have if `blocks` of them have to fit on a
-    // multiprocessor. blocks_of: how many blocks of `bytes` each fit. Every block also takes 1 KB for the system, and
-    // `statics` bytes for the __shared__ variables that its kernel declares.
+    // multiprocessor. blocks_of: how many blocks of `bytes` each fit. In addition, every block needs 1 KB for the
+    // system, and `statics` bytes for the __shared__ variables that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
     constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
-// The tiles of kernels are made for these GPUs. Kernels without wgmma run on any GPU, so their tiles fit into the GPU
-// with the least shared memory, RTX 30.
+// The tiles of kernels are made for these GPUs. Kernels without wgmma run on any GPU. So their tiles must fit into the
+// shared memory of an RTX 30, which has the least.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
-static Gpu gpu; // the GPU of this process; tests set others here
+static Gpu gpu; // the GPU of this process; tests put other GPUs here
 
 // A lane is a CUDA stream and its workspace. Kernels of a lane run one after the other, so each operation may overwrite
-// the whole workspace. So what an operation leaves there is lost when the next one runs.
+// the whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
 struct Lane {
     cudaStream_t stream = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // the next kernel also waits for another lane, so it is launched without overlap
+    bool joined = false; // the next kernel is launched without overlap; for example, it waits for another lane, too
 };
 
-// The device is the main lane, and has a side lane, which runs beside it (run_beside).
+// The device itself is the main lane. It also holds a side lane, whose kernels run at the same time (run_beside).
 struct Device : Lane {
     Lane side;
     cudaStream_t copy_stream = nullptr;
@@ -7591,7 +7611,8 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
-// launch(kernel, grid, threads, shared bytes, arguments ...) on the main lane, without a cluster
+// Does the same as launch_on, on the main lane and without a cluster: launch(kernel, grid, threads, shared bytes,
+// arguments ...).
 template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_LANE, 1, rest...); }
 
 // Launches a kernel that does not call await_previous_kernel. It starts when everything before it has ended.
@@ -7602,8 +7623,8 @@ template <class... Rest> static void launch_behind(Rest... rest) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Decisions: what kernels are chosen with
-// A decision table: each row has a condition and the function that launches a kernel. decide takes the first row whose
-// condition holds.
+// A Way is a row of a decision table: a condition, and the function that launches a kernel. decide calls the function
+// of the first row whose condition holds.
 template <class Call> struct Way {
     bool when;
     void (*launch)(const Call&);
@@ -7614,21 +7635,22 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
     way->launch(call);
 }
 
-// Returns f(T()), where T is the type of activations (act_element). The program calls operations with act*, which has
-// no type that the compiler knows; f is a template, so within f the compiler knows the type.
+// Returns f(T()), where T is the type of activations (act_element). The program passes activations as act*, from which
+// the compiler does not know this type. f is a template, so within f the compiler knows the type.
 template <class F> static auto with_act(F f) {
     switch (act_element) {
     case Element::FP32: return f(float());
     case Element::BF16: return f(bf16());
-    case Element::FP8: break; // act_element never is
+    case Element::FP8: break; // act_element is never FP8
     }
     ALL_CASES_RETURN
 }
 
-// Hopper's kernels, those that multiply by wgmma, are written for bf16, and conv_tiles and conv_small for FP8, too.
+// Hopper's kernels (those that multiply by wgmma) are written for bf16. conv_tiles and conv_small are also written for
+// FP8.
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
-// The candidate with the least cost, as costs were measured. Of candidates with equal costs it is the first one.
+// Holds the candidate with the least measured cost. If several candidates have this cost, it is the first of them.
 template <class T> struct Cheapest {
     T best = {};
     double cost = INFINITY;
@@ -7652,13 +7674,13 @@ constexpr bool CLUSTERS = ARCH >= 900;
 // PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are
 // not static, so that the compiler does not warn about those that a build does not use.
 
-// An instruction without results. "memory" and volatile: the compiler moves no other memory access and no barrier past
-// it.
+// An instruction without results. Because of volatile and "memory", the compiler moves no other memory access and no
+// barrier past it.
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
-// Waits until the kernels before this one have ended, and their writes can be seen (see launch_on). Only then does it
-// let the next kernel start. In the other order three kernels could overlap, although the third one waits only for the
-// second.
+// Waits until the kernels before this one have ended and their writes can be seen (see launch_on). Only then does it
+// let the next kernel start. If it let the next kernel start first, three kernels could overlap, although the third one
+// waits only for the second.
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
@@ -7685,14 +7707,14 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 }
 
 // --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
-// An mbarrier is 8 bytes of shared memory that count. It goes through phases 0, 1, 2, ...; a phase ends when two things
-// have happened: as many threads have arrived as mbarrier_init said, and all bytes that were announced for the phase
-// have been written by TMA or st.async. A waiting thread names the phase's parity (0 for phases 0, 2, 4, ...), so no
-// thread may be two phases late.
+// An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
+// things have happened: as many threads have arrived as mbarrier_init was told, and all bytes that were announced for
+// the phase have been written by TMA or st.async. A waiting thread names the phase's parity (0 for phases 0, 2, 4,
+// ...), so no thread may be two phases late.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
-INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces bytes
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that bytes will be written
     PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
 }
 INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
@@ -7700,23 +7722,24 @@ INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until th
     PTX("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }",
         "r"(barrier), "r"(parity));
 }
-// after mbarrier_init: makes the barriers visible to TMA and to other blocks of the cluster
+// Is called after mbarrier_init: makes the barriers visible to TMA and to other blocks of the cluster.
 INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
 
 // --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
 // accesses to one another's shared memory
-// The barrier has two halves, and a block can do something else between them. This arrival makes only the initial state
-// of mbarriers visible to the other blocks, and no other writes.
+// The barrier has two halves, and a block can do something else between them. cluster_arrive makes only the initial
+// state of mbarriers visible to the other blocks, and no other writes.
 INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
-// This is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
+// cluster_sync is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
 INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
 // Returns the address, in the cluster's block `rank`, that corresponds to address p of this block.
 INLINE uint32_t at_block(uint32_t p, int rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
     return p;
 }
-// Writes 8 or 16 bytes to such an address, in the background. `barrier`, in the same block, counts these bytes.
+// Writes 8 or 16 bytes to such an address, in the background. When they are written, this is reported to `barrier`,
+// which must be in the same block as the address.
 INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];", //
         "r"(p), "f"(v.x), "f"(v.y), "r"(barrier));
@@ -7725,8 +7748,8 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
-// Arrives at another block's barrier. It is relaxed, which means that it orders no writes: with release the compiler
-// would insert a fence for all of the GPU's memory.
+// Arrives at another block's barrier. The arrival is relaxed, which means that it orders no writes. With release, the
+// compiler would insert a fence for all of the GPU's memory.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
@@ -7773,7 +7796,7 @@ template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
     }
 }
 
-// The reverse: floats become a piece. They are rounded to the nearest bf16, ties to even.
+// The reverse: packs floats into a piece. For bf16 they are rounded to the nearest bf16, ties to even.
 INLINE uint32_t pack_bf16(float low, float high) {
     const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
     return *(const uint32_t*)&r;
@@ -7796,7 +7819,7 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     return r;
 }
 
-// Eight floats become FP8 as fp8_bits rounds them.
+// Converts 4 or 8 floats to FP8, with the same rounding as fp8_bits.
 INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
     uint32_t r = 0;
 #if __CUDA_ARCH__ >= 900
@@ -7843,7 +7866,7 @@ template <> INLINE float4 to_floats<bf16>(uint2 v) {
 template <class T> INLINE Four<T> from_floats(float4 v) { static_assert(IS_MISSING<T>, "another type"); }
 template <> INLINE float4 from_floats<float>(float4 v) { return v; }
 template <> INLINE uint2 from_floats<bf16>(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
-// Stores two neighbours, rounded.
+// Stores two neighbouring elements, rounded to the type of `to`.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
@@ -7857,15 +7880,15 @@ INLINE void store_whole(void* p, uint2 v) { PTX("st.global.v2.b32 [%0], {%1,%2};
 INLINE void store_whole(void* p, float4 v) {
     PTX("st.global.v4.f32 [%0], {%1,%2,%3,%4};", "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
-// Stores v, rounded to T. Returns the rounded values, because statistics are of the values that the group norm will
-// read.
+// Stores v, rounded to T. Returns the rounded values, because the statistics must be computed from the values that the
+// group norm will read.
 template <class T> INLINE float4 store4(T* p, float4 v) {
     const Four<T> four = from_floats<T>(v);
     store_whole(p, four);
     return to_floats<T>(four);
 }
 
-// Returns a Grad with its element's type, for kernels.
+// Returns a Grad as a GradOf<T>, for kernels, which need the type of its elements.
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
 // dx[i ...] = v + the addends, for the VEC<T> elements of a piece
@@ -7888,8 +7911,9 @@ INLINE float reciprocal_fast(float x) {
     return x;
 }
 
-// 1 / (1 + e^-z), given u = Z_FACTOR<T> z (see Silu). For bf16 e^-z = 2^u is one instruction; rounding u costs 1e-6
-// of the result where |z| = 10, far below bf16's 4e-3. For fp32 u is z, and the library's exponential is exact enough.
+// Returns 1 / (1 + e^-z). u is Z_FACTOR<T> z (see Silu). For bf16, e^-z = 2^u is one instruction. The rounding of u
+// causes a relative error of about 1e-6 at |z| = 10, far below bf16's 4e-3. For fp32 u is z, and the library's
+// exponential is exact enough.
 template <class T> INLINE float sigmoid(float u) {
     const float e_to_minus_z = ElementOf<T>::FAST_EXP ? exp2_fast(u) : expf(-u);
     return reciprocal_fast(1.0f + e_to_minus_z);
@@ -7898,7 +7922,7 @@ template <class T> INLINE float sigmoid(float u) {
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Says where a tile begins: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
-// pixels. If images are small, a tile has the same place of `images` images.
+// pixels. If images are small, a tile covers the same place in each of `images` images.
 struct Origin {
     int n, h, w;
 };
@@ -7912,25 +7936,25 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
 
 // --- copies from global to shared memory in the background (cp.async, sm_80; PTX ISA, "Asynchronous Copy: non-bulk")
 // A thread starts copies, closes a group of them (copies_committed), does something else, and waits until all groups
-// but the latest PENDING have arrived (copies_arrived). Groups arrive in the order of their commits. A thread only
-// waits for its own copies; a __syncthreads must follow for those of other threads. If a copy is not valid, it writes
-// zeros (the padding of an image), but even then `from` must be an address that can be read.
+// except the latest PENDING have arrived (copies_arrived). Groups arrive in the order of their commits. A thread waits
+// only for its own copies; for the copies of other threads, a __syncthreads must follow. If a copy is not valid, it
+// writes zeros (the padding of an image). Even then `from` must be an address that can be read.
 INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
 template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %0;", "n"(PENDING)); }
 
 INLINE void copy_async_16(void* to, const void* from, bool valid = true) {
     PTX("cp.async.cg.shared.global [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
-// Copies a piece of a row whose neighbours will be read soon, so the L2 cache fetches 128 bytes at once. If wanted is
-// false, nothing is copied. wanted becomes a predicate, not a branch, so the compiler can place such copies between the
-// products of a loop.
+// Copies a piece of a row. The neighbouring pieces will be read soon, so the L2 cache fetches 128 bytes at once. If
+// wanted is false, nothing is copied. wanted becomes a predicate, not a branch, so the compiler can place such copies
+// between the products of a loop.
 INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
     PTX("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; "
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
-// 8 channels: one piece of bf16, or two of floats. The second piece lies where bit 4 of the address is toggled, since
-// rows are swizzled (see Swizzle).
+// Copies 8 channels: one piece of bf16, or two pieces of floats. In the second piece's address bit 4 is toggled,
+// because rows are swizzled (see Swizzle).
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
     static_assert(VEC<T> <= 8, "8 channels must fill at least one piece");
     UNROLL_FOR (int j = 0; j < 8 / VEC<T>; j++) {
@@ -7943,7 +7967,7 @@ template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
 }
-// Copies of 4 or 8 bytes
+// Copies BYTES bytes, 4 or 8.
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) {
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
@@ -7961,9 +7985,9 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// Returns the sum over those lanes of a warp whose numbers differ only in these bits; each of these lanes gets it.
+// Returns the sum over those lanes of a warp whose numbers differ only in these bits. All these lanes get the sum.
 // lane_sum<1, 2> adds lanes 4i, 4i + 1, 4i + 2, 4i + 3; BITS are used in the order in which they are given. lane_max
-// returns the largest value. (The fold over `, ...` repeats the statement for each of BITS.)
+// returns the largest value instead of the sum. (The fold over `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -7974,9 +7998,10 @@ template <int... BITS> INLINE float lane_max(float v) {
     return v;
 }
 
-// Two lanes whose numbers differ by `offset` have 2 HALF values each. Afterwards each lane has, in v[0 ... HALF - 1],
-// the sums of one half of them: the lower lane has the sums of v[0 ... HALF - 1], and the upper lane, to which true is
-// returned, those of the others.
+// Adds up the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before,
+// each lane has 2 HALF values. Afterwards v[0 ... HALF - 1] of the lower lane holds the sums of values 0 ... HALF - 1,
+// and v[0 ... HALF - 1] of the upper lane holds the sums of values HALF ... 2 HALF - 1. Returns whether this lane is
+// the upper one.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -7987,18 +8012,19 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     return upper;
 }
 
-// Adds up two sums of each channel over a block's threads: of x and x^2 for a group norm's statistics, of dz and dz x
-// in its backward pass. The threads lie in rows of `columns`, and those of a column have the same V neighbouring
-// channels:
+// Computes two sums for each channel, over a block's threads. For a group norm's statistics they are the sums of x and
+// of x^2; in its backward pass they are the sums of dz and of dz x. The threads lie in rows of `columns` threads. The
+// threads of a column have the same V neighbouring channels:
 //
 //                column 0        column 1
 //   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
 //   row 1    [   thread 2        thread 3   ]
 //   ...
-//   result(k, column, sum): once for every column, channel i of V and array; k = 2 i (first) or 2 i + 1 (second), and
-//   sum is over the column's threads, in double
+//   result(k, column, sum) is called once for every column, channel i of the V channels, and array:
+//     k      2 i for first, 2 i + 1 for second
+//     sum    the sum over the column's threads, in double
 //
-// THREADS, V and columns are powers of 2. shared has 2 V (THREADS + columns) floats.
+// THREADS, V and columns are powers of 2. shared has room for 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
     const int pitch = THREADS + columns; // padded, so that different k lie in different banks
@@ -8008,7 +8034,7 @@ INLINE void fold_columns(float* shared, int columns, const float (&first)[V], co
     }
     __syncthreads();
     const int lanes = THREADS / (2 * V * columns); // threads that add up one sum together
-    const int i = threadIdx.x / lanes;             // the sum
+    const int i = threadIdx.x / lanes;             // the number of the sum
     const int lane = threadIdx.x % lanes;
     const int k = i / columns;
     const int column = i % columns;
@@ -8038,21 +8064,23 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-// A warp multiplies together: d (16, 8) += a (16, 16) * b (16, 8), in fragments, the registers of its 32 lanes (PTX
-// ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). With g = lane / 4 and q = lane % 4 a lane has
+// The 32 lanes of a warp multiply together: d (16, 8) += a (16, 16) * b (16, 8). The matrices lie in the registers of
+// the lanes, as fragments (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). With g = lane / 4
+// and q = lane % 4, a lane holds:
 //
 //             columns k                         n                              columns n
 //             2q, 2q+1  2q+8, 2q+9          k   g                              2q, 2q+1
 //   row g   [    a[0]      a[2]   ]   2q, 2q+1 [ b[0] ]             row g    [ d[0] d[1] ]
 //   row g+8 [    a[1]      a[3]   ]   2q+8, +9 [ b[1] ]             row g+8  [ d[2] d[3] ]
 //
-// A register of a and b holds two neighbours along k. So two neighbouring tiles of a result d, packed to bf16, are an a
-// fragment of the next product: attention multiplies its probabilities without a detour through shared memory.
+// A register of a and b holds two neighbours along k. So two neighbouring tiles of a result d, packed to bf16, can be
+// used as a fragment a of the next product. Attention multiplies its probabilities like this, without a detour through
+// shared memory.
 
-// ldmatrix brings four 8x8 matrices of 16-bit elements from shared memory to v[0], v[1], w[0], w[1], one fragment a or
-// two b. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows; lane l gets elements 2 (l % 4) and + 1 of row l / 4
-// of each. ldmatrix_trans transposes each matrix. They are volatile, so that the compiler does not move them past a
-// barrier.
+// ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory into v[0], v[1], w[0], w[1]. They are one
+// fragment a or two fragments b. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows. Lane l gets two elements of
+// each matrix: elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4. ldmatrix_trans transposes each matrix. Both are
+// volatile, so that the compiler does not move them past a barrier.
 #define LDMATRIX(NAME, TRANSPOSED)                                                                 \
     INLINE void NAME(uint32_t* v, uint32_t* w, uint32_t address) {                                 \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0,%1,%2,%3}, [%4];" \
@@ -8084,8 +8112,8 @@ static int act_parts() {
     return with_act([]<class T>(T) { return PARTS<T>; });
 }
 
-// For types that are not split (PARTS = 1): mma computes d += a b, and pack_pair makes a fragment's register of two
-// neighbours along k.
+// For types that are not split (PARTS = 1): mma computes d += a b. pack_pair packs two neighbours along k into one
+// register of a fragment.
 template <class T> INLINE void mma(float (&d)[4], const uint32_t* a, const uint32_t* b) {
     static_assert(ElementOf<T>::ELEMENT == Element::BF16, "another type needs its instruction here");
     mma_bf16(d, a, b);
@@ -8095,9 +8123,9 @@ template <class T> INLINE uint32_t pack_pair(float low, float high) {
     return pack_bf16(low, high);
 }
 struct PartScale {
-    uint32_t exponent; // the exponent of the largest magnitude, in a float's form
+    uint32_t exponent; // the exponent of the largest magnitude, as a float stores it
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
-    INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings it to 2^14 ... 2^15
+    INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
 INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& low) {
@@ -8107,9 +8135,10 @@ INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& 
     low = *(const uint32_t*)&l;
 }
 
-// Takes apart a warp's N fragments in its registers. They come as floats, in pairs of neighbours along k, and leave as
-// high and low parts. The order of the k within 16 does not matter, if it is the same for a and b. Returns the factor
-// that undoes the scale; for bf16 it does nothing and returns 1.
+// Splits N fragments, which are in a warp's registers. Before, each register holds a float, and pairs of registers hold
+// neighbours along k. Afterwards the first half of a fragment's registers holds high parts, the second half low parts.
+// The order of the k within 16 does not matter if it is the same for a and b. Returns the factor that undoes the scale.
+// For bf16 the function does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
@@ -8127,12 +8156,12 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     return scale.undo();
 }
 
-// Convolutions split floats while they lie in shared memory, since each number is used in several fragments. A place is
-// 8 floats: a piece at an address, and one at this address with bit 4 toggled. Afterwards the first piece holds the 8
-// high parts, as 8 bf16 would lie there, and the second the low ones. Each thread splits what it has copied itself, so
-// this needs no barrier. places(f) calls f(address) for all of a thread's places.
-// Two steps, with a __syncthreads between them: find_top (each warp writes its largest magnitude) and take_apart_places
-// (which scales by the largest of all, and returns what undoes the scale).
+// Convolutions split floats while they lie in shared memory, because each number is used in several fragments. A place
+// holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. Afterwards the first piece
+// holds the 8 high parts, in the layout of 8 bf16. The second piece holds the low parts. Each thread splits the floats
+// that it has copied itself, so no barrier is needed before. places(f) calls f(address) for all of a thread's places.
+// There are two steps, with a __syncthreads between them. In find_top each warp writes its largest magnitude.
+// take_apart_places scales by the largest magnitude of all warps, splits, and returns the factor that undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
         unpack<float>((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
@@ -8165,12 +8194,12 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
     return scale.undo();
 }
 
-// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, what
-// undoes both operands' scales.
-// For floats, a product is three: high * high, high * low and low * high of the two fp16 parts of each operand. Tensor
-// cores truncate when they add, so only these three products over 16 columns are summed there. The sum is added to d by
-// fp32 units, which round. Each of the three products has to wait for the one before it, so four tiles take turns,
-// which hides the latency.
+// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, the
+// factor that undoes the scales of both operands.
+// For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
+// cores truncate when they add. So they only add up these three products over 16 columns. This sum is added to d by
+// fp32 units, which round. Each of the three products has to wait for the one before it. So up to four tiles take
+// turns, which hides the latency.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                      const uint32_t (*b)[2 * PARTS<T>], float scale) {
@@ -8182,7 +8211,7 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
         if constexpr (PARTS<T> == 1) mma<T>(at(first), a[first % NA], b[first / NA]);
         else {
             float sum[AT_ONCE][4] = {};
-            UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high': the smallest first
+            UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high': the smallest product first
                 UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
                     mma_fp16(sum[i], a[(first + i) % NA] + 4 * (part == 0), b[(first + i) / NA] + 2 * (part == 1));
             UNROLL_FOR (int i = 0; i < 4 * AT_ONCE; i++) {
@@ -8203,8 +8232,8 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 //   row 1    1 0 3 2 5 4 7 6      places 0, 1, 2, ...: each in a group of banks of its own.
 //   row 2    2 3 0 1 6 7 4 5
 //
-// With 4 chunks to a row (64 bytes) two rows share the 128 bytes, and the key is r / 2 % 4; with 2 it is r / 4 % 2. An
-// odd number of chunks needs no key: its rows begin at different banks anyway.
+// With 4 chunks to a row (64 bytes), two rows share the 128 bytes, and the key is r / 2 % 4. With 2 chunks to a row it
+// is r / 4 % 2. With an odd number of chunks no key is needed: the rows begin at different banks anyway.
 template <int CHUNKS> INLINE int swizzle_key(int row) {
     constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // how often 2 divides CHUNKS
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
@@ -8233,13 +8262,14 @@ INLINE void tma_store(const CUtensorMap* map, uint32_t from, int a, int b, int c
         "l"(map), "r"(from), "r"(a), "r"(b), "r"(c), "r"(d));
 }
 INLINE void prefetch_tensor_map(const CUtensorMap* map) { PTX("prefetch.tensormap [%0];", "l"(map)); }
-// Waits until this thread's tma_stores have read shared memory, which may be written again then.
+// Waits until this thread's tma_stores have read shared memory. After that, this memory may be written again.
 INLINE void tma_stores_read() { PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"); }
 // TMA and wgmma access shared memory by another path than ordinary instructions (PTX ISA, "Async proxy"). After this
 // fence they see what the thread has written there with ordinary stores.
 INLINE void fence_async() { PTX("fence.proxy.async.shared::cta;"); }
 
-// Named barriers (PTX ISA, "bar"): barrier `id` of the block's 16, for `threads` threads. warps_arrive does not wait.
+// Named barriers (PTX ISA, "bar"). A block has 16; `id` is the number of one. `threads` threads take part in it.
+// warps_sync arrives and waits; warps_arrive only arrives.
 INLINE void warps_sync(int id, int threads) { PTX("bar.sync %0, %1;", "r"(id), "r"(threads)); }
 INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id), "r"(threads)); }
 
@@ -8250,13 +8280,17 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 //   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
 //
-// so a thread has two rows, r and r + 8, and of every 8 columns the same two.
+// So a thread holds elements of two rows, r and r + 8, and of the same two columns in every 8.
 // K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B.
-// The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs)   multiplied<PENDING>(d)
+// The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
-// An asm statement names every register, so each N has text of its own: WGMMA(N, the names of D's registers, then the
-// numbers of the asm's other operands: A, B, their majors, and in the form with A in registers ...; D's registers).
+// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA, mostly as numbers
+// of the asm's operands (%0, %1, ...):
+//   D              D's registers
+//   A, B, TA, TB   with A in shared memory: the descriptors of A and B, their majors. Else: the four registers of A
+//   E, F, ADDS     with A in registers: the descriptor of B, its major, ADD
+//   ...            D's registers, as C++ operands of the asm
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #define IF_NOT_0(P) "{.reg .pred p; setp.ne.b32 p, " P ", 0; "
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -8291,8 +8325,8 @@ WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
 WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-// The same in FP8: D (64, N) += A (64, 32) * B (32, N), both in shared memory and K_MAJOR: there is no other form. The
-// tensor cores keep 14 bits of such sums, which is enough here (docs/LEARNT.md).
+// The same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; wgmma reads no
+// MN_MAJOR FP8. The tensor cores keep only 14 bits of such sums, which is enough here (docs/LEARNT.md).
 template <int N> struct WgmmaFp8;
 #define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
     template <> struct WgmmaFp8<N> {                                                                                \
@@ -8310,45 +8344,46 @@ WGMMA_FP8(256, D128, "%128", "%129", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
 INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // before the first product of a group
 INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
-template <int N> INLINE void wgmma_wait() { // until all groups but the latest N are done
+template <int N> INLINE void wgmma_wait() { // until all groups except the latest N are done
     PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
 }
-// The compiler does not know which registers a wait is for, and might read accumulators before it. This empty statement
-// claims to change them, which keeps all reads behind it.
+// The compiler does not know which registers a wait is for, and might read accumulators before the wait. This empty
+// statement claims to change the accumulators, so the compiler keeps all reads of them after it.
 template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
     UNROLL_FOR (int i = 0; i < N; i++) {
         asm volatile("" : "+f"(acc[i])::"memory");
     }
 }
-// Waits for all groups but the latest PENDING. Afterwards these sums, which earlier groups computed, may be read.
+// Waits for all groups except the latest PENDING. Afterwards these sums, which earlier groups computed, may be read.
 template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     wgmma_wait<PENDING>();
     (accumulators_ready(d), ...);
 }
 
-// The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds 64
-// bf16: the channels of one slice, of a pixel or of a weight. In FP8 it holds 128 channels (slice_channels). All else
-// is alike: 32 bytes of a row are the k of one instruction, 16 bf16 or 32 FP8.
+// The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds one
+// slice of a pixel or of a weight: 64 channels in bf16, 128 channels in FP8 (slice_channels). The rest is the same for
+// both types: one instruction multiplies 32 bytes of each row, which are 16 bf16 or 32 FP8 along k.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
-constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the pattern repeats after so many bytes, so tiles begin at multiples
+constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
-constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as a tap's weights of 64 output channels
+constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as one tap's weights of 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
-// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"): rows of 128 bytes, 64
-// numbers each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor counts in units of 16 bytes:
+// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). It consists of rows
+// of 128 bytes, 64 bf16 each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor holds
+// addresses and distances in units of 16 bytes:
 //   low     start address | "leading" distance << 16
 //   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
 //   K_MAJOR    a row holds 64 values of k, for one m or n. stride: from a group of 8 rows to the next group. The next
 //              16 values of k begin 32 bytes further on.
 //   MN_MAJOR   a row holds 64 values of m or n, for one k. stride: from a group of 8 rows to the next group; leading:
 //              from 64 values of m or n to the next 64.
-// The arguments `pitch` (from 8 rows to the next 8) and `leading` are counted in rows of 128 bytes, not in units of 16.
+// The arguments `pitch` (from 8 rows to the next 8) and `leading` are numbers of rows of 128 bytes, not of units of 16.
 struct Operand {
     uint32_t low, high;
-    // & 0x3FFFF: in a cluster the higher bits are the block's rank, for which the descriptor has no room.
+    // & 0x3FFFF: in a cluster the higher bits of an address are the block's rank. The descriptor has no room for them.
     static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
         return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
     }
@@ -8365,19 +8400,20 @@ INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
 }
 
-// Returns the next multiple of 1024 bytes, where swizzled tiles must begin.
+// Returns the address, rounded up to a multiple of 1024 bytes, where swizzled tiles must begin.
 INLINE uint32_t kilobyte_aligned(const void* shared) {
     uint32_t base = (shared_address(shared) + SWIZZLE_BYTES - 1) & ~(SWIZZLE_BYTES - 1u);
-    // otherwise the compiler computes it again and again in the main loops
+    // This hides from the compiler how base is computed. Otherwise it would be computed again and again in the main
+    // loops.
     asm volatile("mov.b32 %0, %0;" : "+r"(base));
     return base;
 }
-// Returns v, which is the same in all lanes of a warp, in a form that tells the compiler so. Then descriptors that are
-// made of it stay in uniform registers, where wgmma needs them.
+// Returns v, which must be the same in all lanes of a warp. From this function's result the compiler knows that it is
+// the same. So descriptors that are made of it stay in uniform registers, where wgmma needs them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
-// The driver's function that encodes maps. It is looked up at run time, so that the program need not be linked with
-// -lcuda.
+// The driver's function that makes tensor maps. It is looked up at run time, so that the program need not be linked
+// with -lcuda.
 typedef decltype(&cuTensorMapEncodeTiled) EncodeTensorMap;
 static EncodeTensorMap find_encode_tensor_map() {
     void* f = nullptr;
@@ -8399,16 +8435,16 @@ static CUtensorMapDataType tma_type(Element element) {
     }
     ALL_CASES_RETURN
 }
-// Returns the swizzle for rows of row_bytes in shared memory.
+// Returns the swizzle for rows of row_bytes bytes in shared memory.
 static CUtensorMapSwizzle tma_swizzle(size_t row_bytes) {
     if (row_bytes == SLICE_BYTES) return CU_TENSOR_MAP_SWIZZLE_128B;
     if (row_bytes == SLICE_BYTES / 2) return CU_TENSOR_MAP_SWIZZLE_64B;
     die("internal error: a box of TMA has rows of 128 or 64 bytes, not %zu", row_bytes);
 }
 
-// Describes to TMA a dense tensor of bf16 (or fp32) of sizes dims, innermost dimension first, that is moved in boxes of
-// sizes box. Dimensions that are not named are 1. A box's rows lie swizzled in shared memory, in the pattern of their
-// width of 128 or 64 bytes. Without a tensor (p is null) the map is empty.
+// Describes a dense tensor to TMA. dims: its sizes, the innermost dimension first. box: the sizes of the boxes in which
+// it is moved. Dimensions that are left out are 1. The rows of a box are 128 or 64 bytes wide, and lie swizzled in
+// shared memory; the swizzle depends on this width. Without a tensor (p is null) the map is empty.
 static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4],
                               Element element = Element::BF16) {
     static const EncodeTensorMap encode = find_encode_tensor_map();
@@ -8440,16 +8476,16 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // memory, counters), and all their functions are inlined. So the compiler keeps them in registers; if some code took
 // their address, they would lie in local memory.
 
-// Returns the bytes of shared memory that each block gets if a multiprocessor has `blocks` of them. Static variables
-// take at most 128 bytes.
+// Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
+// variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // Returns the bytes that a kernel needs beside its tiles: its mbarriers, and up to 1 KB so that the tiles begin at a
 // whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
-// Divides a block's dynamic shared memory: first the room for so many mbarriers, then tiles. Tiles are whole kilobytes
-// and begin at whole kilobytes, because of their swizzle. The members are the addresses of the next free barrier and
-// tile.
+// Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Tiles are whole
+// kilobytes and begin at whole kilobytes, because of their swizzle. The members are the addresses of the next free
+// barrier and of the next free tile.
 struct SharedMemory {
     uint32_t barriers_at, tiles_at;
     INLINE explicit SharedMemory(int barriers) {
@@ -8483,8 +8519,8 @@ struct SharedMemory {
 //
 // 1. If two warpgroups take turns with a ring, each waits at a full barrier of its own (OWNERS = 2). A waiting thread
 //    cannot distinguish phase 1 from phase 3, because it only sees the parity. So it must wait for every phase of its
-//    barrier. With one barrier for both, phases would end while the other warpgroup has the stage, and the first one
-//    would take the other's tile for its own:
+//    barrier. If both used the same barrier, phases would end while the stage belongs to the other warpgroup. Then a
+//    warpgroup would take the other's tile for its own:
 //
 //      stage 0 is filled for   warpgroup 0   warpgroup 1   warpgroup 0   when warpgroup 0's second wait (parity 1) ends
 //      one barrier: phase      0             1             2             at warpgroup 1's tile: wrong
@@ -8495,7 +8531,7 @@ struct SharedMemory {
 //    into the second ring. Then it waits for itself, for ever. So it loads both operands in the order in which the
 //    products need them.
 struct Stage {
-    uint32_t address, full; // where the tile goes, and the barrier that is told when it is there
+    uint32_t address, full; // where the tile is written, and the barrier that is told when the tile has arrived
 };
 // All threads of a warp call this when they have filled a stage, or their part of it.
 INLINE void warp_stored(uint32_t full) {
@@ -8505,16 +8541,16 @@ INLINE void warp_stored(uint32_t full) {
 }
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % SWIZZLE_BYTES == 0, "a tile must begin at a whole kilobyte");
-    uint32_t stages_at, full_at, empty_at; // addresses of the first ones; a stage has OWNERS full barriers
-    int size, readers, writers;            // stages; arrivals that free one; arrivals that fill one
-    int place = 0;                         // the stage that is filled, or arrives, next
+    uint32_t stages_at, full_at, empty_at; // addresses of stage 0 and its barriers; a stage has OWNERS full barriers
+    int size, readers, writers;            // how many stages there are, how many arrivals free one, how many fill one
+    int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
-    uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At the empty one it is phase ^ 1: in the first
-                         // round this names the phase before the first one, which counts as ended, so nobody waits.
+    uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At its empty barrier it is phase ^ 1. In the
+                         // first round this names the phase before phase 0, which counts as ended: nobody waits.
     uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        auto take = [](uint32_t& next, int n, int bytes) { // takes n pieces of so many bytes, and returns their address
+        auto take = [](uint32_t& next, int n, int bytes) { // takes n parts of `bytes` bytes, returns their address
             next += n * bytes;
             return next - n * bytes;
         };
@@ -8523,7 +8559,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         full_at = take(shared.barriers_at, n, 8 * OWNERS);
         empty_at = take(shared.barriers_at, readers ? n : 0, 8);
     }
-    INLINE void init() const { // by one thread
+    INLINE void init() const { // called by one thread
         for (int i = 0; i < size; i++) {
             UNROLL_FOR (int owner = 0; owner < OWNERS; owner++) {
                 mbarrier_init(stage(i, owner).full, writers);
@@ -8542,7 +8578,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         mbarrier_wait(empty(place), phase ^ 1);
         return next(owner);
     }
-    // The next stage, which the caller knows to be free.
+    // Returns the next stage, which the caller knows to be free.
     INLINE Stage next(int owner = 0) {
         const Stage s = stage(place, owner);
         if (++place == size) {
@@ -8558,18 +8594,19 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (OWNERS == 2) phases ^= 1u << i;
         return next().address;
     }
-    // The address of a stage that is filled once. Its arrival has to be waited for only the first time.
+    // Returns the address of stage i, which is filled only once. wait: whether to wait for its arrival, which is
+    // necessary only the first time.
     INLINE uint32_t kept(int i, bool wait) const {
         if (wait) mbarrier_wait(stage(i).full, 0);
         return stage(i).address;
     }
-    // For a reader: stages are released in the order in which they arrived. If several threads read a stage together,
-    // one of them (speaks) does this for all.
+    // For a reader: releases a stage; stages are released in the order in which they arrived. If several threads read a
+    // stage together, only one of them (where speaks is true) frees it for all.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
         const int i = hand_over();
         if (speaks) free(i);
     }
-    // Used in place of release: returns the number of the stage, and another role frees it later.
+    // Used in place of release: returns the number of the stage, which another role frees later.
     INLINE int hand_over() {
         const int i = done;
         if (++done == size) done = 0;
@@ -8582,13 +8619,14 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         done = place;
     }
 };
-// The ring through which results leave a kernel. A warpgroup writes its results into the stages of pixels that it has
-// read. It does not release such a stage, but hands it over to the warp that stores: warp_stored fills the stage of the
-// same number in Results. The storing warp waits for that, stores the results, and frees the pixels' stage.
+// The ring through which results leave a kernel. A warpgroup has read pixels in stages of another ring, and writes its
+// results into the same stages. It does not release such a stage, but hands it over to the warp that stores: for this,
+// warp_stored fills the stage of the same number in Results. The storing warp waits for that, stores the results, and
+// frees the stage of the pixels.
 typedef Pipeline<0, 2> Results;
 
-// Initialise the barriers of several pipelines. One thread calls init_barriers; or all threads of the block call ready,
-// and may use the barriers after it.
+// Both initialise the barriers of several pipelines. One thread calls init_barriers. Or all threads of the block call
+// ready, and may use the barriers after it.
 template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) {
     (blocks.init(), ..., mbarriers_ready());
 }
@@ -8598,10 +8636,9 @@ template <class... Blocks> INLINE void ready(const Blocks&... blocks) {
 }
 
 // Walks over every `step`-th tile from `first` on, before `end`. n is the tile's image, h and w are its row and column
-// among the image's tiles. Each step takes only additions: with divisions, these would be most of the loading thread's
-// work.
+// among the image's tiles. A step needs only additions: divisions would be most of the loading thread's work.
 struct TileWalk : Origin {
-    Origin d; // a step, as images, rows and columns
+    Origin d; // the length of a step: images, rows and columns of tiles
     int tiles_h, tiles_w, left;
     INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : tiles_h(tiles_h), tiles_w(tiles_w) {
         (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1);
@@ -8625,33 +8662,34 @@ struct TileWalk : Origin {
     }
 };
 
-// Says where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it: it computes the
-// whole address, then XORs bits 4-6 with bits 7-9 (rows of 128 bytes), or bits 4-5 with bits 7-8 (rows of 64 bytes).
+// Says where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it. TMA XORs some
+// bits of an element's address with higher bits of the same address: bits 4-6 with bits 7-9 (rows of 128 bytes), or
+// bits 4-5 with bits 7-8 (rows of 64 bytes).
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// A tile's pixels, 64 channels each, in rows of PITCH pixels with the border that a 3x3 filter reads (section 20 draws
-// a halo and its taps). The nine taps read them in place: the operand of a tap is the same memory, with another start.
-// With PITCH = 8 there is one tap (1x1).
+// The pixels of a tile in shared memory, 64 channels each, in rows of PITCH pixels, with the border that a 3x3 filter
+// reads (section 20 draws a halo and its taps). The nine taps read the pixels in place: their operands begin at
+// different addresses of the same memory. With PITCH = 8 there is one tap (1x1).
 template <int PITCH> struct Halo {
     Operand first;
     INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
-    // Tap (kh, kw) = (tap / 3, tap % 3) starts kh * PITCH + kw pixels further on, = kh * (PITCH - 3) + tap; a pixel is
-    // 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
+    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels further on, which is kh * (PITCH - 3) + tap. A
+    // pixel is 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
     INLINE Operand shifted(int tap) const {
         const int pixels = PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap;
         return {first.low + pixels * 8, first.high};
     }
 };
 
-// A warpgroup's sums: BLOCKS x 64 output channels (the rows of D) of N pixels (its columns).
+// A warpgroup's sums of N pixels (the columns of D) and BLOCKS blocks of 64 output channels each (the rows of D).
 // Invariant: nobody reads d between multiply and wait.
 template <int BLOCKS, int N> struct Accumulators {
     float d[BLOCKS][N / 2];
-    // Begins with the bias of a thread's two channels of each block: k >> 1 & 1 says to which of the two channels d[k]
-    // belongs.
+    // Begins with the bias. A thread has two channels of each block of channels; d[k] belongs to channel k >> 1 & 1 of
+    // these two.
     INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
@@ -8665,8 +8703,8 @@ template <int BLOCKS, int N> struct Accumulators {
                 d[b][k] = 0;
             }
     }
-    // Starts STEPS products of 16 input channels, as one group. weights: 64 rows of 128 bytes for each block of
-    // channels. TRANSPOSED: they lie as (input, output), which is the case for the input gradient.
+    // Starts STEPS products of 16 input channels, as one group. weights: the address of 64 rows of 128 bytes for each
+    // block of channels. TRANSPOSED: the weights lie as (input, output), which is the case for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
         constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
@@ -8677,7 +8715,7 @@ template <int BLOCKS, int N> struct Accumulators {
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // The same in FP8: products of 32 input channels.
+    // Does the same in FP8, where a product is over 32 input channels.
     template <int STEPS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
@@ -8703,14 +8741,14 @@ template <int BLOCKS, int N> struct Accumulators {
     }
 };
 
-// Two warpgroups take turns with the tensor cores: one finishes its tile while the other one multiplies.
+// Two warpgroups take turns with the tensor cores: one of them finishes its tile while the other one multiplies.
 //
 //   warpgroup 0    | multiply | pass, finish | wait | multiply | ...
 //   warpgroup 1    | wait     | multiply     | pass, finish    | ...
 //
-// Warpgroup w waits at named barrier 4 + w, which the other one's pass completes. Invariant: each warpgroup waits once
-// and passes once for each of its tiles, and they get tiles in turns. So none waits for a warpgroup that has no tile
-// left.
+// Warpgroup w waits at named barrier 4 + w. The wait ends when the other warpgroup calls pass. Invariant: each
+// warpgroup waits once and passes once for each of its tiles, and the two get tiles in turns. So neither waits for a
+// warpgroup that has no tile left.
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
