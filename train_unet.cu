@@ -12117,23 +12117,26 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
-// Column p of the patches holds what the filter sees around pixel p. The patches never exist in global memory: a block
-// copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies from there.
+// Column p of the patches holds the inputs that the filter reads for output pixel p. The patches never exist in global
+// memory. A block copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies them
+// there.
 //
-// Words of this section (tile, stage, ring, fragment and swizzle stand at the head of this file):
-//   tap     a position (kh, kw) of the filter, of which there are 1 or 9; its number is kh * kernel + kw
-//   halo    the pixels of a tile and the border that taps reach: all that the nine taps read (drawn at conv_halo)
+// Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
+//   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
+//   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
+//           conv_halo)
 //   slice   the input channels of a halo (16 to 64) that are in shared memory at a time
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
 //           the tensor cores sums 16 of them.
 //
-// The kernels (conv_product and conv_weight_batch in section 22 choose; conv_forward there lists the whole road from a
-// layer to an instruction of the tensor cores):
+// The kernels are listed here. conv_product and conv_weight_batch in section 22 choose between them. A table above
+// conv_product shows the whole road from a layer to an instruction of the tensor cores.
 //   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
-//                                bf16, or floats as two halves each and three products (take_apart_places)
-//   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. bf16, stride 1, and no
-//                                upsampled input; in a 3x3 forward convolution also FP8
+//                                Elements are bf16 or floats. A float is split into two fp16 numbers, and a product of
+//                                two floats into three products (take_apart_places).
+//   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
+//                                FP8 in a 3x3 forward convolution. The stride is 1, and the input is not upsampled.
 //   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
 // An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
@@ -12146,8 +12149,8 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// Where results go, and what is added to them. Channels [0, C1) go to part1, and the C2 channels behind them go to
-// part2. (There are two parts if the results are the gradients of two concatenated inputs.) In the forward pass the
+// ConvOut says where results go, and what is added to them. Channels [0, C1) go to part1, and the next C2 channels go
+// to part2. (There are two parts if the results are the gradients of two concatenated inputs.) In the forward pass the
 // addend is the residual. In the backward pass bias, emb and stats are null.
 struct ConvOut {
     Grad part1, part2 = {};
@@ -12156,9 +12159,9 @@ struct ConvOut {
     const float* bias = nullptr; // (C1)
     const float* emb = nullptr;  // (B, C1), in rows of emb_stride: the embedding, added to all pixels of an image
     int emb_stride = 0;
-    double* stats = nullptr; // sums and sums of squares of what is stored, a part for each tile of an image
+    double* stats = nullptr; // sums and sums of squares of the stored values: for each image, one part for each tile
     int* parts = nullptr;    // on the host: the launch writes here how many parts an image has
-    ConvSkip skip = {};      // computed and added instead of an addend
+    ConvSkip skip = {};      // a skip connection that is computed here and added, instead of an addend
 };
 
 // The arguments of every kernel for a convolution. If BACKWARD, the input is dout: then C1 is the layer's Cout, and
@@ -12176,16 +12179,16 @@ struct ConvCall {
     int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
     int channel_blocks = 0;       // blocks for the output channels
     int slices = 0;               // slices of the C1 channels
-    int taps = 0;                 // conv_gather: of the filter
+    int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // If s.in is FP8 (x1 and weight then are): (Cout), what turns sums into values.
+    // (Cout). Only if s.in is FP8 (then x1 and weight are FP8, too): each channel's sums are multiplied by its factor.
     const float* factors = nullptr;
 };
 
-// What one thread knows to store channels c .. c + 3 of image n.
+// What one thread needs for storing channels c .. c + 3 of image n.
 template <class T> struct OutputLane {
-    int pitch;            // channels of a pixel, in the part that these channels go to
-    int count;            // 4, or fewer if the channels end before that; 0: nothing is stored
+    int pitch;            // channels of a pixel in the tensor that is written (part1 or part2)
+    int count;            // 4, or less if the tensor has fewer channels after c; 0: nothing is stored
     T* out;               // where channel c of pixel 0 goes
     const T *add1, *add2; // the same place in the addends, or null
     float shift[4];       // bias + embedding, which is added to all pixels
@@ -12206,10 +12209,11 @@ template <class T> struct OutputLane {
     }
 };
 
-// Who does what in a block of conv_halo and conv_gather. A block computes one tile: CHANNELS output channels for pixels
-// of IMAGES images. A warp computes 64 pixels x WARP_CHANNELS channels, so a set of PIXEL_WARPS x (CHANNELS /
-// WARP_CHANNELS) warps covers the tile. Small images have too few pixels for many warps. So there are K_GROUPS such
-// sets for them, which share the input channels; their sums are added at the end.
+// How the work of a block is divided among its warps, in conv_halo and conv_gather. A block computes one tile: CHANNELS
+// output channels for pixels of IMAGES images. A warp computes 64 pixels x WARP_CHANNELS channels. So a set of
+// PIXEL_WARPS x (CHANNELS / WARP_CHANNELS) warps covers the tile. Small images have too few pixels for many warps.
+// For them a block has K_GROUPS such sets. Each set (a K group) sums over its own part of the input channels, and the
+// sums of all sets are added at the end.
 //
 //   warp of a block = pixel_warp + PIXEL_WARPS * (channel_warp + CHANNELS / WARP_CHANNELS * k_group)
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
@@ -12217,36 +12221,36 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_;
     static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS); // warps of a K group
     static constexpr int THREADS = POSITIONS * K_GROUPS * 32;
-    // How results are stored. A warp has LANES lanes for a pixel, with 4 channels each, and so stores STEP pixels at
-    // once. PITCH: floats of a pixel in shared memory; 4 of them are unused, which avoids bank conflicts.
+    // How results are stored. LANES lanes of a warp store one pixel, 4 channels each. So a warp stores STEP pixels at
+    // once. A pixel has PITCH floats in shared memory. 4 of them are unused, which avoids bank conflicts.
     static constexpr int LANES = WARP_CHANNELS / 4;
     static constexpr int STEP = 32 / LANES;
     static constexpr int PITCH = WARP_CHANNELS + 4;
     static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
-    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads that have sums of one channel
-    // What a warp has.
+    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads with sums of the same channel
+    // Which part of the tile a warp computes.
     static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
     static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
 };
 
-// Stores a lane's part of a round: 4 channels of N pixels. Pixel i of them goes to pixel index_of(i) of the output; if
-// that is -1, it is not stored.
-//   staged    the fp32 sums of the lane's first pixel in shared memory, of the first K group; those of K group i lie i
-//             * k_group_floats further on
-//   addends   the values of l.add1 at these pixels; they were loaded much earlier, to hide the latency
-//   sum, square   the stored (rounded) values are added to these, for the statistics
-// An addend may be the output itself. So all loads of a batch come before its first store.
+// Stores what a lane has to store in one round of store_product: 4 channels of N pixels. The lane's pixel i becomes
+// pixel index_of(i) of the output. If index_of(i) is -1, pixel i is not stored.
+//   staged        where shared memory holds the fp32 sums of the lane's first pixel, made by the first K group; the
+//                 sums of K group g lie g * k_group_floats further on
+//   addends       the values of l.add1 at these pixels; they were loaded much earlier, to hide the latency
+//   sum, square   the stored (rounded) values and their squares are added to these, for the statistics
+// An addend may be the output itself. So all loads of a batch come before the batch's first store.
 template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
                          bool stats, const Four<T> (&addends)[N], auto index_of) {
     constexpr int AT_MOST = N % 8 ? 4 : 8;
     constexpr int BATCH = N < AT_MOST ? N : AT_MOST;     // pixels whose loads are started together
-    constexpr int NEXT_PIXEL = Tile::STEP * Tile::PITCH; // floats from a lane's pixel to its next one
+    constexpr int NEXT_PIXEL = Tile::STEP * Tile::PITCH; // floats from a pixel of the lane to the lane's next pixel
     static_assert(N % BATCH == 0);
     if (l.count == 0) return;
 
-    // The network's output: the number of channels is not a multiple of 4, and there are no addends.
+    // Here the output is the network's: the number of its channels is not a multiple of 4, and there are no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -12258,7 +12262,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     }
 
     UNROLL_FOR (int first = 0; first < N; first += BATCH) {
-        float4 v[BATCH]; // of pixel first + k: the sums of all K groups, bias and embedding
+        float4 v[BATCH]; // v[k] belongs to pixel first + k: the sums of all K groups + bias + embedding
         UNROLL_FOR (int k = 0; k < BATCH; k++) {
             v[k] = *(const float4*)(staged + (first + k) * NEXT_PIXEL);
             UNROLL_FOR (int g = 1; g < Tile::K_GROUPS; g++) {
@@ -12272,7 +12276,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
         if (BACKWARD && l.add2)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + load4(l.add2 + (size_t)index_of(first + k) * l.pitch);
-        UNROLL_FOR (int k = 0; k < BATCH; k++) // v becomes the stored value, which was rounded
+        UNROLL_FOR (int k = 0; k < BATCH; k++) // from here on, v is the stored (rounded) value
             v[k] = index_of(first + k) >= 0 ? store4(l.out + (size_t)index_of(first + k) * l.pitch, v[k]) : float4{};
         if (!BACKWARD && stats)
             UNROLL_FOR (int k = 0; k < BATCH; k++) {
@@ -12282,8 +12286,9 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     }
 }
 
-// Computes the block's sums for the statistics. STAT_ROWS threads have sums of a channel, each of some of its pixels,
-// and have written them to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). They are added up in double.
+// Computes the block's sums for the statistics. For each image and channel, STAT_ROWS threads have each summed some of
+// the pixels. They have written these sums to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). The sums are added
+// up in double here.
 template <class Tile>
 INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
     constexpr int CHANNELS = Tile::CHANNELS;
@@ -12299,23 +12304,24 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
     }
 }
 
-// The end of conv_halo and conv_gather. A warp's fragments acc[8 pixels][16 channels] hold neighbouring pixels in each
-// thread. They go through shared memory, in ROUNDS rounds, and become rows of neighbouring channels. There the sums of
-// the K groups are added.
+// The end of conv_halo and conv_gather: stores the sums acc[8 pixels][16 channels] of each warp. A thread's registers
+// of a fragment hold neighbouring pixels of one channel, but neighbouring channels are to be stored together. So the
+// sums go through shared memory, in ROUNDS rounds. There the sums of the K groups are added, too.
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
 //
 //   n0, c0        the tile's first image and first channel
-//   tile, tiles   the number of the tile within its image, and the tiles of an image: each is a part of the statistics
-//   pixel         pixel(k): where the k-th of the warp's 64 pixels lies in the output; -1: nowhere
+//   tile, tiles   the number of the tile within its image, and how many tiles an image has; each tile writes a part of
+//                 the statistics
+//   pixel         pixel(k): where the k-th of the warp's 64 pixels lies in the output; -1: outside
 template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
-    constexpr int ROUND_PIXELS = 64 / ROUNDS;                                    // of a warp
-    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // of a lane: every STEP-th one
+    constexpr int ROUND_PIXELS = 64 / ROUNDS;                                    // pixels of a warp in a round
+    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // how many of them a lane stores
     constexpr int WARP_FLOATS = ROUND_PIXELS * Tile::PITCH;                      // a warp's part of shared memory
-    constexpr int K_GROUP_FLOATS = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // that of a K group
+    constexpr int K_GROUP_FLOATS = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // a K group's part of shared memory
     constexpr int IMAGE_WARPS = Tile::PIXEL_WARPS / Tile::IMAGES;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -12323,8 +12329,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
     const int k_group = Tile::k_group(warp);
     const int image = pixel_warp / IMAGE_WARPS;
 
-    // This lane stores 4 channels, from `channel` of the tile on, of the N pixels first, first + STEP, ... of each
-    // round. The pixels of a round are divided among the K groups.
+    // In each round this lane stores channels channel .. channel + 3 of the tile, for the N pixels first, first + STEP,
+    // ... of the round. The pixels of a round are divided among the K groups.
     const int row = lane / Tile::LANES;
     const int first = k_group * (N * Tile::STEP) + row;
     const int lane_channel = lane % Tile::LANES * 4;
@@ -12336,7 +12342,7 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
     float4 sum = {};
     float4 square = {};
     copies_arrived<0>();
-    __syncthreads(); // the operands have been read; the sums take their place
+    __syncthreads(); // all threads have read the operands; now the sums are written to the same memory
     UNROLL_FOR (int round = 0; round < ROUNDS; round++) {
         auto index_of = [&](int i) { return pixel(round * ROUND_PIXELS + first + i * Tile::STEP); };
         Four<TO> addends[N];
@@ -12362,7 +12368,7 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
                                      o.stats, addends, index_of);
     }
     if (!o.stats) return;
-    __syncthreads(); // staged has been read; the threads' sums take its place
+    __syncthreads(); // all threads have read what was staged; now the threads' sums are written to the same memory
     if (row < Tile::STEP) {
         const int stat_row = (pixel_warp % IMAGE_WARPS * Tile::K_GROUPS + k_group) * Tile::STEP + row;
         const int pair = (image * Tile::STAT_ROWS + stat_row) * Tile::CHANNELS + channel;
@@ -12376,14 +12382,14 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- operands of the portable kernels: bf16, or floats as two fp16 parts
-// conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. They are written once for
-// bf16 and for floats; all that differs between the two types is here (and in multiply and copy_channels).
+// conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. The same code serves bf16 and
+// floats. What differs between the two types is here, in `multiply`, in multiply_tap and in copy_channels.
 //
 //                               bf16         float
-//   a chunk of 8 channels       16 bytes     32 bytes: two pieces of 4 floats as they are copied, later a piece with
-//   in shared memory                         8 high parts and one with 8 low parts (take_apart_places)
-//   registers of a fragment A   4            8: first those of the high parts, then those of the low parts
-//   registers of a fragment B   2            4: likewise
+//   a chunk of 8 channels       16 bytes     32 bytes: first two pieces of 4 floats, as they are copied; later a piece
+//   in shared memory                         with 8 high parts and a piece with 8 low parts (take_apart_places)
+//   registers of a fragment A   4            8: first the registers of the high parts, then those of the low parts
+//   registers of a fragment B   2            4: in the same order
 //   take_apart_copies           nothing      turns floats into high and low parts, all scaled by a power of two
 //   multiply                    one mma      three: low x high', high x low', high x high'
 template <class T> using FragmentA = uint32_t[4 * PARTS<T>]; // 16 rows x 16 k
@@ -12392,16 +12398,16 @@ template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 // Says where a chunk lies in a swizzled row of shared memory, in bytes. key: the swizzle_key of the row.
 template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
 
-// Returns the place in the same row that is `channels` further on. It is found by XOR, for any key: a place is chunk ^
-// key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. The row has to begin at a multiple of its length or of 128
-// bytes, and `channels` may only set bits that are 0 in the chunk of `place`.
+// Returns the place that is `channels` further on in the same row. The place is found by XOR, whatever the key is: the
+// place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold. The row
+// begins at a multiple of its length or of 128 bytes. And `channels` only sets bits that are 0 in the chunk of `place`.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
 
-// Loads a fragment by ldmatrix, which loads four matrices of 8 x 8. place: the address of the row that this lane gives
-// to ldmatrix. TRANSPOSED: a row in shared memory runs along the fragment's rows, not along k, and each matrix is
-// transposed.
+// Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. place: the address of the row that this lane
+// gives to ldmatrix. If TRANSPOSED, a row in shared memory holds neighbours along the fragment's rows instead of
+// neighbours along k, and ldmatrix transposes each matrix.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
         const uint32_t from = (place ^ part * 16) + offset;
@@ -12410,7 +12416,7 @@ template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, u
         else ldmatrix(registers, registers + 2, from);
     }
 }
-// Loads two fragments B at once: the four matrices of an ldmatrix are two fragments.
+// Loads two fragments B at once: two of the four matrices of an ldmatrix make one fragment B.
 template <class T, bool TRANSPOSED>
 INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -12420,9 +12426,10 @@ INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, i
     }
 }
 
-// Splits the floats that were copied of both operands: each_a(f) and each_b(f) call f(address) for the chunks that this
-// thread has copied. All threads of the block's WARPS warps must call it, since floats need a barrier. a_scale and
-// b_scale become the factors that undo the scales. a_is_new = false: operand A was split before, and its scale stays.
+// Splits the floats of operands A and B that this thread has copied to shared memory (for bf16 it does nothing).
+// each_a(f) and each_b(f) call f(address) for each chunk of A and of B that this thread has copied. All threads of the
+// block's WARPS warps must call this function, because it contains a barrier. It sets a_scale and b_scale to the
+// factors that undo the scales. If a_is_new is false, A was split earlier, and a_scale stays as it is.
 template <class T, int WARPS, class A, class B>
 INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
     if constexpr (PARTS<T> == 2) {
@@ -12465,19 +12472,22 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //                        half of halo s + 1       the rest of halo s + 1
 //
 //   A warp computes 8 x 8 pixels x WARP_CHANNELS channels as products weights (A) x pixels (B): 8 neighbouring pixels
-//   of an image row and 16 input channels are one fragment B, of two registers. In a step the warp loads the 10 rows
-//   that its pixels need under this kw, and uses each for three taps. (If pixels were A, one fragment would have two
-//   image rows, and each kh would need different pairs of rows.)
-//   The copies stand between the products and have no branches, so that the tensor cores do not wait for them.
-//   A pixel's row is swizzled with a key that depends only on its COLUMN in the halo. So any 8 neighbouring pixels of
-//   an image row can be read without bank conflicts, whatever kw is; and the next image row is a constant number of
-//   bytes on.
-//   From the top down: conv_halo launches conv_halo_kernel, whose main loop calls multiply_step for each step, and that
-//   calls multiply_tap for each tap and 16 output channels: eight mma_bf16 (or 24 mma_fp16), one for each image row.
-// Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 of its pixels, once for nine taps, and all weights of its channels.
+//   of an image row and 16 input channels are one fragment B, of two registers. In a step the warp loads the 10 rows of
+//   the halo that its pixels need under this kw. It uses most of these rows for all three taps of the step. (If pixels
+//   were A, one fragment would hold two image rows, and each kh would need other pairs of rows.)
+//   In the code, the instructions that copy stand between the products and have no branches. So the tensor cores do not
+//   wait for them.
+//   A pixel's row in shared memory is swizzled with a key that depends only on the pixel's COLUMN in the halo. So any 8
+//   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the pixel below always
+//   lies the same number of bytes further on.
+//   From the top down: conv_halo launches conv_halo_kernel. The kernel's main loop calls multiply_step for each step.
+//   multiply_step calls multiply_tap for each tap and 16 output channels. multiply_tap has eight mma_bf16, one for each
+//   image row (or 24 mma_fp16, three for each image row).
+// Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 times as many pixels as it has, once for all nine taps.
+//   It reads all weights of its output channels.
 
-// IMAGES = 1: 2 x 2 warps of 8 x 8 pixels each. IMAGES = 2: a warp for each of two images. Every warp has all CHANNELS.
-// PER_SM blocks fit on a multiprocessor.
+// If IMAGES is 1, a K group is 2 x 2 warps, each with 8 x 8 pixels of the tile. If IMAGES is 2, a K group has one warp
+// for each of two images. Every warp computes all CHANNELS. PER_SM blocks fit on a multiprocessor.
 template <class T_, int IMAGES_, int CHANNELS_, int K_GROUPS_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
@@ -12485,14 +12495,14 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int IMAGES = IMAGES_;
     static constexpr int CHANNELS = CHANNELS_;
     static constexpr int PER_SM = PER_SM_;
-    static constexpr int WARPS_DOWN = IMAGES == 1 ? 2 : 1; // of an image
+    static constexpr int WARPS_DOWN = IMAGES == 1 ? 2 : 1; // warps of an image, one below the other
     static constexpr int WARPS_ACROSS = WARPS_DOWN;
     static constexpr int TILE_H = WARPS_DOWN * 8; // pixels
     static constexpr int TILE_W = WARPS_ACROSS * 8;
-    // A slice: 64 bytes of a pixel, or more if each K group would have less than 16 channels.
+    // A slice is 64 bytes of a pixel. It is more if a K group would otherwise have fewer than 16 channels.
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
-    static constexpr int K16 = SLICE / 16 / K_GROUPS_; // products of 16 input channels that a K group has of a slice
+    static constexpr int K16 = SLICE / 16 / K_GROUPS_; // a K group has 16 * K16 input channels of a slice
     // The halo.
     static constexpr int H = TILE_H + 2;
     static constexpr int W = TILE_W + 2;
@@ -12503,7 +12513,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
     static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // the last copies read sources beyond PIXELS
-    // The results take the same memory at the end, in two rounds if they need more.
+    // At the end the results are written to the same memory, in two rounds if it is too small for all of them.
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
     static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0, "swizzled rows begin at multiples of 128 bytes");
@@ -12511,8 +12521,9 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Says where a pixel of the halo lies in the input, and how its row is swizzled, in one number: its index * 8 + the
-// swizzle key of its column. Negative: the pixel is outside the image. (w0: the halo's column 0, in the image.)
+// Says where a pixel of the halo lies in the input, and how its row in shared memory is swizzled. Both are in one
+// number: the pixel's index * 8 + the swizzle key of its column. The number is negative if the pixel lies outside the
+// image. h is the pixel's row in the image, and w0 is the image column of the halo's column 0.
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column;
     const int up = p.s.upsample; // 1: the input has half of the output's rows and columns
@@ -12521,11 +12532,12 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(column);
 }
 
-// The halos in shared memory, and the part of them that one thread copies: its chunk of every PIXELS_AT_ONCE-th pixel.
+// The halos in shared memory, and the part of them that one thread copies: the same chunk of every PIXELS_AT_ONCE-th
+// pixel.
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
-    static constexpr int CHUNKS = Tile::SLICE / 8;                          // of a pixel
-    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;           // by one copy of all threads
+    static constexpr int CHUNKS = Tile::SLICE / 8;                          // chunks of a pixel
+    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;           // pixels that all threads copy at a time
     static constexpr int HALF = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
     const ConvCall& p;
     const uint32_t halos;
@@ -12536,7 +12548,8 @@ template <class Tile> struct HaloCopies {
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
 
-    // Finds out where the pixels of the halo of the tile at (n0, h0, w0) lie in the input. The first copy comes later.
+    // Finds out where the pixels of the halo of the tile at (n0, h0, w0) lie in the input. A __syncthreads has to
+    // follow before the first copy.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
             const int n = n0 + i / Tile::W / Tile::H;
@@ -12544,7 +12557,7 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Says where copy i of this thread goes, i < 2 HALF.
+    // Says where copy i of this thread is written to, i < 2 HALF.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
         asm volatile("" : "+r"(first)); // otherwise the compiler keeps a register for every i
@@ -12562,8 +12575,9 @@ template <class Tile> struct HaloCopies {
         const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
-    // Says where this lane's row for ldmatrix lies in a halo: two fragments of 8 neighbouring pixels. first: the pixel
-    // in column 0 of their image row. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    // Says where in a halo the row lies that this lane gives to ldmatrix. ldmatrix loads two fragments B: 8
+    // neighbouring pixels of image row r, and the 8 pixels below them. first: the index of the pixel in column 0 of row
+    // r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
     static INLINE uint32_t lane_place(int first, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -12583,27 +12597,29 @@ template <class Tile> struct HaloCopies {
     }
 };
 
-// The ring of weights in shared memory, with a stage for each kw, and the part that one thread copies: its chunk of
-// every ROWS_AT_ONCE-th row. A stage has three matrices, of the taps kh = 0, 1, 2:
-//   forward    weight is (Cout, taps, C1) in global memory: a row is an output channel, its chunks are the slice
-//   BACKWARD   weight is (C1, taps, Cout), and the taps come in reverse: a row is an input channel of the slice, its
-//              chunks are the block's output channels (C1, Cout: of this product, of the gradient's input and output)
+// The ring of weights in shared memory, with a stage for each kw, and the part of it that one thread copies: the same
+// chunk of every ROWS_AT_ONCE-th row. A stage has three matrices, for the taps kh = 0, 1, 2:
+//   forward    weight is (Cout, taps, C1) in global memory. A row is an output channel; its chunks are the channels of
+//              the slice.
+//   BACKWARD   weight is (C1, taps, Cout), where C1 and Cout are those of ConvCall: the channels of dout and of the
+//              input's gradient. The taps are in reverse order. A row is an input channel of the slice; its chunks are
+//              the block's output channels.
 template <class Tile, bool BACKWARD> struct HaloWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
     static constexpr int CHUNKS = (BACKWARD ? Tile::CHANNELS : Tile::SLICE) / 8;
     static constexpr int ROW_BYTES = CHUNKS * 8 * sizeof(T);
     static constexpr int TAP_BYTES = ROWS * ROW_BYTES;
-    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // by one copy of all threads
-    static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // of a thread
+    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // rows that all threads copy at a time
+    static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // copies of a thread for one tap
     static constexpr int COPIES = 3 * TAP_COPIES;
     static constexpr bool NO_THREAD_LEFT_OVER = Tile::THREADS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0;
     const ConvCall& p;
     const int c0; // the block's first output channel
     const int chunk = (int)threadIdx.x % CHUNKS;
     const int first_row = (int)threadIdx.x / CHUNKS;
-    const uint32_t first_place; // of this thread's first copy
-    const int first_weight;     // index in p.weight of what it copies first
+    const uint32_t first_place; // where this thread's first copy is written to
+    const int first_weight;     // what this thread copies first: an index in p.weight
 
     INLINE HaloWeights(const ConvCall& p, uint32_t ring, int c0)
         : p(p),
@@ -12640,7 +12656,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const uint32_t index = valid ? first_weight + further : 0;
         copy_channels(place(kw, i), 0, weight + index, valid, owns(i));
     }
-    // Says where this lane's row for ldmatrix lies in a tap's weights. The matrices of a fragment are
+    // Says where in a tap's weights the row lies that this lane gives to ldmatrix. The matrices of a fragment are
     // (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_k) {
         const int lane = threadIdx.x & 31;
@@ -12654,17 +12670,18 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = row_of_matrix + upper_c * 8;
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
-    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on and 16 input channels from
-    // k * 16 on. lane: the shared-memory address of this lane's row in the first fragment.
+    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on, and for 16 input channels
+    // from k * 16 on of the K group's part. lane: the shared-memory address of this lane's row of the fragment with kh,
+    // kw, m and k = 0.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
             load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
             return;
         }
-        // The next channels of the same row. With 2 or 6 chunks to a row its key is 0 or 1, and 16 channels are an even
-        // number of chunks: so an addition does not change the key. With more chunks it is an XOR within 128 bytes, as
-        // in channels_on.
+        // m * 16 channels further on in the same row. If a row has 2 or 6 chunks, its key is 0 or 1. As 16 channels are
+        // an even number of chunks, they can simply be added. Otherwise 128 bytes at a time are added, and the rest is
+        // an XOR, as in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
@@ -12681,8 +12698,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
 };
 
 // acc[r][m] += a (weights of tap kh) x b[r + kh] (pixels), for the warp's image rows r = 0 .. 7.
-// Floats: the tensor cores sum all three taps, and fp32 units add this sum to acc (see multiply). So kh has to be 0, 1,
-// 2 in this order.
+// With floats, the tensor cores sum over all three taps, and fp32 units add this sum to acc (see `multiply`). So the
+// calls must have kh = 0, 1, 2 in this order.
 template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
                          const FragmentB<T> (&b)[10], float scale) {
@@ -12691,7 +12708,7 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
             mma<T>(acc[r][m], a, b[r + kh]);
         }
     } else
-        UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums take turns, as in multiply
+        UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums take turns, as in `multiply`
             UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) {
                 sum[first + i / 4][i % 4] = 0;
             }
@@ -12705,13 +12722,15 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
         }
 }
 
-// A step: a warp's products of one kw with a slice. Between them it calls copy_in_gap(0), copy_in_gap(1), ...
+// Computes a step: a warp's products of the weights of one kw with a slice. Between the products it calls
+// copy_in_gap(0), copy_in_gap(1), ... x and weights: where this lane's rows for ldmatrix begin.
 template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
     typedef HaloWeights<Tile, BACKWARD> Weights;
-    // The i-th product. bf16 goes through all output channels for each tap. Floats go through the taps for each 16
-    // output channels, since the three taps are summed before they are added to acc.
+    // Product i has tap kh_of(i) and the 16 output channels m_of(i). With bf16, the loop over output channels is the
+    // inner one. With floats, the loop over taps is the inner one, because the three taps are summed before the sum is
+    // added to acc.
     auto kh_of = [](int i) { return PARTS<T> == 1 ? i / M : i % 3; };
     auto m_of = [](int i) { return PARTS<T> == 1 ? i % M : i / 3; };
     UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
@@ -12724,7 +12743,7 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
         }
         float sum[8][4];
         UNROLL_FOR (int i = 0; i < 3 * M; i++) {
-            const int next = i + 1; // its weights are loaded during this product
+            const int next = i + 1; // the weights of product `next` are loaded during product i
             if (next < 3 * M) Weights::load(a[next % 2], weights, kw, kh_of(next), m_of(next), k);
             multiply_tap<T, M>(acc, sum, m_of(i), kh_of(i), a[i % 2], b, scale);
             if (next % M == 0) copy_in_gap(k * 3 + i / M);
@@ -12732,8 +12751,8 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
     }
 }
 
-// A block computes a tile of pixels x CHANNELS channels. A warp computes 8 x 8 of these pixels; with K groups it
-// multiplies only its part of each slice. Phases:
+// A block computes a tile of pixels x CHANNELS channels. A warp computes 8 x 8 of these pixels. If there are several K
+// groups, a warp multiplies only its K group's part of each slice. Phases:
 //   1. The first copies are started.
 //   2. Each slice has three steps: wait for the operands, then multiply and copy for later steps at the same time.
 //   3. store_product: sums become results.
@@ -12751,7 +12770,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int tile = blockIdx.x / p.channel_blocks;
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::TILE_H, Tile::TILE_W, Tile::IMAGES);
 
-    // The first copies: the halo of slice 0 and its weights for kw = 0 and 1.
+    // The first copies: the halo of slice 0, and the weights of slice 0 for kw = 0 and 1.
     const Halo halo(p, shared);
     const Weights weights(p, base + Tile::WEIGHTS_AT, c0);
     NO_UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) {
@@ -12768,7 +12787,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     }
     copies_committed();
 
-    // The warp's pixels within the tile, and its part of a slice; then the addresses of this lane's rows for ldmatrix.
+    // The warp's pixels within the tile, and the first channel of its part of a slice. Then the addresses of this
+    // lane's rows for ldmatrix.
     constexpr int M = Tile::WARP_CHANNELS / 16;
     const int warp = (int)threadIdx.x >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -12781,17 +12801,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         lane_pixels[kw] = base + Halo::lane_place((image * Tile::H + warp_h) * Tile::W, warp_w + kw, first_k);
     const uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_k);
 
-    float acc[8][M][4] = {}; // [image row][16 channels]: channels x 8 pixels
+    float acc[8][M][4] = {}; // acc[r][m]: the sums of 16 output channels x 8 pixels of image row r
     float pixel_scale = 1, weight_scale = 1;
     for (int slice = 0; slice < p.slices; slice++) {
         UNROLL_FOR (int kw = 0; kw < 3; kw++) {
             copies_arrived<1>();
             take_apart_copies<T, Tile::THREADS / 32>(pixel_scale, halo.places(slice), weight_scale, weights.places(kw),
                                                      kw == 0);
-            __syncthreads(); // this step's operands have arrived everywhere; everyone is done with the step before
+            __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
 
-            // A step has GAPS gaps between its products. The weights of the step after the next one and half of the
-            // next slice's halo are spread over them.
+            // A step has GAPS gaps between its products. In these gaps it copies the weights of the step after the next
+            // one, and half of the next slice's halo.
             auto copy_in_gap = [&](int gap) {
                 constexpr int GAPS = 3 * Tile::K16;
                 UNROLL_FOR (int i = 0; i < Weights::COPIES; i++)
