@@ -12143,9 +12143,10 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights stay in memory as
 // they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
 //
-// All kernels end in the same way. The fp32 sums of a tile go through shared memory and become rows of pixels x
-// channels. Then bias, embedding, residual or addends are added, and the result is rounded to bf16, once. The
-// statistics for the next group norm are sums of the rounded values, because the norm will read those.
+// All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
+// Then the result is rounded, once. On its way to global memory a tile goes through shared memory, where it becomes
+// rows of pixels x channels. The statistics for the next group norm are sums of the rounded values, because the norm
+// will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
@@ -12851,8 +12852,9 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 // --- conv_gather: any kernel size and stride, any GPU
 // Used when: conv_halo and Hopper's kernels can't be used: for 1x1, and for stride 2.
 // How: A block computes PIXELS neighbouring pixels of one image (counted row by row) for CHANNELS channels. It goes
-//   through all taps, and for each tap through the input channels slice by slice: one step each. For a step it copies
-//   (cp.async) the pixels that its pixels read under this tap, wherever they lie in the image, and the tap's weights:
+//   through all taps, and for each tap through the input channels slice by slice. A step is one slice under one tap.
+//   For a step the block copies (cp.async) the input pixels that its output pixels read under this tap, wherever these
+//   lie in the image. It also copies the tap's weights for this slice:
 //
 //     a stage of shared memory; STAGES of them are a ring
 //     +------------------------+----------------------+
@@ -12860,13 +12862,13 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     | of 128 bytes           | x CHANNELS x slice   |    of floats. Those of a second input follow the first input's.
 //     +------------------------+----------------------+
 //
-//   A warp multiplies 64 of the pixels by WARP_CHANNELS of the channels: for each 16 k it loads M fragments of weights
-//   (A) and 8 of pixels (B), and `multiply` has one mma_bf16 (or three mma_fp16) for each pair of them.
-// Costs: the input is read once for every tap; after the first time from the L2 cache.
+//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For each 16 k it loads M fragments of weights (A)
+//   and 8 fragments of pixels (B). `multiply` has one mma_bf16 (or three mma_fp16) for each pair of A and B.
+// Costs: the input is read once for every tap. After the first time it usually comes from the L2 cache.
 
-// The offset of tap: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
+// The offset of a tap: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
 // BACKWARD reverses this: input pixel (h, w) is read by the output pixel (y, x) with (y, x) * stride =
-// (h + dy, w + dx), if there is such a pixel.
+// (h + dy, w + dx), if there is such an output pixel.
 struct TapOffset {
     int dy, dx;
 };
@@ -12876,9 +12878,9 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Returns which pixel is read for the output pixel that lies i pixels behind (h, w): its index within its image, or -1
-// if it is in the padding or if there is no such output pixel. It multiplies by W_inverse instead of dividing by W. The
-// result is exact, since the numbers are small.
+// Returns which pixel is read for the result's pixel that comes i pixels after (h, w), counted row by row. Returns the
+// index of the pixel to read within its image, or -1 if there is none (it lies in the padding, say). The function
+// multiplies by W_inverse instead of dividing by W. The result is exact, since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -12886,7 +12888,7 @@ INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i
     w += i - rows_down * (BACKWARD ? s.W : s.out_W());
     const int y = (BACKWARD ? h : h * s.stride) + offset.dy;
     const int x = (BACKWARD ? w : w * s.stride) + offset.dx;
-    // BACKWARD with stride 2: only even (y, x) have an output pixel, which has half the coordinates.
+    // BACKWARD with stride 2: there is an output pixel only if y and x are even. It is (y / 2, x / 2).
     const int odd = s.stride - 1;
     const int halve = BACKWARD ? odd : 0;
     const int rows = BACKWARD ? s.out_H() : s.H;
@@ -12912,24 +12914,26 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int SLICE = ROW / sizeof(T); // channels of a slice
     static constexpr int WEIGHTS_AT = PIXELS * ROW;
     static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * ROW;
-    // How many blocks shall fit on a multiprocessor: the compiler limits registers accordingly.
+    // How many blocks shall fit on a multiprocessor. The compiler limits the registers of a thread accordingly.
     static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
 };
 
 // The weights of a stage, arranged as in HaloWeights. Forward: a row is an output channel, and its chunks are the
-// slice. BACKWARD: a row is an input channel of the slice, and its chunks are the block's output channels.
+// channels of the slice. BACKWARD: a row is an input channel of the slice, and its chunks are the block's output
+// channels.
 template <class Tile, bool BACKWARD> struct GatherWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
     static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::ROW;
     static constexpr int CHUNKS = ROW_BYTES / sizeof(T) / 8;
-    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // by one copy of all threads
-    static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // of a thread
+    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // rows that all threads copy at a time
+    static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // copies of a thread
     static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread have the same swizzle key");
 
-    // A thread copies its rows of a stage: the first one goes to place + stage. k0: the slice's first channel in its
-    // input, which has C channels; weight_k0: the same channel counted over both inputs, as in the weights.
+    // Copies this thread's rows of a stage; the first of these rows is written to place + stage. k0: the slice's first
+    // channel, counted within its input, which has C channels. weight_k0: the same channel, counted over both inputs,
+    // as in the weights.
     static INLINE void copy(const ConvCall& p, uint32_t place, uint32_t stage, int c0, int tap, int k0, int weight_k0,
                             int C) {
         const int chunk = (int)threadIdx.x % CHUNKS;
@@ -12946,8 +12950,8 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
             copy_channels(place, offset, weight + (valid ? index : 0), valid);
         }
     }
-    // Says where this lane's row for ldmatrix lies, for the fragment of the warp's first 16 channels and of the first
-    // 16 k. Its matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    // Says where the row lies that this lane gives to ldmatrix, for the fragment of the warp's first 16 channels and
+    // the first 16 k. The fragment's matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_channel) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -12960,15 +12964,18 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
         const int c = first_channel + upper_c * 8 + row_of_matrix;
         return c * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     }
-    // Loads the fragment of the m-th 16 of the warp's channels and the k-th 16 input channels of the slice.
+    // Loads the fragment of the warp's m-th 16 output channels and the slice's k-th 16 input channels.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int m, int k) {
         if (BACKWARD) load_fragment<T, true>(a, channels_on<T>(lane, 16 * m), k * 16 * ROW_BYTES);
         else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), m * 16 * ROW_BYTES);
     }
 };
 
-// A block computes PIXELS pixels x CHANNELS channels; a warp has 64 pixels x WARP_CHANNELS channels of them. Phases:
-// STAGES - 1 steps are copied; for each step (wait for its operands, copy a later step's, multiply); store_product.
+// A block computes PIXELS pixels x CHANNELS channels. A warp computes 64 of these pixels x WARP_CHANNELS channels.
+// Phases:
+//   1. The copies for the first STAGES - 1 steps are started.
+//   2. For each step: wait for its operands, start the copies for a later step, multiply.
+//   3. store_product: sums become results.
 template <class Tile, bool BACKWARD>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvCall p) {
     typedef typename Tile::T T;
@@ -12981,7 +12988,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x;
 
-    // The block's tile: channels from c0 on, the tile-th PIXELS pixels of image n.
+    // The block's tile: channels from c0 on, pixels from tile * PIXELS on, of image n.
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS;
     const int tile = blockIdx.x / p.channel_blocks % p.tiles_w;
     const int n = blockIdx.x / p.channel_blocks / p.tiles_w;
@@ -12990,7 +12997,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
-    // Both are multiples of 8, so all of a thread's rows have the same swizzle key.
+    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key,
+    // and so have all its rows of weights.
     constexpr int CHUNKS = SLICE / 8;
     constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
     constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
@@ -13001,9 +13009,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const uint32_t own_pixels = base + row * ROW + chunk_place<T>(chunk, row & 7);
     const uint32_t own_weights =
         base + Tile::WEIGHTS_AT + w_row * Weights::ROW_BYTES + chunk_place<T>(w_chunk, w_row & 7);
-    const bool direct = p.taps == 1 && p.s.stride == 1; // each pixel reads the one in its place
+    const bool direct = p.taps == 1 && p.s.stride == 1; // each output pixel reads the input pixel with its own index
 
-    int source[COPIES]; // the pixels that this thread copies, under this tap
+    int source[COPIES]; // under this tap: the pixels that this thread copies, as indices within the image; -1: zeros
     int tap = -1;
     int slice = 0;
     auto start_tap = [&] {
@@ -13022,8 +13030,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         if (slice == 0) start_tap();
         const bool second = slice >= slices1;                      // a slice of the second input
-        const int k0 = (second ? slice - slices1 : slice) * SLICE; // its first channel in its input,
-        const int weight_k0 = (second ? p.C1 : 0) + k0;            // and in the weights
+        const int k0 = (second ? slice - slices1 : slice) * SLICE; // the slice's first channel in its input
+        const int weight_k0 = (second ? p.C1 : 0) + k0;            // the same channel in the weights
         const int C = second ? p.C2 : p.C1;
 
         const int c = k0 + chunk * 8;
@@ -13043,8 +13051,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // Says where this lane's rows for ldmatrix lie in a stage. Pixels, two fragments at once: (pixels 0-7, k 0-7),
-    // (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    // Where the rows lie that this lane gives to ldmatrix, for stage 0. For pixels, ldmatrix loads two fragments at
+    // once. Its matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -13055,11 +13063,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     uint32_t lane_pixels = base + lane_pixel * ROW + chunk_place<T>(upper_k, row_of_matrix);
     const int first_channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS;
     uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_channel);
-    // otherwise the compiler computes them again in every step
+    // Without this line the compiler would compute lane_pixels and lane_weights again in every step.
     asm volatile("" : "+r"(lane_pixels), "+r"(lane_weights));
 
     constexpr int M = Tile::WARP_CHANNELS / 16;
-    float acc[8][M][4] = {}; // [8 pixels][16 channels]
+    float acc[8][M][4] = {}; // acc[r][m]: the sums of pixels 8r .. 8r + 7 x channels 16m .. 16m + 15 of the warp
     float pixel_scale = 1, weight_scale = 1;
     for (int step = 0; step < steps; step++) {
         copies_arrived<STAGES - 2>();
@@ -13067,7 +13075,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         take_apart_copies<T, Tile::THREADS / 32>(
             pixel_scale, places<COPIES, PIXELS_AT_ONCE * ROW>(own_pixels + stage), weight_scale,
             places<Weights::COPIES, Weights::ROWS_AT_ONCE * Weights::ROW_BYTES>(own_weights + stage));
-        __syncthreads(); // this step's operands have arrived everywhere; everyone is done with the step before
+        __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
         if (step + STAGES - 1 < steps) copy_step(step + STAGES - 1);
         copies_committed();
         UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
@@ -13080,7 +13088,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         }
     }
 
-    constexpr int ROUNDS = Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1; // do the results fit at once?
+    // The sums are stored in two rounds if shared memory is too small for all of them.
+    constexpr int ROUNDS = Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1;
     auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside
         const int pixel = tile * PIXELS + pixel_warp * 64 + k;
         return pixel < p.H * p.W ? n * p.H * p.W + pixel : -1;
@@ -13102,21 +13111,21 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_few: the first and the last layer
-// Used when: 3x3, stride 1, and one side has few (F) channels, which are fp32 (conv_is_few): images, predictions, and
-//   their gradients.
+// Used when: the convolution is 3x3 with stride 1, and its input or its output has only a few channels (F), which are
+//   fp32 (conv_is_few): images, predictions, and their gradients.
 // How: The F channels of a pixel are too few for a slice. So for each pixel a row is written that holds the 9 F values
-//   under the filter's taps: rows (B, H, W, R), with R a multiple of 32. What is left is a 1x1 convolution:
-//     first layer                      forward = weights (C, 9 F) x rows of the input
-//     last layer's input gradient      weights, turned (C, 9 F), x rows of the output's gradient
+//   under the filter's taps: rows (B, H, W, R), with R a multiple of 32. Then a 1x1 convolution remains:
+//     first layer, forward             weights (C, 9 F) x rows of the input
+//     last layer's input gradient      transposed weights (C, 9 F) x rows of the output's gradient
 //     weight gradients of both         rows^T x the tensor of C channels
-//   A bf16 has 8 bits of mantissa, and fp32 values have more. So a value v becomes two bf16 numbers, upper = bf16(v)
-//   and lower = bf16(v - upper); their sum differs from v by 2^-17 at most, less than the result's rounding. A row of
-//   weights has the same weights in both halves.
+//   A bf16 has 8 bits of mantissa, and an fp32 value has more. So a value v becomes two bf16 numbers: upper = bf16(v)
+//   and lower = bf16(v - upper). Their sum differs from v by a relative error of 2^-17 at most, which is less than that
+//   of the result's rounding. A row of weights holds the same weights twice, once for each half of a pixel's row.
 //
 //     a row of a pixel, R values     bf16:  | 9 F upper parts, 0 ... | 9 F lower parts, 0 ... |
 //                                    fp32:  | 9 F values, 0 ... |
 //     value tap * F + f is channel f of the pixel under the tap; 0 outside the image
-// Costs: the rows are written and read: for unet64 as many bytes as a tensor of 64 channels.
+// Costs: the rows are written and read. For unet64 these are as many bytes as those of a tensor of 64 channels.
 
 struct ConvFew {
     const float* x;     // (B, H, W, F)
@@ -13124,8 +13133,8 @@ struct ConvFew {
     void* rows;         // (B, H, W, R)
     void* weight_rows;  // (C, R)
     int B, H, W;
-    int F;     // the few channels
-    int C;     // the channels of the other side
+    int F;     // how many channels the side with few channels has: the input of the first layer, the output of the last
+    int C;     // how many channels the other side has
     int R;     // values of a row
     int parts; // how many numbers a value becomes: 1, or 2 in bf16
     bool last; // true: the network's last layer; false: its first
@@ -13134,8 +13143,8 @@ struct ConvFew {
     float *dweight, *dbias; // where the gradients go
 };
 
-// Says where weight k = tap * F + f of channel c lies in the layer's own weights. The last layer's rows are for its
-// input gradient, so its taps are counted from the end.
+// Says where weight k = tap * F + f of channel c lies in the layer's own weights. The rows of the last layer belong to
+// its input gradient, so the taps of the last layer are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.last) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
@@ -13143,16 +13152,16 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     return (f * 9 + 8 - tap) * p.C + c;
 }
 
-// Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes the same V values
-// of the rows of many pixels, or their upper and lower parts.
-//   threadIdx.x   which V values of a half of the row
+// Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes V values of a row,
+// for many pixels. If values have two parts, it writes the upper parts of the V values and their lower parts.
+//   threadIdx.x   which V values of a half of the row (of the whole row, if values have one part)
 //   threadIdx.y   which of the pixels that the block writes at once
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
     const int first = threadIdx.x * V;
     const int half = p.R / p.parts;
-    int tap[V];      // of each value; from tap 9 on there is none
-    int distance[V]; // to the value in x, in floats from the pixel's own first value
+    int tap[V];      // the tap of each of the V values; if it is 9 or more, 0 is written
+    int distance[V]; // how many floats of x lie between the pixel's own first value and the value under the tap
     int t = first / p.F;
     int f = first % p.F;
     UNROLL_FOR (int j = 0; j < V; j++) {
@@ -13171,8 +13180,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         const uint32_t line = pixel / W;
         const uint32_t h = line % H;
         const uint32_t w = pixel - line * W;
-        // A bit for each tap says whether it lies inside the image: first for one row of the filter, then for all three
-        // rows.
+        // `inside` has a bit for each tap, which says whether the tap lies inside the image. columns: the three bits of
+        // one row of the filter.
         const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W);
         const uint32_t upper_row = h > 0 ? columns : 0;
         const uint32_t upper_and_middle = upper_row + (columns << 3);
@@ -13204,7 +13213,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int K = 9 * p.F;
     const int c = p.last ? i % p.C : i / K;
     const int k = p.last ? i / p.C : i % K;
-    const int half = p.R / 2; // from an upper part to its lower part in a row
+    const int half = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
     if (p.last && i < p.F) {
         const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
@@ -13221,7 +13230,7 @@ static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && s
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
-// Sets all members of a ConvFew except its inputs and gradients. `memory` gets the rows, and behind them either the
+// Sets all members of a ConvFew except its inputs and gradients. In `memory` lie the rows, and after them either the
 // rows of the weights or the product and the bias.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
@@ -13241,8 +13250,8 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.bias = p.product + (size_t)p.C * p.R;
     return p;
 }
-// Returns the 1x1 convolution that replaces the layer. The rows are its input or, for the weight gradient of the last
-// layer, its output.
+// Returns the 1x1 convolution that replaces the layer. The rows are the input of this 1x1 convolution or, for the
+// weight gradient of the last layer, its output.
 static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const ConvFew p = plan_few(s, nullptr);
     const bool to_rows = p.last && weight_gradient;
@@ -13261,12 +13270,13 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x;
     p.weight = weight;
-    const int pieces = p.R / p.parts / act_vec(); // pieces of half a row, with a thread for each
+    const int pieces = p.R / p.parts / act_vec(); // pieces of one part of a row, with a thread for each piece
     const int pixels = std::max(1, 256 / pieces); // how many pixels a block writes at once
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(lane, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
-    // The next kernel loads its weights before it waits for this one, which writes them. So it must not overlap it.
+    // The next kernel loads its weights before it waits for the end of the previous kernel. But this kernel writes
+    // these weights. So the next kernel must not overlap this one.
     lane->joined |= weight != nullptr;
     return p;
 }
@@ -13278,8 +13288,9 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // Used when: conv_weight_tma (below) can't be used for the shape. conv_weight_halo: 3x3 with stride 1;
 //   conv_weight_gather: everything else.
 // How: This is a product of matrices that sums over many pixels and whose result is small. A block owns a tile of 64 x
-//   64 weights (output x input channels), of one tap or of all nine, and a RANGE of the pixels, which it goes through
-//   in pixel tiles of 64. Four warps share the 64 x 64 weights, 32 x 32 each: 2 x 4 fragments of mma.
+//   64 weights (output x input channels), of one tap or of all nine. It also owns a RANGE of the pixels, and goes
+//   through this range in pixel tiles of 64 pixels. The 64 x 64 weights of a tap are divided among four warps, 32 x 32
+//   each: 2 x 4 fragments of mma.
 //
 //     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
 //     +----+----+----+             +----+----+----+          range 0   range 1   range 2
@@ -13287,40 +13298,42 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //     | pixel tiles   |            | pixel tiles  |
 //     +----+----+----+             +----+----+----+
 //
-//   With more than one range the blocks write partial sums to the workspace, and conv_weight_sum adds them up in a
-//   fixed order. The bias gradient, the sum of dout over all pixels, is dout^T times a matrix of ones. It is computed
-//   by warps that together read each dout once; there is one partial for each (range, image). Small layers share a
-//   launch (WeightBatch).
+//   If there is more than one range, the blocks write partial sums to the workspace, and conv_weight_sum adds them up
+//   in a fixed order. The bias gradient is the sum of dout over all pixels. It is computed as dout^T times a matrix of
+//   ones. Of all warps that read the same part of dout, only one computes this product. There is one partial of the
+//   bias for each pair of a range and an image that have common pixels. Small layers share a launch (WeightBatch).
 // Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
 // The arguments of the kernels for a layer's weight gradient. In the code "split" is the number of a range.
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
     // (splits + B, Cout). Row s + n: the sum of dout over the pixels that are both in range s and in image n. Two pairs
-    // (s, n) with pixels never have the same row: in the order of the pixels, s and n never decrease, and from one such
-    // pair to the next at least one of them grows.
+    // (s, n) that have pixels never share a row. For if we go through the pixels in their order, s and n never
+    // decrease, and at least one of them grows from one pair to the next. So s + n grows, too.
     float* bias_partial;
     int bias_images;        // B; or 1 if all images are treated as one, because demb is not needed
-    int taps;               // of the filter
+    int taps;               // taps of the filter
     int tiles1;             // tiles of 64 channels of x1
-    int channel_tiles;      // of x1 and x2
-    int tiles;              // of 64 x 64 weights: channel_tiles x co_tiles
+    int channel_tiles;      // tiles of 64 channels of x1 and x2
+    int tiles;              // tiles of 64 x 64 weights: channel_tiles x co_tiles
     int tiles_h, tiles_w;   // pixel tiles of an image, down and across
-    int pixel_tiles;        // of all images
+    int pixel_tiles;        // pixel tiles of all images
     int splits;             // ranges of pixel tiles
-    int warpgroups;         // of a block of conv_weight_tma
+    int warpgroups;         // warpgroups of a block of conv_weight_tma
     int block_co, block_ci; // tiles of Cout and of Cin that a block owns
     int co_tiles;           // tiles of 64 channels of Cout
     int input_groups;       // groups of block_ci tiles of Cin
 };
 
-// 25 us. When the layers that are collected for a launch take so many cycles, it is large enough, and starts.
+// Layers are collected until together they take this many cycles (25 us). Then they are launched. (The portable kernels
+// need six times as many, see conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
-// The most partial sums, of 16 KB, that a launch of conv_weight_tma may write; it is enough for 132 blocks (on an H200)
-// with nine tiles of 64 x 64 weights each.
+// How many partial sums of 16 KB (64 x 64 weights) a launch of conv_weight_tma may write at most. The number is enough
+// for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
-// Several layers' works in one launch: work i has the blocks from first_block[i] on.
+// The works of several layers, in one launch. The blocks from first_block[i] on, up to first_block[i + 1] - 1, do work
+// i.
 constexpr int WEIGHT_BATCH = 8;
 template <class Work> struct WorkBlock { // a block's work, and its number among that work's blocks
     const Work& work;
@@ -13329,7 +13342,7 @@ template <class Work> struct WorkBlock { // a block's work, and its number among
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
-    INLINE WorkBlock<Work> own() const { // of this block
+    INLINE WorkBlock<Work> own() const { // returns the work of this block
         int i = 0;
         while (WORKS > 1 && i + 1 < n && (int)blockIdx.x >= first_block[i + 1]) i++;
         return {work[i], (int)blockIdx.x - first_block[i]};
@@ -13339,8 +13352,8 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
 // Returns the first pixel tile of range `split`; the range ends before the first one of range split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Where the four weights of a thread's fragment lie in dweight: v.x, v.y are (co, ci), (co, ci + 1); v.z, v.w are the
-// same of channel co + 8. A row is null if it is beyond the last channel.
+// Where the four weights of a thread's fragment lie in dweight: v.x and v.y are weights (co, ci) and (co, ci + 1); v.z
+// and v.w are weights (co + 8, ci) and (co + 8, ci + 1). A pointer is null if its weights lie beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -13348,8 +13361,8 @@ struct WeightPlace {
         if (row8) *row8 = make_float2(v.z, v.w);
     }
 };
-// Returns the WeightPlace of fragment i of a tile of 64 x 64 weights. There are 4 warps with 2 x 4
-// fragments each, and a lane has its place in every fragment: i = (warp * 8 + fragment) * 32 + lane < 1024.
+// Returns the WeightPlace of number i of a tile of 64 x 64 weights. There are 4 warps with 2 x 4 fragments each, and a
+// fragment is divided among 32 lanes: i = (warp * 8 + fragment) * 32 + lane < 1024.
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int lane = i % 32;
     const int fragment = i / 32 % 8;
@@ -13368,8 +13381,9 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
                        inside && co + 8 < p.shape.Cout ? (float2*)row8 : nullptr};
 }
 
-// The end of a portable kernel: stores a thread's fragments, in dweight or in the partials. each(put) calls put(tile,
-// tap, i, v) for all of them; the place is chosen once, outside the loop.
+// The end of a portable kernel: stores a thread's fragments in dweight or, if there are several ranges, in the
+// partials. each(put) calls put(tile, tap, i, v) for all fragments. There are two versions of put, so the choice
+// between dweight and the partials is made only once, outside the loop over the fragments.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -13379,10 +13393,10 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
         });
 }
 
-// The second kernel adds up the partials: the first blocks of a work add up those of the bias, and the others those of
-// the weights. Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. A group of
-// `groups` rows shares the same 32 fragments, and each of its rows adds up every groups-th range. So a thread adds up
-// at most 8 ranges, if there are at most 64.
+// The second kernel, conv_weight_sum, adds up the partials. The first blocks of a work add up the partials of the bias,
+// and its other blocks those of the weights. For weights a block has 8 rows of 32 threads. A thread sums one float4
+// over ranges. `groups` rows have the same 32 float4, and each of these rows adds up every groups-th range. So a thread
+// adds up at most 8 ranges, if there are at most 64 ranges.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -13390,14 +13404,15 @@ HD static inline int weight_sum_groups(int splits) {
 }
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 
-// dweight = the sum of the partials of all ranges. block: this block's number among those that sum a layer's weights.
+// dweight = the sum of the partials of all ranges. block: this block's number among the blocks that sum a layer's
+// weights.
 INLINE void sum_weights(const ConvWeight& p, int block) {
     __shared__ float4 rows[8][32];
     const int x = threadIdx.x;
     const int y = threadIdx.y;
     const int groups = weight_sum_groups(p.splits);
     const int group = y % groups;
-    const int n = p.tiles * p.taps * 1024; // fragments of a range
+    const int n = p.tiles * p.taps * 1024; // how many float4 the partials of a range have
     const int i = (block * (8 / groups) + y / groups) * 32 + x;
     const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
     float4 sum = {};
@@ -13413,8 +13428,9 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     }
     to.set(sum);
 }
-// dbias = the sum of the partials of all (range, image); demb = the sum of one image's partials. A block has 8
-// channels, and 32 threads for each. Each of these threads adds up some of the images, or of the ranges.
+// dbias = the sum of the partials of all pairs (range, image). demb of an image = the sum of this image's partials. A
+// block has 8 channels, and 32 threads for each channel. Each of these 32 threads adds up some of the images or, if all
+// images are treated as one, some of the ranges.
 INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
     const int x = threadIdx.x;
@@ -13451,16 +13467,16 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums dout over each image's pixels, in the main loops of the two kernels below, for a warp's 16 M channels from co
-// on, if this warp has to sum them. The sums are a product, too: dout^T times a matrix of ones.
+// Sums dout over each image's pixels, for a warp's 16 M channels from co on. The two kernels below do this in their
+// main loops. The sums are a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
-    bool own;
+    bool own; // false: another warp sums these channels, and this warp does nothing
     int split, co;
     int first;                                // the block's first pixel tile
-    int per_image = p.tiles_h * p.tiles_w;    // pixel tiles
+    int per_image = p.tiles_h * p.tiles_w;    // pixel tiles of an image
     int image = first / per_image;            // the image that is being summed
-    int left = per_image - first % per_image; // how many of its pixel tiles follow
+    int left = per_image - first % per_image; // how many pixel tiles of this image still follow
     float acc[M][4] = {};
 
     // Is called for each new pixel tile. If it is the first one of an image, the sums of the previous image are stored.
@@ -13485,15 +13501,15 @@ template <class T, int M> struct BiasSum {
     }
     INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // dout times ones
         FragmentB<T> ones[1] = {};
-        ones[0][0] = ElementOf<T>::TWO_ONES; // for floats these are the high parts
+        ones[0][0] = ElementOf<T>::TWO_ONES; // for floats: the high parts are 1, and the low parts are 0
         ones[0][1] = ElementOf<T>::TWO_ONES;
         if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
     }
 };
 
-// These load 16 pixels of 16 M channels of dout, and of 8 N channels of x. Both operands lie in shared memory as
-// (pixels, channels). The pixels are k of this product, so ldmatrix.trans transposes them. place: where this lane's row
-// of the first fragment lies.
+// load_dout loads 16 pixels x 16 M channels of dout, and load_x loads 16 pixels x 8 N channels of x. Both operands lie
+// in shared memory as (pixels, channels). The product sums over pixels, so pixels are its k, and ldmatrix.trans has to
+// transpose the operands. place: where this lane's row of the first fragment lies.
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
@@ -13505,35 +13521,35 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
     }
 }
 
-// conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: 2 x 2 quarters of
-// the 64 x 64 for each of three kw; a warp has the three kh. A pixel tile is 8 x 8 pixels of dout, and the 10 x 10
-// pixels of x around them. One product of k = 16 pixels is two image rows of 8. Pixel tiles pass through a ring of
-// STAGES in shared memory:
+// conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: four for each kw.
+// Each of these four warps computes a quarter of the 64 x 64 weights, for all three kh. A pixel tile is 8 x 8 pixels of
+// dout, and the 10 x 10 pixels of x around them. One product has k = 16 pixels: two image rows of 8 pixels. Pixel tiles
+// pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // of shared memory: 4 stages of bf16 or 2 of floats
 
-// The part of each pixel tile that one thread copies: a chunk of one column, in every X_ROWS-th row of x and in every
+// The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
 // DOUT_ROWS-th row of dout. The copies have no branches.
 template <class T> struct WeightHaloCopies {
-    static constexpr int CHUNKS = 8;           // of a pixel, 64 channels
+    static constexpr int CHUNKS = 8;           // chunks of a pixel, which has 64 channels here
     static constexpr int ROW = 64 * sizeof(T); // bytes of a pixel
     static constexpr int STAGES = 4 / PARTS<T>;
     static constexpr int X_BYTES = 100 * ROW;
     static constexpr int STAGE_BYTES = X_BYTES + 64 * ROW;
-    static constexpr int X_ROWS = 384 / CHUNKS / 10; // by one copy of all threads
+    static constexpr int X_ROWS = 384 / CHUNKS / 10; // rows of x that all 384 threads copy at a time
     static constexpr int X_COPIES = ceil_div(10, X_ROWS);
     static constexpr int DOUT_ROWS = 384 / CHUNKS / 8;
     static constexpr int DOUT_COPIES = ceil_div(8, DOUT_ROWS);
     const ConvWeight& p;
-    const uint32_t base;             // of shared memory
-    const int co0, ci0;              // the block's first channels
+    const uint32_t base;             // the address where shared memory begins
+    const int co0, ci0;              // the block's first output channel and first input channel
     const int first, end;            // the block's pixel tiles: first .. end - 1
     const int up = p.shape.upsample; // 1: x is read through upsampling, and has half of dout's rows and columns
-    const int H = p.shape.H << up;   // of dout
+    const int H = p.shape.H << up;   // rows of dout
     const int W = p.shape.W << up;
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int pixel = (int)threadIdx.x / CHUNKS; // the pixel of a tile that it copies first
+    const int pixel = (int)threadIdx.x / CHUNKS; // the pixel of a tile that this thread copies first
     const int x_col = pixel % 10;
     const int x_row = pixel / 10;
     const int dout_col = pixel % 8;
@@ -13544,13 +13560,13 @@ template <class T> struct WeightHaloCopies {
     const T* const dout = (const T*)p.dout + (dout_in ? co0 + chunk * 8 : 0);
     const uint32_t x_place = base + pixel * ROW + chunk_place<T>(chunk, x_col & 7);
     const uint32_t dout_place = base + X_BYTES + pixel * ROW + chunk_place<T>(chunk, dout_col & 7);
-    Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to copy
+    Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // where the next pixel tile to copy begins
 
     INLINE bool owns_x(int k) const { return x_row < min(X_ROWS, 10 - k * X_ROWS); }
     INLINE bool owns_dout(int k) const { return dout_row < min(DOUT_ROWS, 8 - k * DOUT_ROWS); }
     INLINE uint32_t stage(int pixel_tile) const { return (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES; }
 
-    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...; behind the last one it copies zeros
+    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...; from `end` on it copies zeros
         const uint32_t stage = this->stage(pixel_tile);
         UNROLL_FOR (int k = 0; k < X_COPIES; k++) {
             const int h = next.h + x_row + k * X_ROWS - 1;
@@ -13578,7 +13594,8 @@ template <class T> struct WeightHaloCopies {
         next.h = 0;
         next.n++;
     }
-    // Returns, for take_apart_copies, the chunks that this thread copies of x and of dout.
+    // For take_apart_copies: the functions that x_places and dout_places return call f(address) for each chunk of x and
+    // of dout that this thread copies.
     INLINE auto x_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < X_COPIES; k++)
@@ -13594,9 +13611,9 @@ template <class T> struct WeightHaloCopies {
 };
 
 // Phases:
-//   1. STAGES - 1 pixel tiles are copied.
-//   2. For each pixel tile: wait for it, copy a later one, multiply.
-//   3. The sums go to dweight or to the partials.
+//   1. The copies of the first STAGES - 1 pixel tiles are started.
+//   2. For each pixel tile: wait for it, start the copies of a later pixel tile, multiply.
+//   3. The sums are stored in dweight or in the partials.
 template <class T, int WORKS>
 static __global__ void __launch_bounds__(384, 1)
     conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
@@ -13628,29 +13645,29 @@ static __global__ void __launch_bounds__(384, 1)
     const int row_of_matrix = lane & 7;
     const int low = lane >> 3 & 1;
     const int high = lane >> 4;
-    const int column = row_of_matrix + kw; // of x
+    const int column = row_of_matrix + kw; // the column of x in the 10 x 10 pixels
     uint32_t lane_x = base + (low * 10 + column) * ROW + chunk_place<T>(ci_warp * 4 + high, column & 7);
     uint32_t lane_dout =
         base + Copies::X_BYTES + (high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 + low, row_of_matrix);
-    // Without this line the compiler would compute them again for every tile.
+    // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[3][2][4][4] = {}; // [kh][16 co][8 ci]
+    float acc[3][2][4][4] = {}; // acc[kh][i][j]: the sums of the warp's i-th 16 co x j-th 8 ci
     float x_scale = 1, dout_scale = 1;
     BiasSum<T, 2> bias{p, ci_tile == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
         const uint32_t stage = copies.stage(pixel_tile);
         take_apart_copies<T, 12>(x_scale, copies.x_places(stage), dout_scale, copies.dout_places(stage));
-        __syncthreads(); // this tile has arrived everywhere; everyone is done with the one before
+        __syncthreads(); // the copies of all threads for this tile have arrived; all have finished the tile before
         copies.copy_tile(pixel_tile + STAGES - 1);
         bias.next_tile();
 
-        // bf16 keeps the rows that it has loaded for kh = 2: two image rows further down kh = 0 needs the same rows.
-        // Floats would need too many registers for that.
+        // The rows of x that are needed for kh = 2 are needed again for kh = 0, in the next round (two image rows
+        // further down). With bf16 they stay in registers (`below`). With floats this would take too many registers.
         constexpr bool KEEP_ROWS = PARTS<T> == 1;
         FragmentB<T> below[4];
-        UNROLL_FOR (int r = 0; r < 4; r++) { // two image rows each
+        UNROLL_FOR (int r = 0; r < 4; r++) { // each round has two image rows of dout
             FragmentA<T> a[2];
             load_dout<T>(a, lane_dout + stage + r * 16 * ROW);
             bias.add(a, dout_scale);
