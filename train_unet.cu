@@ -12898,7 +12898,7 @@ INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i
     return is_pixel ? (y >> halve) * columns + (x >> halve) : -1;
 }
 
-// Returns, for take_apart_copies, N places that are `PITCH` bytes apart.
+// For take_apart_copies: returns a function that calls f(address) for N addresses, which are `PITCH` bytes apart.
 template <int N, int PITCH> INLINE auto places(uint32_t first) {
     return [=](auto f) {
         UNROLL_FOR (int i = 0; i < N; i++) f(first + i * PITCH);
@@ -13693,45 +13693,45 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-// conv_weight_gather: any convolution. A block has one tap, N x N tiles of 64 x 64 weights, and 2 x 2 warps, of which
-// each owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring:
+// conv_weight_gather: any convolution. A block owns N x N tiles of 64 x 64 weights, of one tap. It has 2 x 2 warps.
+// Each warp owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring:
 //
 //     a stage:   | x: 64 pixels of 64 N channels, as the tap reads them | dout: 64 pixels of 64 N channels |
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
 
 // The part of each pixel tile that one thread copies: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of
-// dout. A chunk of x belongs to a tile of 64 channels, and the tile to one of the two inputs.
+// dout. A chunk of x belongs to a tile of 64 channels, and this tile belongs to one of the two inputs.
 template <class T, int N> struct WeightGatherCopies {
-    static constexpr int CHUNKS = 8 * N;                // of a pixel, 64 N channels
+    static constexpr int CHUNKS = 8 * N;                // chunks of a pixel, which has 64 N channels here
     static constexpr int ROW = 64 * N * sizeof(T);      // bytes of a pixel
-    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS; // by one copy of all threads
+    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS; // pixels that all 128 threads copy at a time
     static constexpr int COPIES = 64 / PIXELS_AT_ONCE;
     const ConvWeight& p;
-    const uint32_t base; // of shared memory
+    const uint32_t base; // the address where shared memory begins
     const int tap;
     const int co_tile, ci_tile; // the block's first tiles of channels
     const int first;            // the block's first pixel tile
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int row = (int)threadIdx.x / CHUNKS; // the row that it copies first
+    const int row = (int)threadIdx.x / CHUNKS; // the row that this thread copies first
     const int Wo = p.shape.out_W();
     const int HWo = p.shape.out_H() * Wo;
-    const int t = ci_tile + chunk * 8 / 64; // tile of input channels
-    const bool second = t >= p.tiles1;      // does it belong to the second input?
+    const int t = ci_tile + chunk * 8 / 64; // the tile of input channels that this thread's chunk belongs to
+    const bool second = t >= p.tiles1;      // does this tile belong to the second input?
     const int ci = (second ? t - p.tiles1 : t) * 64 + chunk * 8 % 64;
     const int co = co_tile * 64 + chunk * 8;
     const int C = second ? p.shape.C2 : p.shape.C1;
     const bool x_in = t < p.channel_tiles && ci < C;
     const bool dout_in = co < p.shape.Cout;
-    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // each pixel reads the one in its place
+    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // each pixel reads the input pixel of its own index
     const act* const input = second && x_in ? p.x2 : p.x1;
     const T* const x = (const T*)input + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // all its rows have the same swizzle key
-    int n = first / p.tiles_w;                                                // the pixel tile to copy: its image,
-    int p0 = (first - n * p.tiles_w) * 64;                                    // and its first pixel there
+    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // the thread's rows have the same key
+    int n = first / p.tiles_w;                                                // the image of the pixel tile to copy
+    int p0 = (first - n * p.tiles_w) * 64;                                    // the tile's first pixel in this image
 
     INLINE uint32_t stage(int pixel_tile) const {
         return (uint32_t)(pixel_tile - first) % WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
@@ -13758,7 +13758,8 @@ template <class T, int N> struct WeightGatherCopies {
         p0 = 0;
         n++;
     }
-    // Returns, for take_apart_copies, the chunks that this thread copies of x (first_row 0 of a stage) or of dout (64).
+    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies. first_row
+    // is 0 for the chunks of x, and 64 for those of dout.
     INLINE auto own_places(uint32_t stage, int first_row) const {
         return places<COPIES, PIXELS_AT_ONCE * ROW>(place + stage + first_row * ROW);
     }
@@ -13780,7 +13781,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
     const int ci_warp = warp >> 1 & 1;
 
     // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1. Blocks with neighbouring
-    // numbers have the same range and tap, so they find these pixels in the L2 cache.
+    // numbers have the same range and the same tap, so they find the pixels of this range in the L2 cache.
     const auto [p, block] = batch.own();
     const int co_tiles = p.tiles / p.channel_tiles;
     const int ci_blocks = ceil_div(p.channel_tiles, N);
@@ -13806,10 +13807,10 @@ static __global__ void __launch_bounds__(128, 4 - N)
     uint32_t lane_x = base + (low * 8 + row_of_matrix) * ROW + chunk_place<T>(ci_warp * 4 * N + high, row_of_matrix);
     uint32_t lane_dout =
         base + (64 + high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 * N + low, row_of_matrix);
-    // Without this line the compiler would compute them again for every tile.
+    // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[M][2 * M][4] = {}; // [16 co][8 ci]
+    float acc[M][2 * M][4] = {}; // acc[i][j]: the sums of the warp's i-th 16 co x j-th 8 ci
     float x_scale = 1, dout_scale = 1;
     const bool sums_bias = ci_tile == 0 && ci_warp == 0 && tap == 0;
     BiasSum<T, M> bias{p, sums_bias, split, co_tile * 64 + co_warp * 32 * N, first};
@@ -13817,11 +13818,11 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_arrived<STAGES - 2>();
         const uint32_t stage = copies.stage(pixel_tile);
         take_apart_copies<T, 4>(x_scale, copies.own_places(stage, 0), dout_scale, copies.own_places(stage, 64));
-        __syncthreads(); // this tile has arrived everywhere; everyone is done with the one before
+        __syncthreads(); // the copies of all threads for this tile have arrived; all have finished the tile before
         if (pixel_tile + STAGES - 1 < end) copies.copy_tile(pixel_tile + STAGES - 1);
         copies_committed();
         bias.next_tile();
-        UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) { // 16 pixels on
+        UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) { // 16 pixels at a time
             FragmentA<T> a[M];
             FragmentB<T> b[2 * M];
             load_dout<T>(a, lane_dout + stage + k);
@@ -13833,8 +13834,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // weight_place numbers the fragments in tiles of 64 x 64 weights, which four warps share. a and b are the
-        // numbers, along Cout and Cin, of the square of 32 x 32 weights in which this fragment lies.
+        // weight_place numbers the fragments as if each tile of 64 x 64 weights were divided among four warps. So the
+        // number of this fragment in its tile is computed here. The fragment lies in a square of 32 x 32 weights, which
+        // is the block's a-th square along Cout, and the b-th along Cin.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);
@@ -13854,14 +13856,14 @@ static __global__ void __launch_bounds__(128, 4 - N)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-// The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read it in
-// place. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel. Pixels outside the image
-// become zeros, which is the padding.
-// For wgmma an operand consists of groups of 8 rows of 128 bytes, at a fixed distance from group to group. Here a group
-// is 8 neighbouring pixels of an image row, and the distance is one row of the halo (its pitch). So the operands of
-// different taps differ only in their start address. This start need not be a multiple of the swizzle's 1024 bytes: TMA
-// and wgmma both compute the full address first, then XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix
-// descriptor".)
+// The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read the same
+// copy of it in shared memory. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel.
+// Pixels outside the image become zeros, which is the padding.
+// For wgmma an operand consists of groups of 8 rows of 128 bytes, with the same distance from each group to the next.
+// Here a group is 8 neighbouring pixels of an image row, and the distance is one row of the halo (its pitch). So the
+// operands of different taps differ only in their start address. The start address need not be a multiple of 1024
+// bytes, although the swizzle repeats only after 1024 bytes: TMA and wgmma both compute the full address first, then
+// XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix descriptor".)
 //
 //   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each tap and slice
 //
@@ -13871,17 +13873,19 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //      | 16 | 16 | 16 | 16 | 64            + pitch | 8 pixels      |                  | j = 0  | j = 1  | ...  rows
 //      |    |    |    |    | output        ...     | ... ROWS      |                  |        |        | t / 32 * 16 +
 //      +----+----+----+----+ channels              +---------------+                  +--------+--------+  t % 32 / 4
-//       four products of k = 16: + 32 bytes each, in A and in B alike                                     and 8 more
+//       four products of k = 16: + 32 bytes each, both in A and in B                                      and 8 more
 //
-// These kernels are made of the parts in section 16: Halo::shifted is B for a tap, Operand::rows is A, and
-// Accumulators::multiply starts the four products, each one Wgmma<N>::add = one instruction wgmma.m64nNk16.
+// These kernels are made of the structs in section 16. In the drawing above, Halo::shifted makes the operand B of a
+// tap, and Operand::rows makes A. Accumulators::multiply starts the four products. Each product is one call of
+// Wgmma<N>::add, which is one instruction wgmma.m64nNk16.
 //
-// In FP8 a slice has 128 channels, so its rows have 128 bytes, too, and all of the above stays as it is but for the
-// instruction, wgmma.m64nNk32. FP8 numbers stand for others, 1 / factor or `scale` times as large (make_fp8_weights).
-// So the sums are multiplied by ConvTma::factors before anything is added to them.
+// In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
+// instruction is wgmma.m64nNk32. FP8 numbers are scaled: a number of x is `factor` times the value that it stands for,
+// and a weight is divided by `scale` (make_fp8_weights). So the sums are multiplied by ConvTma::factors, which are
+// scale / factor, before anything is added to them.
 
-// A tensor of one part or two (concatenated inputs, and their gradients), counted in slices of 64 channels. A slice
-// belongs to only one part.
+// A tensor of one part or two parts (concatenated inputs, and their gradients). It is divided into slices of 64
+// channels (in FP8, of 128). A slice belongs to only one part.
 struct TmaParts {
     CUtensorMap map1, map2;
     int C1;      // channels of the first part
@@ -13889,32 +13893,32 @@ struct TmaParts {
     int slices;  // slices of both parts
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // These return a slice's first channel: channel counts it within its part, and row counts it over both parts, as in
-    // the weights. width: channels of a slice.
+    // `channel` and `row` return a slice's first channel. `channel` counts it within its part. `row` counts it over
+    // both parts, as in the weights. width: channels of a slice.
     INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? slice - slices1 : slice) * width;
     }
     INLINE int row(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? C1 : 0) + channel(slice, width);
     }
-    // FP8: has the slice 64 channels at most? Then two products of 32 suffice, and not four.
+    // FP8: does the slice have 64 channels at most? Then two products of 32 channels are enough, instead of four.
     INLINE bool is_half(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
 };
 // The arguments of the kernels of conv_tiles and conv_small. A CUtensorMap is aligned to 64 bytes; it has to be a
 // parameter of the kernel (__grid_constant__), so that TMA can read it.
 struct ConvTma {
-    TmaParts x;                // in boxes with a border of one pixel, if the filter is 3x3
+    TmaParts x;                // the input; its boxes have a border of one pixel, if the filter is 3x3
     TmaParts skip;             // the skip connection's input, if it is computed here
     TmaParts results, addends; // where results go, and what is added to them
-    CUtensorMap weight;        // (Cout, taps, Cin) in boxes of 64 Cin
-    CUtensorMap skip_weight;   // (Cout, 1, Cin), likewise
-    int B, H, W, C;            // of the output
+    CUtensorMap weight;        // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
+    CUtensorMap skip_weight;   // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
+    int B, H, W, C;            // sizes of the output
     int tiles_h, tiles_w;      // tiles of an image, down and across
-    int tiles;                 // of all images
-    int ring, weight_slots;    // stages of pixels and of weights in shared memory
+    int tiles;                 // tiles of all images
+    int ring, weight_slots;    // how many stages of pixels and of weights shared memory has
     bool whole;                // all pixels of a tile belong to one image, so they are one part of the statistics
     ConvOut out;
-    const float* factors; // FP8: (C), what turns sums into values
+    const float* factors; // FP8: (C), by which each channel's sums are multiplied
 };
 
 // Makes the TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
@@ -13933,11 +13937,11 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     return t;
 }
 
-// The box of pixels that a block works on, and the boxes in which TMA moves results and weights.
+// The box of pixels that a block works on at a time (a tile), and the boxes in which TMA moves results and weights.
 struct TmaBoxes {
     int rows, columns, images; // sizes of a tile
     int result_channels;       // channels of a box of results
-    int weight_rows;           // forward: output channels of a box of weights
+    int weight_rows;           // in the forward pass: output channels of a box of weights
 };
 // Sets all members of a ConvTma except ring, weight_slots and whole.
 static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
@@ -13972,34 +13976,36 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
-//   On smaller images conv_small's costs may choose it.
+//   On images of 9 to 32 rows, too, pick_conv_small chooses it where it is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and 64 BLOCKS channels. D[64 BLOCKS channels][8 x ROWS pixels],
-//   with A = weights and B = pixels, as drawn above: the pixels are the wide side (N), so that even 64 channels give
-//   wide products. Blocks are persistent: there are as many as multiprocessors, and each has some output channels and
-//   walks over its share of the tiles. A block's roles:
+//   with A = weights and B = pixels, as drawn above. The pixels are the dimension N of a product. So products are large
+//   even if there are only 64 channels. Blocks are persistent: there are about as many as multiprocessors. Each block
+//   has some output channels, and walks over its share of the tiles. A block's roles:
 //
 //     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
-//     warpgroup 1  (warps 4-7)    the same, of other tiles
+//     warpgroup 1  (warps 4-7)    does the same for other tiles
 //     warp 8                      one thread loads pixels, addends and weights (TMA)
-//     warps 9, 10                 one thread each stores the results of one warpgroup (TMA)
-//     warp 11                     idle. It exists because setmaxnreg takes whole warpgroups: warps 8-11 give registers
-//                                 away together
+//     warps 9, 10                 one thread of each warp stores the results of one warpgroup (TMA)
+//     warp 11                     is idle. It exists because setmaxnreg applies to whole warpgroups: warps 8-11 give
+//                                 registers away together
 //
 //   Shared memory: | barriers | a ring of stages of pixels: slices of x, addends, then results | stages of weights |
 //   Template parameters:
 //     TAPS         9: 3x3; 1: 1x1
 //     BACKWARD     the input's gradient
-//     STEPS        products of 16 channels for each tap: 4; 2 if there is one slice, of 32 channels
+//     STEPS        how many products of 16 channels a tap of a slice has: 4, or 2 if the only slice has 32 channels
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
 //                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
 //                  to its result: further slices, of one tap each.
-//                  false: weights stream past both warpgroups, and a stage has pixels of two tiles, one for each
-//     ELEMENT      of pixels and weights: BF16, or FP8. In FP8 (3x3, forward) a slice has 128 channels, the last one 64
-//                  or 128. Sums begin as 0 and are scaled at last. The skip connection stays in bf16: sums are scaled
-//                  before its products
-//   From the top down: conv_tiles launches conv_tiles_kernel, whose warpgroups call Accumulators::multiply for each
-//   slice and tap: STEPS x BLOCKS times Wgmma<8 ROWS>::add.
-// Costs: each tile reads its halo once for all its channels; streamed weights are read once for two tiles.
+//                  false: weights pass through a ring, and both warpgroups read them at the same time. A stage has
+//                  pixels of two tiles, one tile for each warpgroup.
+//     ELEMENT      the element of pixels and weights: BF16, or FP8. In FP8 (3x3, forward) a slice has 128 channels; the
+//                  last slice has 64 or 128. Sums begin as 0. They are scaled after the last product of x. The skip
+//                  connection stays in bf16, so its products come after the scaling.
+//   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply for
+//   each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x BLOCKS times.
+// Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
+//   tiles.
 template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
           Element ELEMENT_ = Element::BF16>
 struct ConvTiles {
@@ -14023,49 +14029,50 @@ struct ConvTiles {
     static constexpr int PIXELS = 8 * ROWS;
     static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // without a border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
-    static constexpr int HALO = whole_swizzles(HALO_BYTES); // in shared memory
+    static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory that a halo takes
     static constexpr int STAGE = UNIT * HALO;
     // Weights.
     static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages
-    // Statistics: image rows of a part, unless a tile is one part as a whole (ConvTma::whole).
+    // Statistics: how many image rows a part has, unless the whole tile is one part (ConvTma::whole).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
-    static constexpr int BARRIERS = 128; // at most 5 for a stage of pixels, 2 for one of weights
-    // after this tap the stage of the previous slice is released
+    static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
+    // After this tap of a slice, the stage of pixels of the previous slice is released.
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;
 
-    // Returns how many blocks share the tiles of some output channels.
+    // Returns among how many blocks the tiles are divided. (All these blocks have the same output channels.)
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
-    // Returns how many stages of pixels there is room for beside so many weights.
+    // Returns how many stages of pixels fit into shared memory, if it also has this many stages of weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
         return std::min(room / STAGE, MAX_STAGES);
     }
     using Pixels = Pipeline<STAGE, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
-    // where in a stage this warpgroup's pixels begin
+    // Returns where in a stage this warpgroup's pixels begin.
     static INLINE int half(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; }
 };
 
-// A block's tiles, and the pieces that pass through the stages of pixels for each tile: the slices of x, those of the
-// skip connection, then BLOCKS addends.
+// A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called a piece
+// here: first come the slices of x, then the slices of the skip connection's input, then BLOCKS addends.
 //
 //   piece    0 .. x.slices - 1 | .. products - 1  | results .. pieces - 1 (the last BLOCKS)
 //            slices of x       | skip connection  | addends come in, results go out
 //
-// A tile's results go out through the stages of its last BLOCKS pieces: if there are addends, these are the addends'
-// stages, since each thread reads an addend in the same places in which it then writes. If there are no addends and
-// fewer slices than BLOCKS, there are BLOCKS pieces all the same, and nothing is loaded into the last of them.
+// A tile's results are written to the stages of its last BLOCKS pieces, and stored from there. If there are addends,
+// these are the addends' stages. This is possible because a thread writes its results to the same places where it has
+// read its addends. If there are no addends and fewer slices than BLOCKS, there are nevertheless BLOCKS pieces, and
+// nothing is loaded into the last of them.
 template <class T> struct TileWork {
     const ConvTma& p;
-    const int out0 = blockIdx.y * T::BLOCKS;                             // first slice of the output
-    const int c0 = out0 * SLICE_CHANNELS;                                // its first channel
+    const int out0 = blockIdx.y * T::BLOCKS;                             // the block's first slice of output channels
+    const int c0 = out0 * SLICE_CHANNELS;                                // the block's first output channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
-    const int results = pieces - T::BLOCKS; // pieces in front of the results
-    // The stages of the other warpgroup's tile, which a warpgroup skips between two of its own tiles.
+    const int results = pieces - T::BLOCKS; // how many pieces come before those whose stages the results use
+    // How many stages a warpgroup skips between two of its own tiles: the stages of the other warpgroup's tile.
     const int others = T::RESIDENT ? pieces : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
@@ -14076,14 +14083,15 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
         return any;
     }
-    // Returns a walk over this block's tiles for warpgroup g. If tiles come in pairs, the last one may lie outside.
-    // Blocks work on neighbouring tiles at the same time. Their halos overlap, and the L2 cache has the common pixels.
+    // Returns a walk over this block's tiles for warpgroup g. If a stage has two tiles, the last tile of the walk may
+    // lie outside of all images. At any time, different blocks work on neighbouring tiles. The halos of these tiles
+    // overlap, so many pixels are found in the L2 cache.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
         return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, end);
     }
-    // Loads a tap's weights for a slice of x, or those of the skip connection.
+    // Loads the weights of one tap for a slice of x, or the weights for a slice of the skip connection's input.
     INLINE void load_weights(Stage to, int slice, int tap) const {
         const bool skip = T::CAN_SKIP && slice >= p.x.slices;
         const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice, T::WIDTH);
@@ -14097,14 +14105,15 @@ template <class T> struct TileWork {
     }
 };
 
-// What the loading thread knows of the pixels' ring: which piece of which tile is next, and for which warpgroup.
+// The loading thread's walk through the ring of pixels: which piece of which tile it loads next, and for which
+// warpgroup.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
     TileWalk tile = work.tiles(0, T::UNIT);
     TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile, in the same stage
     int piece = 0;
-    int owner = 0; // UNIT = 1: the warpgroup that this tile is for
+    int owner = 0; // UNIT = 1: the warpgroup that computes this tile
 
     INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes, int width = SLICE_CHANNELS) const {
         auto load = [&](const TileWalk& tile, uint32_t place) {
@@ -14135,13 +14144,13 @@ template <class T> struct PixelLoader {
 };
 
 // Role: load.
-// Resident weights are loaded before the previous kernel has ended, since it does not write them.
-// Streamed weights: half way through the weights of slice i, the thread loads the next piece, which is slice i + 1 or,
-// after the last slice, the first addend or the next tile's first slice. It goes into a stage of slice i - 1 or of an
-// earlier one (there are at least two stages), which is released after the first tap of slice i. The weights of that
-// tap were loaded before, so the thread never waits for products whose weights it has not loaded yet. When it has
-// started the loads of all weights of a tile, it loads what is left up to the next tile's first slice, which is
-// included.
+// Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
+// Streamed weights: half way through the weights of slice i, the thread loads the next piece. This is slice i + 1 or,
+// after the last slice, the first addend or the next tile's first slice. The piece needs a stage, and has to wait until
+// slice i - 1 or an earlier slice has left this stage (there are at least two stages). The stage is released after the
+// first tap of slice i. The weights of that tap have been loaded before. So the thread never waits for products whose
+// weights it has not loaded yet. When it has started the loads of all weights of a tile, it loads the remaining pieces,
+// up to and including the next tile's first slice.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -14164,8 +14173,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store. One thread for each of the two warpgroups: when a result is complete in its stage, the thread stores it
-// by TMA, and then the stage is free for the loading thread.
+// Role: store. Each of the two warpgroups has one such thread. When a result is complete in its stage, the thread
+// stores the result by TMA. Then it frees the stage for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -14186,8 +14195,8 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     }
 }
 
-// What a warpgroup does with a tile's sums: it adds embedding and addend, rounds, puts the results together as rows of
-// pixels in shared memory, and sums them for the statistics.
+// What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes the
+// results to shared memory, as rows of pixels, and sums them for the statistics.
 //
 //   d[b] of a thread: its 2 channels c, c + 8 of block b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
@@ -14198,9 +14207,9 @@ template <class T> struct Epilogue {
     const ConvTma& p;
     int c;                       // this thread's first channel
     int lane_place;              // where this lane's row for ldmatrix and stmatrix lies in a result
-    float bias[T::BLOCKS][2];    // bias of the channels c, c + 8 of each block
-    float emb[2];                // embedding of two channels of one block
-    float factors[T::BLOCKS][2]; // FP8: of the same channels as bias
+    float bias[T::BLOCKS][2];    // bias of channels c and c + 8 of each block of 64 channels
+    float emb[2];                // embedding of these two channels, for one block of 64 channels
+    float factors[T::BLOCKS][2]; // FP8: factors of the same channels as bias
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
@@ -14217,8 +14226,8 @@ template <class T> struct Epilogue {
                 if (T::FP8) factors[b][k] = channel < p.C ? p.factors[channel] : 0;
             }
     }
-    // Loads the embedding of block b of 64 channels. That of the first block is loaded while products run. The others
-    // are loaded later, when they are needed, to save registers.
+    // Loads the embedding of block b of 64 channels. The embedding of the first block is loaded while products run. The
+    // embeddings of the other blocks are loaded later, when they are needed, to save registers.
     INLINE void load_embedding(int n, int b) {
         UNROLL_FOR (int k = 0; k < 2; k++) {
             const int channel = c + b * SLICE_CHANNELS + 8 * k;
@@ -14226,9 +14235,10 @@ template <class T> struct Epilogue {
             emb[k] = wanted ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
         }
     }
-    // d[4 j ... 4 j + 7] are image rows j and j + 1: (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c
-    // + 8), two neighbouring pixels each. A column of D is a pixel. In shared memory a pixel is a row, so ldmatrix and
-    // stmatrix transpose blocks of 8 x 8. An image row of 8 pixels is 1024 bytes there.
+    // Adds the addend to d. d[4 j ... 4 j + 7] belong to image rows j and j + 1. They are four pairs of neighbouring
+    // pixels: of (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
+    // In D a pixel is a column, but in shared memory it is a row. So ldmatrix and stmatrix transpose matrices of 8 x 8.
+    // In shared memory an image row of 8 pixels has 1024 bytes.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
         constexpr int BATCH = 4; // loads that are started together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
@@ -14241,8 +14251,8 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Rounds d, puts it into shared memory, and adds what it has rounded to `sums`; pixels outside the image do not
-    // count.
+    // Rounds d and writes it to shared memory. If STATS, adds the rounded values and their squares to `sums`, except
+    // those of pixels outside the image.
     template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t place, int h, int w, Sums& sums) const {
         const int pixel = w + (threadIdx.x & 3) * 2;
         const uint32_t first_inside = pixel < p.W ? 0xFFFF : 0;
@@ -14262,8 +14272,8 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Four threads have the same channels, of different pixels: their sums are added up, and one of the four stores
-    // them. A tile is one part of the statistics or PARTS parts, one below the other.
+    // Four threads have sums of the same channels, but of different pixels. These sums are added up, and one of the
+    // four threads stores the result. A tile is either one part of the statistics, or PARTS parts, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
@@ -14289,9 +14299,9 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::half(warpgroup) + lane_place;
-            if (work.results + b >= work.products) pixels.arrived(warpgroup); // an addend, or nothing
+            if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage has an addend, or nothing
             if (b) load_embedding(tile.n, b);
-            if constexpr (T::FP8) { // sums have still to be scaled, unless there is a skip connection
+            if constexpr (T::FP8) { // if there is a skip connection, the sums have been scaled before its products
                 emb[0] += bias[b][0];
                 emb[1] += bias[b][1];
                 if (!p.skip.slices) acc.scale(b, factors[b], emb);
@@ -14318,9 +14328,9 @@ template <class T> struct Epilogue {
 //                                                                                                             v
 //   empty barrier  ..... phase m ............................................................................ | m + 1
 //
-// The warpgroup releases the stage while the next slice's products run: after wgmma_wait<1> only the latest tap may
-// still run, so all taps of s have ended. The stages of a tile's last BLOCKS pieces are used for results, so the
-// warpgroup does not release them. It hands them over, and the warp that stores frees them:
+// The warpgroup releases the stage while the next slice's products run. After wgmma_wait<1> only the products of the
+// latest tap may still run, so the products of all taps of s have ended. The stages of a tile's last BLOCKS pieces are
+// used for results, so the warpgroup does not release them. It hands them over, and the warp that stores frees them:
 //
 //   warpgroup      acc.wait | epilogue: writes results into the stage | warp_stored
 //                                                                           v
@@ -14329,11 +14339,12 @@ template <class T> struct Epilogue {
 //   warp 8         acquire: waits ....................................................................... tma_load
 
 // A warpgroup's phases, for each of its tiles:
-//   1. The sums begin as the bias (FP8: as 0). With resident weights it waits for its turn at the tensor cores.
+//   1. The sums begin as the bias (FP8: as 0). With resident weights the warpgroup waits for its turn at the tensor
+//      cores.
 //   2. For each slice and tap: wait for pixels and weights, start their products, release stages that earlier products
 //      have read.
-//   3. The same for the slices of the skip connection, which have one tap each.
-//   4. Pass the turn on, wait for the products, finish the tile (Epilogue).
+//   3. Do the same for the slices of the skip connection, which have one tap each.
+//   4. Pass the turn to the other warpgroup, wait for the products, finish the tile (Epilogue).
 template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
@@ -14364,7 +14375,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     bool first = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
         typedef Accumulators<T::BLOCKS, T::PIXELS> Sums;
-        Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums start as the bias
+        Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums begin as 0 or as the bias
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
             const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::half(warpgroup));
@@ -14375,8 +14386,9 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
                 else if (half) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
-                // These products may still run while the next ones are issued. After the wait the earlier ones have
-                // ended, so the stages that they have read are released, except those for results.
+                // The products of this tap may still run while the next products are started. After the wait, all
+                // earlier products have ended. So the stages that these have read are released, except the stages for
+                // results.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
@@ -14386,7 +14398,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
             acc.wait();
             UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
         }
-        for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's
+        for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's slices
             const Halo<8> skip(pixels.arrived(warpgroup));
             const uint32_t weight = weights.kept(p.x.slices * (T::TAPS - 1) + s, first);
             acc.template multiply<4, false>(weight, skip.shifted(0));
@@ -14398,7 +14410,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         acc.wait();
         if (!T::RESIDENT) weights.release();
         if (work.results >= work.products) pixels.release();
-        else warps_sync(2 + warpgroup, 128); // no warp still reads the stages where results go
+        else warps_sync(2 + warpgroup, 128); // after it, no warp still reads the stages that results are written to
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
         first = false;
@@ -14424,14 +14436,14 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 // Used when: images are so small that there are too few tiles for conv_tiles' persistent blocks (pick_conv_small
 // decides by costs).
-// How: A block has one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup has a
-//   square of 8 x 8 pixels: D[64 pixels][N channels], A = pixels, B = weights. One more warp loads.
+// How: A block computes one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup
+//   computes a square of 8 x 8 pixels: D[64 pixels][N channels], A = pixels, B = weights. One more warp loads.
 //
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
-//   A step is one tap of a slice, or GROUP = 3 taps if the products of one are short. The weights of the steps pass
-//   through a ring of SLOTS; at the same time the next slice's halo is loaded:
+//   A step is one tap of a slice, or GROUP = 3 taps if the products of one tap are short. The weights of the steps pass
+//   through a ring of SLOTS slots. At the same time the next slice's halo is loaded:
 //
 //     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
 //
