@@ -12125,7 +12125,7 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
 //   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
 //           conv_halo)
-//   slice   the input channels of a halo (16 to 64) that are in shared memory at a time
+//   slice   the input channels (16 to 64; in FP8 128) that a stage of shared memory holds of each of its pixels
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
 //           the tensor cores sums 16 of them.
@@ -12161,7 +12161,7 @@ struct ConvOut {
     const float* emb = nullptr;  // (B, C1), in rows of emb_stride: the embedding, added to all pixels of an image
     int emb_stride = 0;
     double* stats = nullptr; // sums and sums of squares of the stored values: for each image, one part for each tile
-    int* parts = nullptr;    // on the host: the launch writes here how many parts an image has
+    int* parts = nullptr;    // on the host: the launch writes here how many parts the statistics of an image have
     ConvSkip skip = {};      // a skip connection that is computed here and added, instead of an addend
 };
 
@@ -12174,9 +12174,9 @@ struct ConvCall {
     int Cout = 0;                // channels of the output
     const act* x1 = nullptr;     // (s.B, s.H, s.W, C1)
     const act* x2 = nullptr;     // (s.B, s.H, s.W, C2)
-    const act* weight = nullptr; // (s.Cout, taps, s.C1 + s.C2), of the layer
+    const act* weight = nullptr; // the layer's weights: (s.Cout, taps, s.C1 + s.C2)
     ConvOut out = {};
-    // The launch of a portable kernel sets these:
+    // conv_halo and conv_gather set these before they launch their kernels:
     int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
     int channel_blocks = 0;       // blocks for the output channels
     int slices = 0;               // slices of the C1 channels
@@ -12351,7 +12351,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
             UNROLL_FOR (int i = 0; i < N; i++)
                 if (index_of(i) >= 0) addends[i] = *(const Four<TO>*)(l.add1 + (size_t)index_of(i) * l.pitch);
 
-        // Fragment d of acc: (channel g, pixels 2q, 2q + 1), (channel g + 8, the same pixels); q = lane % 4.
+        // In a fragment, d[0] and d[1] are channel g of pixels 2q and 2q + 1, and d[2] and d[3] are channel g + 8 of
+        // the same pixels (g = lane / 4, q = lane % 4).
         if (round) __syncthreads();
         float* const fragments = staged + k_group * K_GROUP_FLOATS + lane % 4 * 2 * Tile::PITCH + lane / 4;
         UNROLL_FOR (int r = 0; r < 8 / ROUNDS; r++)
@@ -12434,7 +12435,7 @@ INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, i
 template <class T, int WARPS, class A, class B>
 INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
     if constexpr (PARTS<T> == 2) {
-        __shared__ uint32_t tops[2][WARPS]; // the largest magnitudes that each warp has seen
+        __shared__ uint32_t tops[2][WARPS]; // of A and of B: the largest magnitude that each warp has found
         if (a_is_new) find_top(tops[0], each_a);
         find_top(tops[1], each_b);
         __syncthreads();
@@ -12510,7 +12511,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int PIXELS = IMAGES * H * W;
     // Shared memory.
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;
-    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // of the three taps of one kw
+    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of one kw, three taps
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
     static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // the last copies read sources beyond PIXELS
@@ -12561,7 +12562,7 @@ template <class Tile> struct HaloCopies {
     // Says where copy i of this thread is written to, i < 2 HALF.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
-        asm volatile("" : "+r"(first)); // otherwise the compiler keeps a register for every i
+        asm volatile("" : "+r"(first)); // otherwise the compiler would keep a register for every i
         const int key = sources[first_pixel + i * PIXELS_AT_ONCE] & 7;
         const uint32_t halo = first + slice % 2 * Tile::HALO_BYTES;
         return halo + chunk_place<T>(chunk, key) + i * PIXELS_AT_ONCE * Tile::PIXEL_BYTES;
@@ -12589,7 +12590,7 @@ template <class Tile> struct HaloCopies {
         const int key = swizzle_key<Tile::PIXEL_BYTES / 16>(column);
         return channels_on<T>(pixel * Tile::PIXEL_BYTES + chunk_place<T>(upper_k, key), first_k);
     }
-    // For take_apart_copies: calls f(address) for each chunk that this thread copies.
+    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
     INLINE auto places(int slice) const {
         return [this, slice](auto f) {
             UNROLL_FOR (int i = 0; i < 2 * HALF; i++)
@@ -12651,7 +12652,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
         const bool valid = k < p.C1 && c < p.Cout;                      // not valid: zeros
         int C = BACKWARD ? p.Cout : p.C1;                               // channels of a tap in global memory
-        asm volatile("" : "+r"(C)); // otherwise the compiler keeps all its multiples in registers
+        asm volatile("" : "+r"(C)); // otherwise the compiler would keep many multiples of C in registers
         const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
         const T* const weight = (const T*)p.weight;
         const uint32_t index = valid ? first_weight + further : 0;
@@ -12672,24 +12673,23 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
     // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on, and for 16 input channels
-    // from k * 16 on of the K group's part. lane: the shared-memory address of this lane's row of the fragment with kh,
-    // kw, m and k = 0.
+    // from k * 16 on of the K group's part. lane: the address of this lane's row, if kw, kh, m and k are 0.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
             load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
             return;
         }
-        // m * 16 channels further on in the same row. If a row has 2 or 6 chunks, its key is 0 or 1. As 16 channels are
-        // an even number of chunks, they can simply be added. Otherwise 128 bytes at a time are added, and the rest is
-        // an XOR, as in channels_on.
+        // Goes m * 16 channels further on in the same row. If a row has 2 or 6 chunks, its key is 0 or 1. 16 channels
+        // are two chunks, so their bytes can simply be added. If a row has more chunks, whole multiples of 128 bytes
+        // are added, and the rest is an XOR, as in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
         else columns = (lane ^ channel_bytes % 128) + channel_bytes / 128 * 128;
         load_fragment<T, true>(a, columns, tap + k * 16 * ROW_BYTES);
     }
-    // For take_apart_copies: calls f(address) for each chunk that this thread copies.
+    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
     INLINE auto places(int kw) const {
         return [this, kw](auto f) {
             UNROLL_FOR (int i = 0; i < COPIES; i++)
@@ -13246,7 +13246,7 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
     p.weight_rows = memory + (size_t)p.B * p.H * p.W * p.R * act_bytes();
-    p.product = (float*)p.weight_rows; // in the same place, since no call needs both
+    p.product = (float*)p.weight_rows; // at the address of weight_rows, since no call needs both
     p.bias = p.product + (size_t)p.C * p.R;
     return p;
 }
@@ -13272,7 +13272,7 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     p.weight = weight;
     const int pieces = p.R / p.parts / act_vec(); // pieces of one part of a row, with a thread for each piece
     const int pixels = std::max(1, 256 / pieces); // how many pixels a block writes at once
-    const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
+    const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // at most 5 for each multiprocessor
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(lane, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
     // The next kernel loads its weights before it waits for the end of the previous kernel. But this kernel writes
@@ -13332,8 +13332,7 @@ constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
 // for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
-// The works of several layers, in one launch. The blocks from first_block[i] on, up to first_block[i + 1] - 1, do work
-// i.
+// The works of several layers, which one launch does. Blocks first_block[i] .. first_block[i + 1] - 1 do work i.
 constexpr int WEIGHT_BATCH = 8;
 template <class Work> struct WorkBlock { // a block's work, and its number among that work's blocks
     const Work& work;
@@ -13349,7 +13348,7 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     }
 };
 
-// Returns the first pixel tile of range `split`; the range ends before the first one of range split + 1.
+// Returns the first pixel tile of range `split`. This range ends before the first pixel tile of range split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
 // Where the four weights of a thread's fragment lie in dweight: v.x and v.y are weights (co, ci) and (co, ci + 1); v.z
@@ -13527,7 +13526,7 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 // pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
-constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // of shared memory: 4 stages of bf16 or 2 of floats
+constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 stages of bf16, or 2 stages of floats
 
 // The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
 // DOUT_ROWS-th row of dout. The copies have no branches.
@@ -13893,8 +13892,8 @@ struct TmaParts {
     int slices;  // slices of both parts
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // `channel` and `row` return a slice's first channel. `channel` counts it within its part. `row` counts it over
-    // both parts, as in the weights. width: channels of a slice.
+    // `channel` and `row` return the number of a slice's first channel: `channel` returns the number within the slice's
+    // part, and `row` the number over both parts, as in the weights. width: channels of a slice.
     INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? slice - slices1 : slice) * width;
     }
@@ -14027,13 +14026,13 @@ struct ConvTiles {
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
-    static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // without a border
+    static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // bytes of a tile without its border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
     static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory that a halo takes
     static constexpr int STAGE = UNIT * HALO;
     // Weights.
-    static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // one tap of one slice
-    static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages
+    static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // bytes of the weights of one tap of one slice
+    static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages of weights, if weights are streamed
     // Statistics: how many image rows a part has, unless the whole tile is one part (ConvTma::whole).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
@@ -14316,7 +14315,8 @@ template <class T> struct Epilogue {
     }
 };
 
-// The life of one stage of pixels, which holds slice s of a tile. Time goes from left to right; each line is one actor:
+// The life of one stage of pixels, which holds slice s of a tile. Time goes from left to right. Each line shows one
+// role, or one barrier:
 //
 //   warp 8         acquire, tma_load                                                       acquire: waits .... tma_load
 //                         |                                                                                   ^
