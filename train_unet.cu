@@ -12204,37 +12204,41 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
-// Column p of the patches holds what the filter sees around pixel p. The patches never exist in global memory: a block
-// copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies from there.
+// Column p of the patches holds the inputs that the filter reads for output pixel p. The patches never exist in global
+// memory. A block copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies them
+// there.
 //
-// Words of this section (tile, stage, ring, fragment and swizzle stand at the head of this file):
-//   tap     a position (kh, kw) of the filter, of which there are 1 or 9; its number is kh * kernel + kw
-//   halo    the pixels of a tile and the border that taps reach: all that the nine taps read (drawn at conv_halo)
-//   slice   the input channels of a halo (16 to 64) that are in shared memory at a time
+// Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
+//   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
+//   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
+//           conv_halo)
+//   slice   the input channels (16 to 64; in FP8 128) that a stage of shared memory holds of each of its pixels
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
 //           the tensor cores sums 16 of them.
 //
-// The kernels (conv_product and conv_weight_batch in section 22 choose; conv_forward there lists the whole road from a
-// layer to an instruction of the tensor cores):
+// The kernels are listed here. conv_product and conv_weight_batch in section 22 choose between them. A table above
+// conv_product shows the whole road from a layer to an instruction of the tensor cores.
 //   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
-//                                bf16, or floats as two halves each and three products (take_apart_places)
-//   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. bf16, stride 1, and no
-//                                upsampled input; in a 3x3 forward convolution also FP8
+//                                Elements are bf16 or floats. A float is split into two fp16 numbers, and a product of
+//                                two floats into three products (take_apart_places).
+//   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
+//                                FP8 in a 3x3 forward convolution. The stride is 1, and the input is not upsampled.
 //   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
 // An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
 // its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights stay in memory as
 // they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
 //
-// All kernels end in the same way. The fp32 sums of a tile go through shared memory and become rows of pixels x
-// channels. Then bias, embedding, residual or addends are added, and the result is rounded to bf16, once. The
-// statistics for the next group norm are sums of the rounded values, because the norm will read those.
+// All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
+// Then the result is rounded, once. On its way to global memory a tile goes through shared memory, where it becomes
+// rows of pixels x channels. The statistics for the next group norm are sums of the rounded values, because the norm
+// will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// Where results go, and what is added to them. Channels [0, C1) go to part1, and the C2 channels behind them go to
-// part2. (There are two parts if the results are the gradients of two concatenated inputs.) In the forward pass the
+// ConvOut says where results go, and what is added to them. Channels [0, C1) go to part1, and the next C2 channels go
+// to part2. (There are two parts if the results are the gradients of two concatenated inputs.) In the forward pass the
 // addend is the residual. In the backward pass bias, emb and stats are null.
 struct ConvOut {
     Grad part1, part2 = {};
@@ -12243,9 +12247,9 @@ struct ConvOut {
     const float* bias = nullptr; // (C1)
     const float* emb = nullptr;  // (B, C1), in rows of emb_stride: the embedding, added to all pixels of an image
     int emb_stride = 0;
-    double* stats = nullptr; // sums and sums of squares of what is stored, a part for each tile of an image
-    int* parts = nullptr;    // on the host: the launch writes here how many parts an image has
-    ConvSkip skip = {};      // computed and added instead of an addend
+    double* stats = nullptr; // sums and sums of squares of the stored values: for each image, one part for each tile
+    int* parts = nullptr;    // on the host: the launch writes here how many parts the statistics of an image have
+    ConvSkip skip = {};      // a skip connection that is computed here and added, instead of an addend
 };
 
 // The arguments of every kernel for a convolution. If BACKWARD, the input is dout: then C1 is the layer's Cout, and
@@ -12257,22 +12261,22 @@ struct ConvCall {
     int Cout = 0;                // channels of the output
     const act* x1 = nullptr;     // (s.B, s.H, s.W, C1)
     const act* x2 = nullptr;     // (s.B, s.H, s.W, C2)
-    const act* weight = nullptr; // (s.Cout, taps, s.C1 + s.C2), of the layer
+    const act* weight = nullptr; // the layer's weights: (s.Cout, taps, s.C1 + s.C2)
     ConvOut out = {};
-    // The launch of a portable kernel sets these:
+    // conv_halo and conv_gather set these before they launch their kernels:
     int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
     int channel_blocks = 0;       // blocks for the output channels
     int slices = 0;               // slices of the C1 channels
-    int taps = 0;                 // conv_gather: of the filter
+    int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // If s.in is FP8 (x1 and weight then are): (Cout), what turns sums into values.
+    // (Cout). Only if s.in is FP8 (then x1 and weight are FP8, too): each channel's sums are multiplied by its factor.
     const float* factors = nullptr;
 };
 
-// What one thread knows to store channels c .. c + 3 of image n.
+// What one thread needs for storing channels c .. c + 3 of image n.
 template <class T> struct OutputLane {
-    int pitch;            // channels of a pixel, in the part that these channels go to
-    int count;            // 4, or fewer if the channels end before that; 0: nothing is stored
+    int pitch;            // channels of a pixel in the tensor that is written (part1 or part2)
+    int count;            // 4, or less if the tensor has fewer channels after c; 0: nothing is stored
     T* out;               // where channel c of pixel 0 goes
     const T *add1, *add2; // the same place in the addends, or null
     float shift[4];       // bias + embedding, which is added to all pixels
@@ -12293,10 +12297,11 @@ template <class T> struct OutputLane {
     }
 };
 
-// Who does what in a block of conv_halo and conv_gather. A block computes one tile: CHANNELS output channels for pixels
-// of IMAGES images. A warp computes 64 pixels x WARP_CHANNELS channels, so a set of PIXEL_WARPS x (CHANNELS /
-// WARP_CHANNELS) warps covers the tile. Small images have too few pixels for many warps. So there are K_GROUPS such
-// sets for them, which share the input channels; their sums are added at the end.
+// How the work of a block is divided among its warps, in conv_halo and conv_gather. A block computes one tile: CHANNELS
+// output channels for pixels of IMAGES images. A warp computes 64 pixels x WARP_CHANNELS channels. So a set of
+// PIXEL_WARPS x (CHANNELS / WARP_CHANNELS) warps covers the tile. Small images have too few pixels for many warps.
+// For them a block has K_GROUPS such sets. Each set (a K group) sums over its own part of the input channels, and the
+// sums of all sets are added at the end.
 //
 //   warp of a block = pixel_warp + PIXEL_WARPS * (channel_warp + CHANNELS / WARP_CHANNELS * k_group)
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
@@ -12304,36 +12309,36 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_;
     static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS); // warps of a K group
     static constexpr int THREADS = POSITIONS * K_GROUPS * 32;
-    // How results are stored. A warp has LANES lanes for a pixel, with 4 channels each, and so stores STEP pixels at
-    // once. PITCH: floats of a pixel in shared memory; 4 of them are unused, which avoids bank conflicts.
+    // How results are stored. LANES lanes of a warp store one pixel, 4 channels each. So a warp stores STEP pixels at
+    // once. A pixel has PITCH floats in shared memory. 4 of them are unused, which avoids bank conflicts.
     static constexpr int LANES = WARP_CHANNELS / 4;
     static constexpr int STEP = 32 / LANES;
     static constexpr int PITCH = WARP_CHANNELS + 4;
     static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
-    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads that have sums of one channel
-    // What a warp has.
+    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads with sums of the same channel
+    // Which part of the tile a warp computes.
     static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
     static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
 };
 
-// Stores a lane's part of a round: 4 channels of N pixels. Pixel i of them goes to pixel index_of(i) of the output; if
-// that is -1, it is not stored.
-//   staged    the fp32 sums of the lane's first pixel in shared memory, of the first K group; those of K group i lie i
-//             * k_group_floats further on
-//   addends   the values of l.add1 at these pixels; they were loaded much earlier, to hide the latency
-//   sum, square   the stored (rounded) values are added to these, for the statistics
-// An addend may be the output itself. So all loads of a batch come before its first store.
+// Stores what a lane has to store in one round of store_product: 4 channels of N pixels. The lane's pixel i becomes
+// pixel index_of(i) of the output. If index_of(i) is -1, pixel i is not stored.
+//   staged        where shared memory holds the fp32 sums of the lane's first pixel, made by the first K group; the
+//                 sums of K group g lie g * k_group_floats further on
+//   addends       the values of l.add1 at these pixels; they were loaded much earlier, to hide the latency
+//   sum, square   the stored (rounded) values and their squares are added to these, for the statistics
+// An addend may be the output itself. So all loads of a batch come before the batch's first store.
 template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
                          bool stats, const Four<T> (&addends)[N], auto index_of) {
     constexpr int AT_MOST = N % 8 ? 4 : 8;
     constexpr int BATCH = N < AT_MOST ? N : AT_MOST;     // pixels whose loads are started together
-    constexpr int NEXT_PIXEL = Tile::STEP * Tile::PITCH; // floats from a lane's pixel to its next one
+    constexpr int NEXT_PIXEL = Tile::STEP * Tile::PITCH; // floats from a pixel of the lane to the lane's next pixel
     static_assert(N % BATCH == 0);
     if (l.count == 0) return;
 
-    // The network's output: the number of channels is not a multiple of 4, and there are no addends.
+    // Here the output is the network's: the number of its channels is not a multiple of 4, and there are no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -12345,7 +12350,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     }
 
     UNROLL_FOR (int first = 0; first < N; first += BATCH) {
-        float4 v[BATCH]; // of pixel first + k: the sums of all K groups, bias and embedding
+        float4 v[BATCH]; // v[k] belongs to pixel first + k: the sums of all K groups + bias + embedding
         UNROLL_FOR (int k = 0; k < BATCH; k++) {
             v[k] = *(const float4*)(staged + (first + k) * NEXT_PIXEL);
             UNROLL_FOR (int g = 1; g < Tile::K_GROUPS; g++) {
@@ -12359,7 +12364,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
         if (BACKWARD && l.add2)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + load4(l.add2 + (size_t)index_of(first + k) * l.pitch);
-        UNROLL_FOR (int k = 0; k < BATCH; k++) // v becomes the stored value, which was rounded
+        UNROLL_FOR (int k = 0; k < BATCH; k++) // from here on, v is the stored (rounded) value
             v[k] = index_of(first + k) >= 0 ? store4(l.out + (size_t)index_of(first + k) * l.pitch, v[k]) : float4{};
         if (!BACKWARD && stats)
             UNROLL_FOR (int k = 0; k < BATCH; k++) {
@@ -12369,8 +12374,9 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     }
 }
 
-// Computes the block's sums for the statistics. STAT_ROWS threads have sums of a channel, each of some of its pixels,
-// and have written them to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). They are added up in double.
+// Computes the block's sums for the statistics. For each image and channel, STAT_ROWS threads have each summed some of
+// the pixels. They have written these sums to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). The sums are added
+// up in double here.
 template <class Tile>
 INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
     constexpr int CHANNELS = Tile::CHANNELS;
@@ -12386,23 +12392,24 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
     }
 }
 
-// The end of conv_halo and conv_gather. A warp's fragments acc[8 pixels][16 channels] hold neighbouring pixels in each
-// thread. They go through shared memory, in ROUNDS rounds, and become rows of neighbouring channels. There the sums of
-// the K groups are added.
+// The end of conv_halo and conv_gather: stores the sums acc[8 pixels][16 channels] of each warp. A thread's registers
+// of a fragment hold neighbouring pixels of one channel, but neighbouring channels are to be stored together. So the
+// sums go through shared memory, in ROUNDS rounds. There the sums of the K groups are added, too.
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
 //
 //   n0, c0        the tile's first image and first channel
-//   tile, tiles   the number of the tile within its image, and the tiles of an image: each is a part of the statistics
-//   pixel         pixel(k): where the k-th of the warp's 64 pixels lies in the output; -1: nowhere
+//   tile, tiles   the number of the tile within its image, and how many tiles an image has; each tile writes a part of
+//                 the statistics
+//   pixel         pixel(k): where the k-th of the warp's 64 pixels lies in the output; -1: outside
 template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
-    constexpr int ROUND_PIXELS = 64 / ROUNDS;                                    // of a warp
-    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // of a lane: every STEP-th one
+    constexpr int ROUND_PIXELS = 64 / ROUNDS;                                    // pixels of a warp in a round
+    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // how many of them a lane stores
     constexpr int WARP_FLOATS = ROUND_PIXELS * Tile::PITCH;                      // a warp's part of shared memory
-    constexpr int K_GROUP_FLOATS = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // that of a K group
+    constexpr int K_GROUP_FLOATS = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // a K group's part of shared memory
     constexpr int IMAGE_WARPS = Tile::PIXEL_WARPS / Tile::IMAGES;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -12410,8 +12417,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
     const int k_group = Tile::k_group(warp);
     const int image = pixel_warp / IMAGE_WARPS;
 
-    // This lane stores 4 channels, from `channel` of the tile on, of the N pixels first, first + STEP, ... of each
-    // round. The pixels of a round are divided among the K groups.
+    // In each round this lane stores channels channel .. channel + 3 of the tile, for the N pixels first, first + STEP,
+    // ... of the round. The pixels of a round are divided among the K groups.
     const int row = lane / Tile::LANES;
     const int first = k_group * (N * Tile::STEP) + row;
     const int lane_channel = lane % Tile::LANES * 4;
@@ -12423,7 +12430,7 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
     float4 sum = {};
     float4 square = {};
     copies_arrived<0>();
-    __syncthreads(); // the operands have been read; the sums take their place
+    __syncthreads(); // all threads have read the operands; now the sums are written to the same memory
     UNROLL_FOR (int round = 0; round < ROUNDS; round++) {
         auto index_of = [&](int i) { return pixel(round * ROUND_PIXELS + first + i * Tile::STEP); };
         Four<TO> addends[N];
@@ -12431,7 +12438,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
             UNROLL_FOR (int i = 0; i < N; i++)
                 if (index_of(i) >= 0) addends[i] = *(const Four<TO>*)(l.add1 + (size_t)index_of(i) * l.pitch);
 
-        // Fragment d of acc: (channel g, pixels 2q, 2q + 1), (channel g + 8, the same pixels); q = lane % 4.
+        // In a fragment, d[0] and d[1] are channel g of pixels 2q and 2q + 1, and d[2] and d[3] are channel g + 8 of
+        // the same pixels (g = lane / 4, q = lane % 4).
         if (round) __syncthreads();
         float* const fragments = staged + k_group * K_GROUP_FLOATS + lane % 4 * 2 * Tile::PITCH + lane / 4;
         UNROLL_FOR (int r = 0; r < 8 / ROUNDS; r++)
@@ -12449,7 +12457,7 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
                                      o.stats, addends, index_of);
     }
     if (!o.stats) return;
-    __syncthreads(); // staged has been read; the threads' sums take its place
+    __syncthreads(); // all threads have read what was staged; now the threads' sums are written to the same memory
     if (row < Tile::STEP) {
         const int stat_row = (pixel_warp % IMAGE_WARPS * Tile::K_GROUPS + k_group) * Tile::STEP + row;
         const int pair = (image * Tile::STAT_ROWS + stat_row) * Tile::CHANNELS + channel;
@@ -12463,14 +12471,14 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- operands of the portable kernels: bf16, or floats as two fp16 parts
-// conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. They are written once for
-// bf16 and for floats; all that differs between the two types is here (and in multiply and copy_channels).
+// conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. The same code serves bf16 and
+// floats. What differs between the two types is here, in `multiply`, in multiply_tap and in copy_channels.
 //
 //                               bf16         float
-//   a chunk of 8 channels       16 bytes     32 bytes: two pieces of 4 floats as they are copied, later a piece with
-//   in shared memory                         8 high parts and one with 8 low parts (take_apart_places)
-//   registers of a fragment A   4            8: first those of the high parts, then those of the low parts
-//   registers of a fragment B   2            4: likewise
+//   a chunk of 8 channels       16 bytes     32 bytes: first two pieces of 4 floats, as they are copied; later a piece
+//   in shared memory                         with 8 high parts and a piece with 8 low parts (take_apart_places)
+//   registers of a fragment A   4            8: first the registers of the high parts, then those of the low parts
+//   registers of a fragment B   2            4: in the same order
 //   take_apart_copies           nothing      turns floats into high and low parts, all scaled by a power of two
 //   multiply                    one mma      three: low x high', high x low', high x high'
 template <class T> using FragmentA = uint32_t[4 * PARTS<T>]; // 16 rows x 16 k
@@ -12479,16 +12487,16 @@ template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 // Says where a chunk lies in a swizzled row of shared memory, in bytes. key: the swizzle_key of the row.
 template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
 
-// Returns the place in the same row that is `channels` further on. It is found by XOR, for any key: a place is chunk ^
-// key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. The row has to begin at a multiple of its length or of 128
-// bytes, and `channels` may only set bits that are 0 in the chunk of `place`.
+// Returns the place that is `channels` further on in the same row. The place is found by XOR, whatever the key is: the
+// place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold. The row
+// begins at a multiple of its length or of 128 bytes. And `channels` only sets bits that are 0 in the chunk of `place`.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
 
-// Loads a fragment by ldmatrix, which loads four matrices of 8 x 8. place: the address of the row that this lane gives
-// to ldmatrix. TRANSPOSED: a row in shared memory runs along the fragment's rows, not along k, and each matrix is
-// transposed.
+// Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. place: the address of the row that this lane
+// gives to ldmatrix. If TRANSPOSED, a row in shared memory holds neighbours along the fragment's rows instead of
+// neighbours along k, and ldmatrix transposes each matrix.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
         const uint32_t from = (place ^ part * 16) + offset;
@@ -12497,7 +12505,7 @@ template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, u
         else ldmatrix(registers, registers + 2, from);
     }
 }
-// Loads two fragments B at once: the four matrices of an ldmatrix are two fragments.
+// Loads two fragments B at once: two of the four matrices of an ldmatrix make one fragment B.
 template <class T, bool TRANSPOSED>
 INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -12507,13 +12515,14 @@ INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, i
     }
 }
 
-// Splits the floats that were copied of both operands: each_a(f) and each_b(f) call f(address) for the chunks that this
-// thread has copied. All threads of the block's WARPS warps must call it, since floats need a barrier. a_scale and
-// b_scale become the factors that undo the scales. a_is_new = false: operand A was split before, and its scale stays.
+// Splits the floats of operands A and B that this thread has copied to shared memory (for bf16 it does nothing).
+// each_a(f) and each_b(f) call f(address) for each chunk of A and of B that this thread has copied. All threads of the
+// block's WARPS warps must call this function, because it contains a barrier. It sets a_scale and b_scale to the
+// factors that undo the scales. If a_is_new is false, A was split earlier, and a_scale stays as it is.
 template <class T, int WARPS, class A, class B>
 INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
     if constexpr (PARTS<T> == 2) {
-        __shared__ uint32_t tops[2][WARPS]; // the largest magnitudes that each warp has seen
+        __shared__ uint32_t tops[2][WARPS]; // of A and of B: the largest magnitude that each warp has found
         if (a_is_new) find_top(tops[0], each_a);
         find_top(tops[1], each_b);
         __syncthreads();
@@ -12552,19 +12561,22 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //                        half of halo s + 1       the rest of halo s + 1
 //
 //   A warp computes 8 x 8 pixels x WARP_CHANNELS channels as products weights (A) x pixels (B): 8 neighbouring pixels
-//   of an image row and 16 input channels are one fragment B, of two registers. In a step the warp loads the 10 rows
-//   that its pixels need under this kw, and uses each for three taps. (If pixels were A, one fragment would have two
-//   image rows, and each kh would need different pairs of rows.)
-//   The copies stand between the products and have no branches, so that the tensor cores do not wait for them.
-//   A pixel's row is swizzled with a key that depends only on its COLUMN in the halo. So any 8 neighbouring pixels of
-//   an image row can be read without bank conflicts, whatever kw is; and the next image row is a constant number of
-//   bytes on.
-//   From the top down: conv_halo launches conv_halo_kernel, whose main loop calls multiply_step for each step, and that
-//   calls multiply_tap for each tap and 16 output channels: eight mma_bf16 (or 24 mma_fp16), one for each image row.
-// Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 of its pixels, once for nine taps, and all weights of its channels.
+//   of an image row and 16 input channels are one fragment B, of two registers. In a step the warp loads the 10 rows of
+//   the halo that its pixels need under this kw. It uses most of these rows for all three taps of the step. (If pixels
+//   were A, one fragment would hold two image rows, and each kh would need other pairs of rows.)
+//   In the code, the instructions that copy stand between the products and have no branches. So the tensor cores do not
+//   wait for them.
+//   A pixel's row in shared memory is swizzled with a key that depends only on the pixel's COLUMN in the halo. So any 8
+//   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the pixel below always
+//   lies the same number of bytes further on.
+//   From the top down: conv_halo launches conv_halo_kernel. The kernel's main loop calls multiply_step for each step.
+//   multiply_step calls multiply_tap for each tap and 16 output channels. multiply_tap has eight mma_bf16, one for each
+//   image row (or 24 mma_fp16, three for each image row).
+// Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 times as many pixels as it has, once for all nine taps.
+//   It reads all weights of its output channels.
 
-// IMAGES = 1: 2 x 2 warps of 8 x 8 pixels each. IMAGES = 2: a warp for each of two images. Every warp has all CHANNELS.
-// PER_SM blocks fit on a multiprocessor.
+// If IMAGES is 1, a K group is 2 x 2 warps, each with 8 x 8 pixels of the tile. If IMAGES is 2, a K group has one warp
+// for each of two images. Every warp computes all CHANNELS. PER_SM blocks fit on a multiprocessor.
 template <class T_, int IMAGES_, int CHANNELS_, int K_GROUPS_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
@@ -12572,25 +12584,25 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int IMAGES = IMAGES_;
     static constexpr int CHANNELS = CHANNELS_;
     static constexpr int PER_SM = PER_SM_;
-    static constexpr int WARPS_DOWN = IMAGES == 1 ? 2 : 1; // of an image
+    static constexpr int WARPS_DOWN = IMAGES == 1 ? 2 : 1; // warps of an image, one below the other
     static constexpr int WARPS_ACROSS = WARPS_DOWN;
     static constexpr int TILE_H = WARPS_DOWN * 8; // pixels
     static constexpr int TILE_W = WARPS_ACROSS * 8;
-    // A slice: 64 bytes of a pixel, or more if each K group would have less than 16 channels.
+    // A slice is 64 bytes of a pixel. It is more if a K group would otherwise have fewer than 16 channels.
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
-    static constexpr int K16 = SLICE / 16 / K_GROUPS_; // products of 16 input channels that a K group has of a slice
+    static constexpr int K16 = SLICE / 16 / K_GROUPS_; // a K group has 16 * K16 input channels of a slice
     // The halo.
     static constexpr int H = TILE_H + 2;
     static constexpr int W = TILE_W + 2;
     static constexpr int PIXELS = IMAGES * H * W;
     // Shared memory.
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;
-    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // of the three taps of one kw
+    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of one kw, three taps
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
     static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // the last copies read sources beyond PIXELS
-    // The results take the same memory at the end, in two rounds if they need more.
+    // At the end the results are written to the same memory, in two rounds if it is too small for all of them.
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
     static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0, "swizzled rows begin at multiples of 128 bytes");
@@ -12598,8 +12610,9 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Says where a pixel of the halo lies in the input, and how its row is swizzled, in one number: its index * 8 + the
-// swizzle key of its column. Negative: the pixel is outside the image. (w0: the halo's column 0, in the image.)
+// Says where a pixel of the halo lies in the input, and how its row in shared memory is swizzled. Both are in one
+// number: the pixel's index * 8 + the swizzle key of its column. The number is negative if the pixel lies outside the
+// image. h is the pixel's row in the image, and w0 is the image column of the halo's column 0.
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column;
     const int up = p.s.upsample; // 1: the input has half of the output's rows and columns
@@ -12608,11 +12621,12 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(column);
 }
 
-// The halos in shared memory, and the part of them that one thread copies: its chunk of every PIXELS_AT_ONCE-th pixel.
+// The halos in shared memory, and the part of them that one thread copies: the same chunk of every PIXELS_AT_ONCE-th
+// pixel.
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
-    static constexpr int CHUNKS = Tile::SLICE / 8;                          // of a pixel
-    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;           // by one copy of all threads
+    static constexpr int CHUNKS = Tile::SLICE / 8;                          // chunks of a pixel
+    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;           // pixels that all threads copy at a time
     static constexpr int HALF = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
     const ConvCall& p;
     const uint32_t halos;
@@ -12623,7 +12637,8 @@ template <class Tile> struct HaloCopies {
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
 
-    // Finds out where the pixels of the halo of the tile at (n0, h0, w0) lie in the input. The first copy comes later.
+    // Finds out where the pixels of the halo of the tile at (n0, h0, w0) lie in the input. A __syncthreads has to
+    // follow before the first copy.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
             const int n = n0 + i / Tile::W / Tile::H;
@@ -12631,10 +12646,10 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Says where copy i of this thread goes, i < 2 HALF.
+    // Says where copy i of this thread is written to, i < 2 HALF.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
-        asm volatile("" : "+r"(first)); // otherwise the compiler keeps a register for every i
+        asm volatile("" : "+r"(first)); // otherwise the compiler would keep a register for every i
         const int key = sources[first_pixel + i * PIXELS_AT_ONCE] & 7;
         const uint32_t halo = first + slice % 2 * Tile::HALO_BYTES;
         return halo + chunk_place<T>(chunk, key) + i * PIXELS_AT_ONCE * Tile::PIXEL_BYTES;
@@ -12649,8 +12664,9 @@ template <class Tile> struct HaloCopies {
         const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
-    // Says where this lane's row for ldmatrix lies in a halo: two fragments of 8 neighbouring pixels. first: the pixel
-    // in column 0 of their image row. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    // Says where in a halo the row lies that this lane gives to ldmatrix. ldmatrix loads two fragments B: 8
+    // neighbouring pixels of image row r, and the 8 pixels below them. first: the index of the pixel in column 0 of row
+    // r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
     static INLINE uint32_t lane_place(int first, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -12661,7 +12677,7 @@ template <class Tile> struct HaloCopies {
         const int key = swizzle_key<Tile::PIXEL_BYTES / 16>(column);
         return channels_on<T>(pixel * Tile::PIXEL_BYTES + chunk_place<T>(upper_k, key), first_k);
     }
-    // For take_apart_copies: calls f(address) for each chunk that this thread copies.
+    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
     INLINE auto places(int slice) const {
         return [this, slice](auto f) {
             UNROLL_FOR (int i = 0; i < 2 * HALF; i++)
@@ -12670,27 +12686,29 @@ template <class Tile> struct HaloCopies {
     }
 };
 
-// The ring of weights in shared memory, with a stage for each kw, and the part that one thread copies: its chunk of
-// every ROWS_AT_ONCE-th row. A stage has three matrices, of the taps kh = 0, 1, 2:
-//   forward    weight is (Cout, taps, C1) in global memory: a row is an output channel, its chunks are the slice
-//   BACKWARD   weight is (C1, taps, Cout), and the taps come in reverse: a row is an input channel of the slice, its
-//              chunks are the block's output channels (C1, Cout: of this product, of the gradient's input and output)
+// The ring of weights in shared memory, with a stage for each kw, and the part of it that one thread copies: the same
+// chunk of every ROWS_AT_ONCE-th row. A stage has three matrices, for the taps kh = 0, 1, 2:
+//   forward    weight is (Cout, taps, C1) in global memory. A row is an output channel; its chunks are the channels of
+//              the slice.
+//   BACKWARD   weight is (C1, taps, Cout), where C1 and Cout are those of ConvCall: the channels of dout and of the
+//              input's gradient. The taps are in reverse order. A row is an input channel of the slice; its chunks are
+//              the block's output channels.
 template <class Tile, bool BACKWARD> struct HaloWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
     static constexpr int CHUNKS = (BACKWARD ? Tile::CHANNELS : Tile::SLICE) / 8;
     static constexpr int ROW_BYTES = CHUNKS * 8 * sizeof(T);
     static constexpr int TAP_BYTES = ROWS * ROW_BYTES;
-    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // by one copy of all threads
-    static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // of a thread
+    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // rows that all threads copy at a time
+    static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // copies of a thread for one tap
     static constexpr int COPIES = 3 * TAP_COPIES;
     static constexpr bool NO_THREAD_LEFT_OVER = Tile::THREADS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0;
     const ConvCall& p;
     const int c0; // the block's first output channel
     const int chunk = (int)threadIdx.x % CHUNKS;
     const int first_row = (int)threadIdx.x / CHUNKS;
-    const uint32_t first_place; // of this thread's first copy
-    const int first_weight;     // index in p.weight of what it copies first
+    const uint32_t first_place; // where this thread's first copy is written to
+    const int first_weight;     // what this thread copies first: an index in p.weight
 
     INLINE HaloWeights(const ConvCall& p, uint32_t ring, int c0)
         : p(p),
@@ -12721,13 +12739,13 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
         const bool valid = k < p.C1 && c < p.Cout;                      // not valid: zeros
         int C = BACKWARD ? p.Cout : p.C1;                               // channels of a tap in global memory
-        asm volatile("" : "+r"(C)); // otherwise the compiler keeps all its multiples in registers
+        asm volatile("" : "+r"(C)); // otherwise the compiler would keep many multiples of C in registers
         const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
         const T* const weight = (const T*)p.weight;
         const uint32_t index = valid ? first_weight + further : 0;
         copy_channels(place(kw, i), 0, weight + index, valid, owns(i));
     }
-    // Says where this lane's row for ldmatrix lies in a tap's weights. The matrices of a fragment are
+    // Says where in a tap's weights the row lies that this lane gives to ldmatrix. The matrices of a fragment are
     // (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_k) {
         const int lane = threadIdx.x & 31;
@@ -12741,24 +12759,24 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = row_of_matrix + upper_c * 8;
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
-    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on and 16 input channels from
-    // k * 16 on. lane: the shared-memory address of this lane's row in the first fragment.
+    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on, and for 16 input channels
+    // from k * 16 on of the K group's part. lane: the address of this lane's row, if kw, kh, m and k are 0.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
             load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
             return;
         }
-        // The next channels of the same row. With 2 or 6 chunks to a row its key is 0 or 1, and 16 channels are an even
-        // number of chunks: so an addition does not change the key. With more chunks it is an XOR within 128 bytes, as
-        // in channels_on.
+        // Goes m * 16 channels further on in the same row. If a row has 2 or 6 chunks, its key is 0 or 1. 16 channels
+        // are two chunks, so their bytes can simply be added. If a row has more chunks, whole multiples of 128 bytes
+        // are added, and the rest is an XOR, as in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
         else columns = (lane ^ channel_bytes % 128) + channel_bytes / 128 * 128;
         load_fragment<T, true>(a, columns, tap + k * 16 * ROW_BYTES);
     }
-    // For take_apart_copies: calls f(address) for each chunk that this thread copies.
+    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
     INLINE auto places(int kw) const {
         return [this, kw](auto f) {
             UNROLL_FOR (int i = 0; i < COPIES; i++)
@@ -12768,8 +12786,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
 };
 
 // acc[r][m] += a (weights of tap kh) x b[r + kh] (pixels), for the warp's image rows r = 0 .. 7.
-// Floats: the tensor cores sum all three taps, and fp32 units add this sum to acc (see multiply). So kh has to be 0, 1,
-// 2 in this order.
+// With floats, the tensor cores sum over all three taps, and fp32 units add this sum to acc (see `multiply`). So the
+// calls must have kh = 0, 1, 2 in this order.
 template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
                          const FragmentB<T> (&b)[10], float scale) {
@@ -12778,7 +12796,7 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
             mma<T>(acc[r][m], a, b[r + kh]);
         }
     } else
-        UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums take turns, as in multiply
+        UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums take turns, as in `multiply`
             UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) {
                 sum[first + i / 4][i % 4] = 0;
             }
@@ -12792,13 +12810,15 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
         }
 }
 
-// A step: a warp's products of one kw with a slice. Between them it calls copy_in_gap(0), copy_in_gap(1), ...
+// Computes a step: a warp's products of the weights of one kw with a slice. Between the products it calls
+// copy_in_gap(0), copy_in_gap(1), ... x and weights: where this lane's rows for ldmatrix begin.
 template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
     typedef HaloWeights<Tile, BACKWARD> Weights;
-    // The i-th product. bf16 goes through all output channels for each tap. Floats go through the taps for each 16
-    // output channels, since the three taps are summed before they are added to acc.
+    // Product i has tap kh_of(i) and the 16 output channels m_of(i). With bf16, the loop over output channels is the
+    // inner one. With floats, the loop over taps is the inner one, because the three taps are summed before the sum is
+    // added to acc.
     auto kh_of = [](int i) { return PARTS<T> == 1 ? i / M : i % 3; };
     auto m_of = [](int i) { return PARTS<T> == 1 ? i % M : i / 3; };
     UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
@@ -12811,7 +12831,7 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
         }
         float sum[8][4];
         UNROLL_FOR (int i = 0; i < 3 * M; i++) {
-            const int next = i + 1; // its weights are loaded during this product
+            const int next = i + 1; // the weights of product `next` are loaded during product i
             if (next < 3 * M) Weights::load(a[next % 2], weights, kw, kh_of(next), m_of(next), k);
             multiply_tap<T, M>(acc, sum, m_of(i), kh_of(i), a[i % 2], b, scale);
             if (next % M == 0) copy_in_gap(k * 3 + i / M);
@@ -12819,8 +12839,8 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
     }
 }
 
-// A block computes a tile of pixels x CHANNELS channels. A warp computes 8 x 8 of these pixels; with K groups it
-// multiplies only its part of each slice. Phases:
+// A block computes a tile of pixels x CHANNELS channels. A warp computes 8 x 8 of these pixels. If there are several K
+// groups, a warp multiplies only its K group's part of each slice. Phases:
 //   1. The first copies are started.
 //   2. Each slice has three steps: wait for the operands, then multiply and copy for later steps at the same time.
 //   3. store_product: sums become results.
@@ -12838,7 +12858,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int tile = blockIdx.x / p.channel_blocks;
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::TILE_H, Tile::TILE_W, Tile::IMAGES);
 
-    // The first copies: the halo of slice 0 and its weights for kw = 0 and 1.
+    // The first copies: the halo of slice 0, and the weights of slice 0 for kw = 0 and 1.
     const Halo halo(p, shared);
     const Weights weights(p, base + Tile::WEIGHTS_AT, c0);
     NO_UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) {
@@ -12855,7 +12875,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     }
     copies_committed();
 
-    // The warp's pixels within the tile, and its part of a slice; then the addresses of this lane's rows for ldmatrix.
+    // The warp's pixels within the tile, and the first channel of its part of a slice. Then the addresses of this
+    // lane's rows for ldmatrix.
     constexpr int M = Tile::WARP_CHANNELS / 16;
     const int warp = (int)threadIdx.x >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -12868,17 +12889,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         lane_pixels[kw] = base + Halo::lane_place((image * Tile::H + warp_h) * Tile::W, warp_w + kw, first_k);
     const uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_k);
 
-    float acc[8][M][4] = {}; // [image row][16 channels]: channels x 8 pixels
+    float acc[8][M][4] = {}; // acc[r][m]: the sums of 16 output channels x 8 pixels of image row r
     float pixel_scale = 1, weight_scale = 1;
     for (int slice = 0; slice < p.slices; slice++) {
         UNROLL_FOR (int kw = 0; kw < 3; kw++) {
             copies_arrived<1>();
             take_apart_copies<T, Tile::THREADS / 32>(pixel_scale, halo.places(slice), weight_scale, weights.places(kw),
                                                      kw == 0);
-            __syncthreads(); // this step's operands have arrived everywhere; everyone is done with the step before
+            __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
 
-            // A step has GAPS gaps between its products. The weights of the step after the next one and half of the
-            // next slice's halo are spread over them.
+            // A step has GAPS gaps between its products. In these gaps it copies the weights of the step after the next
+            // one, and half of the next slice's halo.
             auto copy_in_gap = [&](int gap) {
                 constexpr int GAPS = 3 * Tile::K16;
                 UNROLL_FOR (int i = 0; i < Weights::COPIES; i++)
@@ -12918,8 +12939,9 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 // --- conv_gather: any kernel size and stride, any GPU
 // Used when: conv_halo and Hopper's kernels can't be used: for 1x1, and for stride 2.
 // How: A block computes PIXELS neighbouring pixels of one image (counted row by row) for CHANNELS channels. It goes
-//   through all taps, and for each tap through the input channels slice by slice: one step each. For a step it copies
-//   (cp.async) the pixels that its pixels read under this tap, wherever they lie in the image, and the tap's weights:
+//   through all taps, and for each tap through the input channels slice by slice. A step is one slice under one tap.
+//   For a step the block copies (cp.async) the input pixels that its output pixels read under this tap, wherever these
+//   lie in the image. It also copies the tap's weights for this slice:
 //
 //     a stage of shared memory; STAGES of them are a ring
 //     +------------------------+----------------------+
@@ -12927,13 +12949,13 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     | of 128 bytes           | x CHANNELS x slice   |    of floats. Those of a second input follow the first input's.
 //     +------------------------+----------------------+
 //
-//   A warp multiplies 64 of the pixels by WARP_CHANNELS of the channels: for each 16 k it loads M fragments of weights
-//   (A) and 8 of pixels (B), and `multiply` has one mma_bf16 (or three mma_fp16) for each pair of them.
-// Costs: the input is read once for every tap; after the first time from the L2 cache.
+//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For each 16 k it loads M fragments of weights (A)
+//   and 8 fragments of pixels (B). `multiply` has one mma_bf16 (or three mma_fp16) for each pair of A and B.
+// Costs: the input is read once for every tap. After the first time it usually comes from the L2 cache.
 
-// The offset of tap: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
+// The offset of a tap: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
 // BACKWARD reverses this: input pixel (h, w) is read by the output pixel (y, x) with (y, x) * stride =
-// (h + dy, w + dx), if there is such a pixel.
+// (h + dy, w + dx), if there is such an output pixel.
 struct TapOffset {
     int dy, dx;
 };
@@ -12943,9 +12965,9 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Returns which pixel is read for the output pixel that lies i pixels behind (h, w): its index within its image, or -1
-// if it is in the padding or if there is no such output pixel. It multiplies by W_inverse instead of dividing by W. The
-// result is exact, since the numbers are small.
+// Returns which pixel is read for the result's pixel that comes i pixels after (h, w), counted row by row. Returns the
+// index of the pixel to read within its image, or -1 if there is none (it lies in the padding, say). The function
+// multiplies by W_inverse instead of dividing by W. The result is exact, since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -12953,7 +12975,7 @@ INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i
     w += i - rows_down * (BACKWARD ? s.W : s.out_W());
     const int y = (BACKWARD ? h : h * s.stride) + offset.dy;
     const int x = (BACKWARD ? w : w * s.stride) + offset.dx;
-    // BACKWARD with stride 2: only even (y, x) have an output pixel, which has half the coordinates.
+    // BACKWARD with stride 2: there is an output pixel only if y and x are even. It is (y / 2, x / 2).
     const int odd = s.stride - 1;
     const int halve = BACKWARD ? odd : 0;
     const int rows = BACKWARD ? s.out_H() : s.H;
@@ -12963,7 +12985,7 @@ INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i
     return is_pixel ? (y >> halve) * columns + (x >> halve) : -1;
 }
 
-// Returns, for take_apart_copies, N places that are `PITCH` bytes apart.
+// For take_apart_copies: returns a function that calls f(address) for N addresses, which are `PITCH` bytes apart.
 template <int N, int PITCH> INLINE auto places(uint32_t first) {
     return [=](auto f) {
         UNROLL_FOR (int i = 0; i < N; i++) f(first + i * PITCH);
@@ -12979,24 +13001,26 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int SLICE = ROW / sizeof(T); // channels of a slice
     static constexpr int WEIGHTS_AT = PIXELS * ROW;
     static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * ROW;
-    // How many blocks shall fit on a multiprocessor: the compiler limits registers accordingly.
+    // How many blocks shall fit on a multiprocessor. The compiler limits the registers of a thread accordingly.
     static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
 };
 
 // The weights of a stage, arranged as in HaloWeights. Forward: a row is an output channel, and its chunks are the
-// slice. BACKWARD: a row is an input channel of the slice, and its chunks are the block's output channels.
+// channels of the slice. BACKWARD: a row is an input channel of the slice, and its chunks are the block's output
+// channels.
 template <class Tile, bool BACKWARD> struct GatherWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
     static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::ROW;
     static constexpr int CHUNKS = ROW_BYTES / sizeof(T) / 8;
-    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // by one copy of all threads
-    static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // of a thread
+    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // rows that all threads copy at a time
+    static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // copies of a thread
     static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread have the same swizzle key");
 
-    // A thread copies its rows of a stage: the first one goes to place + stage. k0: the slice's first channel in its
-    // input, which has C channels; weight_k0: the same channel counted over both inputs, as in the weights.
+    // Copies this thread's rows of a stage; the first of these rows is written to place + stage. k0: the slice's first
+    // channel, counted within its input, which has C channels. weight_k0: the same channel, counted over both inputs,
+    // as in the weights.
     static INLINE void copy(const ConvCall& p, uint32_t place, uint32_t stage, int c0, int tap, int k0, int weight_k0,
                             int C) {
         const int chunk = (int)threadIdx.x % CHUNKS;
@@ -13013,8 +13037,8 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
             copy_channels(place, offset, weight + (valid ? index : 0), valid);
         }
     }
-    // Says where this lane's row for ldmatrix lies, for the fragment of the warp's first 16 channels and of the first
-    // 16 k. Its matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    // Says where the row lies that this lane gives to ldmatrix, for the fragment of the warp's first 16 channels and
+    // the first 16 k. The fragment's matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_channel) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -13027,15 +13051,18 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
         const int c = first_channel + upper_c * 8 + row_of_matrix;
         return c * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     }
-    // Loads the fragment of the m-th 16 of the warp's channels and the k-th 16 input channels of the slice.
+    // Loads the fragment of the warp's m-th 16 output channels and the slice's k-th 16 input channels.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int m, int k) {
         if (BACKWARD) load_fragment<T, true>(a, channels_on<T>(lane, 16 * m), k * 16 * ROW_BYTES);
         else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), m * 16 * ROW_BYTES);
     }
 };
 
-// A block computes PIXELS pixels x CHANNELS channels; a warp has 64 pixels x WARP_CHANNELS channels of them. Phases:
-// STAGES - 1 steps are copied; for each step (wait for its operands, copy a later step's, multiply); store_product.
+// A block computes PIXELS pixels x CHANNELS channels. A warp computes 64 of these pixels x WARP_CHANNELS channels.
+// Phases:
+//   1. The copies for the first STAGES - 1 steps are started.
+//   2. For each step: wait for its operands, start the copies for a later step, multiply.
+//   3. store_product: sums become results.
 template <class Tile, bool BACKWARD>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvCall p) {
     typedef typename Tile::T T;
@@ -13048,7 +13075,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x;
 
-    // The block's tile: channels from c0 on, the tile-th PIXELS pixels of image n.
+    // The block's tile: channels from c0 on, pixels from tile * PIXELS on, of image n.
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS;
     const int tile = blockIdx.x / p.channel_blocks % p.tiles_w;
     const int n = blockIdx.x / p.channel_blocks / p.tiles_w;
@@ -13057,7 +13084,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
-    // Both are multiples of 8, so all of a thread's rows have the same swizzle key.
+    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key,
+    // and so have all its rows of weights.
     constexpr int CHUNKS = SLICE / 8;
     constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
     constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
@@ -13068,9 +13096,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const uint32_t own_pixels = base + row * ROW + chunk_place<T>(chunk, row & 7);
     const uint32_t own_weights =
         base + Tile::WEIGHTS_AT + w_row * Weights::ROW_BYTES + chunk_place<T>(w_chunk, w_row & 7);
-    const bool direct = p.taps == 1 && p.s.stride == 1; // each pixel reads the one in its place
+    const bool direct = p.taps == 1 && p.s.stride == 1; // each output pixel reads the input pixel with its own index
 
-    int source[COPIES]; // the pixels that this thread copies, under this tap
+    int source[COPIES]; // under this tap: the pixels that this thread copies, as indices within the image; -1: zeros
     int tap = -1;
     int slice = 0;
     auto start_tap = [&] {
@@ -13089,8 +13117,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         if (slice == 0) start_tap();
         const bool second = slice >= slices1;                      // a slice of the second input
-        const int k0 = (second ? slice - slices1 : slice) * SLICE; // its first channel in its input,
-        const int weight_k0 = (second ? p.C1 : 0) + k0;            // and in the weights
+        const int k0 = (second ? slice - slices1 : slice) * SLICE; // the slice's first channel in its input
+        const int weight_k0 = (second ? p.C1 : 0) + k0;            // the same channel in the weights
         const int C = second ? p.C2 : p.C1;
 
         const int c = k0 + chunk * 8;
@@ -13110,8 +13138,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // Says where this lane's rows for ldmatrix lie in a stage. Pixels, two fragments at once: (pixels 0-7, k 0-7),
-    // (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    // Where the rows lie that this lane gives to ldmatrix, for stage 0. For pixels, ldmatrix loads two fragments at
+    // once. Its matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -13122,11 +13150,11 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     uint32_t lane_pixels = base + lane_pixel * ROW + chunk_place<T>(upper_k, row_of_matrix);
     const int first_channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS;
     uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_channel);
-    // otherwise the compiler computes them again in every step
+    // Without this line the compiler would compute lane_pixels and lane_weights again in every step.
     asm volatile("" : "+r"(lane_pixels), "+r"(lane_weights));
 
     constexpr int M = Tile::WARP_CHANNELS / 16;
-    float acc[8][M][4] = {}; // [8 pixels][16 channels]
+    float acc[8][M][4] = {}; // acc[r][m]: the sums of pixels 8r .. 8r + 7 x channels 16m .. 16m + 15 of the warp
     float pixel_scale = 1, weight_scale = 1;
     for (int step = 0; step < steps; step++) {
         copies_arrived<STAGES - 2>();
@@ -13134,7 +13162,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         take_apart_copies<T, Tile::THREADS / 32>(
             pixel_scale, places<COPIES, PIXELS_AT_ONCE * ROW>(own_pixels + stage), weight_scale,
             places<Weights::COPIES, Weights::ROWS_AT_ONCE * Weights::ROW_BYTES>(own_weights + stage));
-        __syncthreads(); // this step's operands have arrived everywhere; everyone is done with the step before
+        __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
         if (step + STAGES - 1 < steps) copy_step(step + STAGES - 1);
         copies_committed();
         UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
@@ -13147,7 +13175,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         }
     }
 
-    constexpr int ROUNDS = Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1; // do the results fit at once?
+    // The sums are stored in two rounds if shared memory is too small for all of them.
+    constexpr int ROUNDS = Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1;
     auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside
         const int pixel = tile * PIXELS + pixel_warp * 64 + k;
         return pixel < p.H * p.W ? n * p.H * p.W + pixel : -1;
@@ -13169,21 +13198,21 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_few: the first and the last layer
-// Used when: 3x3, stride 1, and one side has few (F) channels, which are fp32 (conv_is_few): images, predictions, and
-//   their gradients.
+// Used when: the convolution is 3x3 with stride 1, and its input or its output has only a few channels (F), which are
+//   fp32 (conv_is_few): images, predictions, and their gradients.
 // How: The F channels of a pixel are too few for a slice. So for each pixel a row is written that holds the 9 F values
-//   under the filter's taps: rows (B, H, W, R), with R a multiple of 32. What is left is a 1x1 convolution:
-//     first layer                      forward = weights (C, 9 F) x rows of the input
-//     last layer's input gradient      weights, turned (C, 9 F), x rows of the output's gradient
+//   under the filter's taps: rows (B, H, W, R), with R a multiple of 32. Then a 1x1 convolution remains:
+//     first layer, forward             weights (C, 9 F) x rows of the input
+//     last layer's input gradient      transposed weights (C, 9 F) x rows of the output's gradient
 //     weight gradients of both         rows^T x the tensor of C channels
-//   A bf16 has 8 bits of mantissa, and fp32 values have more. So a value v becomes two bf16 numbers, upper = bf16(v)
-//   and lower = bf16(v - upper); their sum differs from v by 2^-17 at most, less than the result's rounding. A row of
-//   weights has the same weights in both halves.
+//   A bf16 has 8 bits of mantissa, and an fp32 value has more. So a value v becomes two bf16 numbers: upper = bf16(v)
+//   and lower = bf16(v - upper). Their sum differs from v by a relative error of 2^-17 at most, which is less than that
+//   of the result's rounding. A row of weights holds the same weights twice, once for each half of a pixel's row.
 //
 //     a row of a pixel, R values     bf16:  | 9 F upper parts, 0 ... | 9 F lower parts, 0 ... |
 //                                    fp32:  | 9 F values, 0 ... |
 //     value tap * F + f is channel f of the pixel under the tap; 0 outside the image
-// Costs: the rows are written and read: for unet64 as many bytes as a tensor of 64 channels.
+// Costs: the rows are written and read. For unet64 these are as many bytes as those of a tensor of 64 channels.
 
 struct ConvFew {
     const float* x;     // (B, H, W, F)
@@ -13191,8 +13220,8 @@ struct ConvFew {
     void* rows;         // (B, H, W, R)
     void* weight_rows;  // (C, R)
     int B, H, W;
-    int F;     // the few channels
-    int C;     // the channels of the other side
+    int F;     // how many channels the side with few channels has: the input of the first layer, the output of the last
+    int C;     // how many channels the other side has
     int R;     // values of a row
     int parts; // how many numbers a value becomes: 1, or 2 in bf16
     bool last; // true: the network's last layer; false: its first
@@ -13201,8 +13230,8 @@ struct ConvFew {
     float *dweight, *dbias; // where the gradients go
 };
 
-// Says where weight k = tap * F + f of channel c lies in the layer's own weights. The last layer's rows are for its
-// input gradient, so its taps are counted from the end.
+// Says where weight k = tap * F + f of channel c lies in the layer's own weights. The rows of the last layer belong to
+// its input gradient, so the taps of the last layer are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.last) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
@@ -13210,16 +13239,16 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     return (f * 9 + 8 - tap) * p.C + c;
 }
 
-// Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes the same V values
-// of the rows of many pixels, or their upper and lower parts.
-//   threadIdx.x   which V values of a half of the row
+// Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes V values of a row,
+// for many pixels. If values have two parts, it writes the upper parts of the V values and their lower parts.
+//   threadIdx.x   which V values of a half of the row (of the whole row, if values have one part)
 //   threadIdx.y   which of the pixels that the block writes at once
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
     const int first = threadIdx.x * V;
     const int half = p.R / p.parts;
-    int tap[V];      // of each value; from tap 9 on there is none
-    int distance[V]; // to the value in x, in floats from the pixel's own first value
+    int tap[V];      // the tap of each of the V values; if it is 9 or more, 0 is written
+    int distance[V]; // how many floats of x lie between the pixel's own first value and the value under the tap
     int t = first / p.F;
     int f = first % p.F;
     UNROLL_FOR (int j = 0; j < V; j++) {
@@ -13238,8 +13267,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         const uint32_t line = pixel / W;
         const uint32_t h = line % H;
         const uint32_t w = pixel - line * W;
-        // A bit for each tap says whether it lies inside the image: first for one row of the filter, then for all three
-        // rows.
+        // `inside` has a bit for each tap, which says whether the tap lies inside the image. columns: the three bits of
+        // one row of the filter.
         const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W);
         const uint32_t upper_row = h > 0 ? columns : 0;
         const uint32_t upper_and_middle = upper_row + (columns << 3);
@@ -13271,7 +13300,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int K = 9 * p.F;
     const int c = p.last ? i % p.C : i / K;
     const int k = p.last ? i / p.C : i % K;
-    const int half = p.R / 2; // from an upper part to its lower part in a row
+    const int half = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
     if (p.last && i < p.F) {
         const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
@@ -13288,7 +13317,7 @@ static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && s
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
-// Sets all members of a ConvFew except its inputs and gradients. `memory` gets the rows, and behind them either the
+// Sets all members of a ConvFew except its inputs and gradients. In `memory` lie the rows, and after them either the
 // rows of the weights or the product and the bias.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
@@ -13304,12 +13333,12 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
     p.weight_rows = memory + (size_t)p.B * p.H * p.W * p.R * act_bytes();
-    p.product = (float*)p.weight_rows; // in the same place, since no call needs both
+    p.product = (float*)p.weight_rows; // at the address of weight_rows, since no call needs both
     p.bias = p.product + (size_t)p.C * p.R;
     return p;
 }
-// Returns the 1x1 convolution that replaces the layer. The rows are its input or, for the weight gradient of the last
-// layer, its output.
+// Returns the 1x1 convolution that replaces the layer. The rows are the input of this 1x1 convolution or, for the
+// weight gradient of the last layer, its output.
 static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const ConvFew p = plan_few(s, nullptr);
     const bool to_rows = p.last && weight_gradient;
@@ -13328,12 +13357,13 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x;
     p.weight = weight;
-    const int pieces = p.R / p.parts / act_vec(); // pieces of half a row, with a thread for each
+    const int pieces = p.R / p.parts / act_vec(); // pieces of one part of a row, with a thread for each piece
     const int pixels = std::max(1, 256 / pieces); // how many pixels a block writes at once
-    const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // as many as fit at once
+    const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // at most 5 for each multiprocessor
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(lane, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
-    // The next kernel loads its weights before it waits for this one, which writes them. So it must not overlap it.
+    // The next kernel loads its weights before it waits for the end of the previous kernel. But this kernel writes
+    // these weights. So the next kernel must not overlap this one.
     lane->joined |= weight != nullptr;
     return p;
 }
@@ -13345,8 +13375,9 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // Used when: conv_weight_tma (below) can't be used for the shape. conv_weight_halo: 3x3 with stride 1;
 //   conv_weight_gather: everything else.
 // How: This is a product of matrices that sums over many pixels and whose result is small. A block owns a tile of 64 x
-//   64 weights (output x input channels), of one tap or of all nine, and a RANGE of the pixels, which it goes through
-//   in pixel tiles of 64. Four warps share the 64 x 64 weights, 32 x 32 each: 2 x 4 fragments of mma.
+//   64 weights (output x input channels), of one tap or of all nine. It also owns a RANGE of the pixels, and goes
+//   through this range in pixel tiles of 64 pixels. The 64 x 64 weights of a tap are divided among four warps, 32 x 32
+//   each: 2 x 4 fragments of mma.
 //
 //     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
 //     +----+----+----+             +----+----+----+          range 0   range 1   range 2
@@ -13354,40 +13385,41 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //     | pixel tiles   |            | pixel tiles  |
 //     +----+----+----+             +----+----+----+
 //
-//   With more than one range the blocks write partial sums to the workspace, and conv_weight_sum adds them up in a
-//   fixed order. The bias gradient, the sum of dout over all pixels, is dout^T times a matrix of ones. It is computed
-//   by warps that together read each dout once; there is one partial for each (range, image). Small layers share a
-//   launch (WeightBatch).
+//   If there is more than one range, the blocks write partial sums to the workspace, and conv_weight_sum adds them up
+//   in a fixed order. The bias gradient is the sum of dout over all pixels. It is computed as dout^T times a matrix of
+//   ones. Of all warps that read the same part of dout, only one computes this product. There is one partial of the
+//   bias for each pair of a range and an image that have common pixels. Small layers share a launch (WeightBatch).
 // Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
 // The arguments of the kernels for a layer's weight gradient. In the code "split" is the number of a range.
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
     // (splits + B, Cout). Row s + n: the sum of dout over the pixels that are both in range s and in image n. Two pairs
-    // (s, n) with pixels never have the same row: in the order of the pixels, s and n never decrease, and from one such
-    // pair to the next at least one of them grows.
+    // (s, n) that have pixels never share a row. For if we go through the pixels in their order, s and n never
+    // decrease, and at least one of them grows from one pair to the next. So s + n grows, too.
     float* bias_partial;
     int bias_images;        // B; or 1 if all images are treated as one, because demb is not needed
-    int taps;               // of the filter
+    int taps;               // taps of the filter
     int tiles1;             // tiles of 64 channels of x1
-    int channel_tiles;      // of x1 and x2
-    int tiles;              // of 64 x 64 weights: channel_tiles x co_tiles
+    int channel_tiles;      // tiles of 64 channels of x1 and x2
+    int tiles;              // tiles of 64 x 64 weights: channel_tiles x co_tiles
     int tiles_h, tiles_w;   // pixel tiles of an image, down and across
-    int pixel_tiles;        // of all images
+    int pixel_tiles;        // pixel tiles of all images
     int splits;             // ranges of pixel tiles
-    int warpgroups;         // of a block of conv_weight_tma
+    int warpgroups;         // warpgroups of a block of conv_weight_tma
     int block_co, block_ci; // tiles of Cout and of Cin that a block owns
     int co_tiles;           // tiles of 64 channels of Cout
     int input_groups;       // groups of block_ci tiles of Cin
 };
 
-// 25 us. When the layers that are collected for a launch take so many cycles, it is large enough, and starts.
+// Layers are collected until together they take this many cycles (25 us). Then they are launched. (The portable kernels
+// need six times as many, see conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
-// The most partial sums, of 16 KB, that a launch of conv_weight_tma may write; it is enough for 132 blocks (on an H200)
-// with nine tiles of 64 x 64 weights each.
+// How many partial sums of 16 KB (64 x 64 weights) a launch of conv_weight_tma may write at most. The number is enough
+// for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
-// Several layers' works in one launch: work i has the blocks from first_block[i] on.
+// The works of several layers, which one launch does. Blocks first_block[i] .. first_block[i + 1] - 1 do work i.
 constexpr int WEIGHT_BATCH = 8;
 template <class Work> struct WorkBlock { // a block's work, and its number among that work's blocks
     const Work& work;
@@ -13396,18 +13428,18 @@ template <class Work> struct WorkBlock { // a block's work, and its number among
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
-    INLINE WorkBlock<Work> own() const { // of this block
+    INLINE WorkBlock<Work> own() const { // returns the work of this block
         int i = 0;
         while (WORKS > 1 && i + 1 < n && (int)blockIdx.x >= first_block[i + 1]) i++;
         return {work[i], (int)blockIdx.x - first_block[i]};
     }
 };
 
-// Returns the first pixel tile of range `split`; the range ends before the first one of range split + 1.
+// Returns the first pixel tile of range `split`. This range ends before the first pixel tile of range split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Where the four weights of a thread's fragment lie in dweight: v.x, v.y are (co, ci), (co, ci + 1); v.z, v.w are the
-// same of channel co + 8. A row is null if it is beyond the last channel.
+// Where the four weights of a thread's fragment lie in dweight: v.x and v.y are weights (co, ci) and (co, ci + 1); v.z
+// and v.w are weights (co + 8, ci) and (co + 8, ci + 1). A pointer is null if its weights lie beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -13415,8 +13447,8 @@ struct WeightPlace {
         if (row8) *row8 = make_float2(v.z, v.w);
     }
 };
-// Returns the WeightPlace of fragment i of a tile of 64 x 64 weights. There are 4 warps with 2 x 4
-// fragments each, and a lane has its place in every fragment: i = (warp * 8 + fragment) * 32 + lane < 1024.
+// Returns the WeightPlace of number i of a tile of 64 x 64 weights. There are 4 warps with 2 x 4 fragments each, and a
+// fragment is divided among 32 lanes: i = (warp * 8 + fragment) * 32 + lane < 1024.
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int lane = i % 32;
     const int fragment = i / 32 % 8;
@@ -13435,8 +13467,9 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
                        inside && co + 8 < p.shape.Cout ? (float2*)row8 : nullptr};
 }
 
-// The end of a portable kernel: stores a thread's fragments, in dweight or in the partials. each(put) calls put(tile,
-// tap, i, v) for all of them; the place is chosen once, outside the loop.
+// The end of a portable kernel: stores a thread's fragments in dweight or, if there are several ranges, in the
+// partials. each(put) calls put(tile, tap, i, v) for all fragments. There are two versions of put, so the choice
+// between dweight and the partials is made only once, outside the loop over the fragments.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -13446,10 +13479,10 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
         });
 }
 
-// The second kernel adds up the partials: the first blocks of a work add up those of the bias, and the others those of
-// the weights. Weights: a block has 8 rows of 32 threads; a thread adds up one fragment. A group of
-// `groups` rows shares the same 32 fragments, and each of its rows adds up every groups-th range. So a thread adds up
-// at most 8 ranges, if there are at most 64.
+// The second kernel, conv_weight_sum, adds up the partials. The first blocks of a work add up the partials of the bias,
+// and its other blocks those of the weights. For weights a block has 8 rows of 32 threads. A thread sums one float4
+// over ranges. `groups` rows have the same 32 float4, and each of these rows adds up every groups-th range. So a thread
+// adds up at most 8 ranges, if there are at most 64 ranges.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -13457,14 +13490,15 @@ HD static inline int weight_sum_groups(int splits) {
 }
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 
-// dweight = the sum of the partials of all ranges. block: this block's number among those that sum a layer's weights.
+// dweight = the sum of the partials of all ranges. block: this block's number among the blocks that sum a layer's
+// weights.
 INLINE void sum_weights(const ConvWeight& p, int block) {
     __shared__ float4 rows[8][32];
     const int x = threadIdx.x;
     const int y = threadIdx.y;
     const int groups = weight_sum_groups(p.splits);
     const int group = y % groups;
-    const int n = p.tiles * p.taps * 1024; // fragments of a range
+    const int n = p.tiles * p.taps * 1024; // how many float4 the partials of a range have
     const int i = (block * (8 / groups) + y / groups) * 32 + x;
     const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
     float4 sum = {};
@@ -13480,8 +13514,9 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     }
     to.set(sum);
 }
-// dbias = the sum of the partials of all (range, image); demb = the sum of one image's partials. A block has 8
-// channels, and 32 threads for each. Each of these threads adds up some of the images, or of the ranges.
+// dbias = the sum of the partials of all pairs (range, image). demb of an image = the sum of this image's partials. A
+// block has 8 channels, and 32 threads for each channel. Each of these 32 threads adds up some of the images or, if all
+// images are treated as one, some of the ranges.
 INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
     const int x = threadIdx.x;
@@ -13518,16 +13553,16 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums dout over each image's pixels, in the main loops of the two kernels below, for a warp's 16 M channels from co
-// on, if this warp has to sum them. The sums are a product, too: dout^T times a matrix of ones.
+// Sums dout over each image's pixels, for a warp's 16 M channels from co on. The two kernels below do this in their
+// main loops. The sums are a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
-    bool own;
+    bool own; // false: another warp sums these channels, and this warp does nothing
     int split, co;
     int first;                                // the block's first pixel tile
-    int per_image = p.tiles_h * p.tiles_w;    // pixel tiles
+    int per_image = p.tiles_h * p.tiles_w;    // pixel tiles of an image
     int image = first / per_image;            // the image that is being summed
-    int left = per_image - first % per_image; // how many of its pixel tiles follow
+    int left = per_image - first % per_image; // how many pixel tiles of this image still follow
     float acc[M][4] = {};
 
     // Is called for each new pixel tile. If it is the first one of an image, the sums of the previous image are stored.
@@ -13552,15 +13587,15 @@ template <class T, int M> struct BiasSum {
     }
     INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // dout times ones
         FragmentB<T> ones[1] = {};
-        ones[0][0] = ElementOf<T>::TWO_ONES; // for floats these are the high parts
+        ones[0][0] = ElementOf<T>::TWO_ONES; // for floats: the high parts are 1, and the low parts are 0
         ones[0][1] = ElementOf<T>::TWO_ONES;
         if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
     }
 };
 
-// These load 16 pixels of 16 M channels of dout, and of 8 N channels of x. Both operands lie in shared memory as
-// (pixels, channels). The pixels are k of this product, so ldmatrix.trans transposes them. place: where this lane's row
-// of the first fragment lies.
+// load_dout loads 16 pixels x 16 M channels of dout, and load_x loads 16 pixels x 8 N channels of x. Both operands lie
+// in shared memory as (pixels, channels). The product sums over pixels, so pixels are its k, and ldmatrix.trans has to
+// transpose the operands. place: where this lane's row of the first fragment lies.
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
@@ -13572,35 +13607,35 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
     }
 }
 
-// conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: 2 x 2 quarters of
-// the 64 x 64 for each of three kw; a warp has the three kh. A pixel tile is 8 x 8 pixels of dout, and the 10 x 10
-// pixels of x around them. One product of k = 16 pixels is two image rows of 8. Pixel tiles pass through a ring of
-// STAGES in shared memory:
+// conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: four for each kw.
+// Each of these four warps computes a quarter of the 64 x 64 weights, for all three kh. A pixel tile is 8 x 8 pixels of
+// dout, and the 10 x 10 pixels of x around them. One product has k = 16 pixels: two image rows of 8 pixels. Pixel tiles
+// pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
-constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // of shared memory: 4 stages of bf16 or 2 of floats
+constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 stages of bf16, or 2 stages of floats
 
-// The part of each pixel tile that one thread copies: a chunk of one column, in every X_ROWS-th row of x and in every
+// The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
 // DOUT_ROWS-th row of dout. The copies have no branches.
 template <class T> struct WeightHaloCopies {
-    static constexpr int CHUNKS = 8;           // of a pixel, 64 channels
+    static constexpr int CHUNKS = 8;           // chunks of a pixel, which has 64 channels here
     static constexpr int ROW = 64 * sizeof(T); // bytes of a pixel
     static constexpr int STAGES = 4 / PARTS<T>;
     static constexpr int X_BYTES = 100 * ROW;
     static constexpr int STAGE_BYTES = X_BYTES + 64 * ROW;
-    static constexpr int X_ROWS = 384 / CHUNKS / 10; // by one copy of all threads
+    static constexpr int X_ROWS = 384 / CHUNKS / 10; // rows of x that all 384 threads copy at a time
     static constexpr int X_COPIES = ceil_div(10, X_ROWS);
     static constexpr int DOUT_ROWS = 384 / CHUNKS / 8;
     static constexpr int DOUT_COPIES = ceil_div(8, DOUT_ROWS);
     const ConvWeight& p;
-    const uint32_t base;             // of shared memory
-    const int co0, ci0;              // the block's first channels
+    const uint32_t base;             // the address where shared memory begins
+    const int co0, ci0;              // the block's first output channel and first input channel
     const int first, end;            // the block's pixel tiles: first .. end - 1
     const int up = p.shape.upsample; // 1: x is read through upsampling, and has half of dout's rows and columns
-    const int H = p.shape.H << up;   // of dout
+    const int H = p.shape.H << up;   // rows of dout
     const int W = p.shape.W << up;
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int pixel = (int)threadIdx.x / CHUNKS; // the pixel of a tile that it copies first
+    const int pixel = (int)threadIdx.x / CHUNKS; // the pixel of a tile that this thread copies first
     const int x_col = pixel % 10;
     const int x_row = pixel / 10;
     const int dout_col = pixel % 8;
@@ -13611,13 +13646,13 @@ template <class T> struct WeightHaloCopies {
     const T* const dout = (const T*)p.dout + (dout_in ? co0 + chunk * 8 : 0);
     const uint32_t x_place = base + pixel * ROW + chunk_place<T>(chunk, x_col & 7);
     const uint32_t dout_place = base + X_BYTES + pixel * ROW + chunk_place<T>(chunk, dout_col & 7);
-    Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // of the pixel tile to copy
+    Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // where the next pixel tile to copy begins
 
     INLINE bool owns_x(int k) const { return x_row < min(X_ROWS, 10 - k * X_ROWS); }
     INLINE bool owns_dout(int k) const { return dout_row < min(DOUT_ROWS, 8 - k * DOUT_ROWS); }
     INLINE uint32_t stage(int pixel_tile) const { return (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES; }
 
-    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...; behind the last one it copies zeros
+    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...; from `end` on it copies zeros
         const uint32_t stage = this->stage(pixel_tile);
         UNROLL_FOR (int k = 0; k < X_COPIES; k++) {
             const int h = next.h + x_row + k * X_ROWS - 1;
@@ -13645,7 +13680,8 @@ template <class T> struct WeightHaloCopies {
         next.h = 0;
         next.n++;
     }
-    // Returns, for take_apart_copies, the chunks that this thread copies of x and of dout.
+    // For take_apart_copies: the functions that x_places and dout_places return call f(address) for each chunk of x and
+    // of dout that this thread copies.
     INLINE auto x_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < X_COPIES; k++)
@@ -13661,9 +13697,9 @@ template <class T> struct WeightHaloCopies {
 };
 
 // Phases:
-//   1. STAGES - 1 pixel tiles are copied.
-//   2. For each pixel tile: wait for it, copy a later one, multiply.
-//   3. The sums go to dweight or to the partials.
+//   1. The copies of the first STAGES - 1 pixel tiles are started.
+//   2. For each pixel tile: wait for it, start the copies of a later pixel tile, multiply.
+//   3. The sums are stored in dweight or in the partials.
 template <class T, int WORKS>
 static __global__ void __launch_bounds__(384, 1)
     conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
@@ -13695,29 +13731,29 @@ static __global__ void __launch_bounds__(384, 1)
     const int row_of_matrix = lane & 7;
     const int low = lane >> 3 & 1;
     const int high = lane >> 4;
-    const int column = row_of_matrix + kw; // of x
+    const int column = row_of_matrix + kw; // the column of x in the 10 x 10 pixels
     uint32_t lane_x = base + (low * 10 + column) * ROW + chunk_place<T>(ci_warp * 4 + high, column & 7);
     uint32_t lane_dout =
         base + Copies::X_BYTES + (high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 + low, row_of_matrix);
-    // Without this line the compiler would compute them again for every tile.
+    // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[3][2][4][4] = {}; // [kh][16 co][8 ci]
+    float acc[3][2][4][4] = {}; // acc[kh][i][j]: the sums of the warp's i-th 16 co x j-th 8 ci
     float x_scale = 1, dout_scale = 1;
     BiasSum<T, 2> bias{p, ci_tile == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
         copies_arrived<STAGES - 2>();
         const uint32_t stage = copies.stage(pixel_tile);
         take_apart_copies<T, 12>(x_scale, copies.x_places(stage), dout_scale, copies.dout_places(stage));
-        __syncthreads(); // this tile has arrived everywhere; everyone is done with the one before
+        __syncthreads(); // the copies of all threads for this tile have arrived; all have finished the tile before
         copies.copy_tile(pixel_tile + STAGES - 1);
         bias.next_tile();
 
-        // bf16 keeps the rows that it has loaded for kh = 2: two image rows further down kh = 0 needs the same rows.
-        // Floats would need too many registers for that.
+        // The rows of x that are needed for kh = 2 are needed again for kh = 0, in the next round (two image rows
+        // further down). With bf16 they stay in registers (`below`). With floats this would take too many registers.
         constexpr bool KEEP_ROWS = PARTS<T> == 1;
         FragmentB<T> below[4];
-        UNROLL_FOR (int r = 0; r < 4; r++) { // two image rows each
+        UNROLL_FOR (int r = 0; r < 4; r++) { // each round has two image rows of dout
             FragmentA<T> a[2];
             load_dout<T>(a, lane_dout + stage + r * 16 * ROW);
             bias.add(a, dout_scale);
@@ -13743,45 +13779,45 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-// conv_weight_gather: any convolution. A block has one tap, N x N tiles of 64 x 64 weights, and 2 x 2 warps, of which
-// each owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring:
+// conv_weight_gather: any convolution. A block owns N x N tiles of 64 x 64 weights, of one tap. It has 2 x 2 warps.
+// Each warp owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring:
 //
 //     a stage:   | x: 64 pixels of 64 N channels, as the tap reads them | dout: 64 pixels of 64 N channels |
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
 
 // The part of each pixel tile that one thread copies: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of
-// dout. A chunk of x belongs to a tile of 64 channels, and the tile to one of the two inputs.
+// dout. A chunk of x belongs to a tile of 64 channels, and this tile belongs to one of the two inputs.
 template <class T, int N> struct WeightGatherCopies {
-    static constexpr int CHUNKS = 8 * N;                // of a pixel, 64 N channels
+    static constexpr int CHUNKS = 8 * N;                // chunks of a pixel, which has 64 N channels here
     static constexpr int ROW = 64 * N * sizeof(T);      // bytes of a pixel
-    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS; // by one copy of all threads
+    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS; // pixels that all 128 threads copy at a time
     static constexpr int COPIES = 64 / PIXELS_AT_ONCE;
     const ConvWeight& p;
-    const uint32_t base; // of shared memory
+    const uint32_t base; // the address where shared memory begins
     const int tap;
     const int co_tile, ci_tile; // the block's first tiles of channels
     const int first;            // the block's first pixel tile
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int row = (int)threadIdx.x / CHUNKS; // the row that it copies first
+    const int row = (int)threadIdx.x / CHUNKS; // the row that this thread copies first
     const int Wo = p.shape.out_W();
     const int HWo = p.shape.out_H() * Wo;
-    const int t = ci_tile + chunk * 8 / 64; // tile of input channels
-    const bool second = t >= p.tiles1;      // does it belong to the second input?
+    const int t = ci_tile + chunk * 8 / 64; // the tile of input channels that this thread's chunk belongs to
+    const bool second = t >= p.tiles1;      // does this tile belong to the second input?
     const int ci = (second ? t - p.tiles1 : t) * 64 + chunk * 8 % 64;
     const int co = co_tile * 64 + chunk * 8;
     const int C = second ? p.shape.C2 : p.shape.C1;
     const bool x_in = t < p.channel_tiles && ci < C;
     const bool dout_in = co < p.shape.Cout;
-    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // each pixel reads the one in its place
+    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // each pixel reads the input pixel of its own index
     const act* const input = second && x_in ? p.x2 : p.x1;
     const T* const x = (const T*)input + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // all its rows have the same swizzle key
-    int n = first / p.tiles_w;                                                // the pixel tile to copy: its image,
-    int p0 = (first - n * p.tiles_w) * 64;                                    // and its first pixel there
+    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // the thread's rows have the same key
+    int n = first / p.tiles_w;                                                // the image of the pixel tile to copy
+    int p0 = (first - n * p.tiles_w) * 64;                                    // the tile's first pixel in this image
 
     INLINE uint32_t stage(int pixel_tile) const {
         return (uint32_t)(pixel_tile - first) % WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
@@ -13808,7 +13844,8 @@ template <class T, int N> struct WeightGatherCopies {
         p0 = 0;
         n++;
     }
-    // Returns, for take_apart_copies, the chunks that this thread copies of x (first_row 0 of a stage) or of dout (64).
+    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies. first_row
+    // is 0 for the chunks of x, and 64 for those of dout.
     INLINE auto own_places(uint32_t stage, int first_row) const {
         return places<COPIES, PIXELS_AT_ONCE * ROW>(place + stage + first_row * ROW);
     }
@@ -13830,7 +13867,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
     const int ci_warp = warp >> 1 & 1;
 
     // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1. Blocks with neighbouring
-    // numbers have the same range and tap, so they find these pixels in the L2 cache.
+    // numbers have the same range and the same tap, so they find the pixels of this range in the L2 cache.
     const auto [p, block] = batch.own();
     const int co_tiles = p.tiles / p.channel_tiles;
     const int ci_blocks = ceil_div(p.channel_tiles, N);
@@ -13856,10 +13893,10 @@ static __global__ void __launch_bounds__(128, 4 - N)
     uint32_t lane_x = base + (low * 8 + row_of_matrix) * ROW + chunk_place<T>(ci_warp * 4 * N + high, row_of_matrix);
     uint32_t lane_dout =
         base + (64 + high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 * N + low, row_of_matrix);
-    // Without this line the compiler would compute them again for every tile.
+    // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[M][2 * M][4] = {}; // [16 co][8 ci]
+    float acc[M][2 * M][4] = {}; // acc[i][j]: the sums of the warp's i-th 16 co x j-th 8 ci
     float x_scale = 1, dout_scale = 1;
     const bool sums_bias = ci_tile == 0 && ci_warp == 0 && tap == 0;
     BiasSum<T, M> bias{p, sums_bias, split, co_tile * 64 + co_warp * 32 * N, first};
@@ -13867,11 +13904,11 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_arrived<STAGES - 2>();
         const uint32_t stage = copies.stage(pixel_tile);
         take_apart_copies<T, 4>(x_scale, copies.own_places(stage, 0), dout_scale, copies.own_places(stage, 64));
-        __syncthreads(); // this tile has arrived everywhere; everyone is done with the one before
+        __syncthreads(); // the copies of all threads for this tile have arrived; all have finished the tile before
         if (pixel_tile + STAGES - 1 < end) copies.copy_tile(pixel_tile + STAGES - 1);
         copies_committed();
         bias.next_tile();
-        UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) { // 16 pixels on
+        UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) { // 16 pixels at a time
             FragmentA<T> a[M];
             FragmentB<T> b[2 * M];
             load_dout<T>(a, lane_dout + stage + k);
@@ -13883,8 +13920,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // weight_place numbers the fragments in tiles of 64 x 64 weights, which four warps share. a and b are the
-        // numbers, along Cout and Cin, of the square of 32 x 32 weights in which this fragment lies.
+        // weight_place numbers the fragments as if each tile of 64 x 64 weights were divided among four warps. So the
+        // number of this fragment in its tile is computed here. The fragment lies in a square of 32 x 32 weights, which
+        // is the block's a-th square along Cout, and the b-th along Cin.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);
@@ -13904,14 +13942,14 @@ static __global__ void __launch_bounds__(128, 4 - N)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-// The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read it in
-// place. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel. Pixels outside the image
-// become zeros, which is the padding.
-// For wgmma an operand consists of groups of 8 rows of 128 bytes, at a fixed distance from group to group. Here a group
-// is 8 neighbouring pixels of an image row, and the distance is one row of the halo (its pitch). So the operands of
-// different taps differ only in their start address. This start need not be a multiple of the swizzle's 1024 bytes: TMA
-// and wgmma both compute the full address first, then XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix
-// descriptor".)
+// The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read the same
+// copy of it in shared memory. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel.
+// Pixels outside the image become zeros, which is the padding.
+// For wgmma an operand consists of groups of 8 rows of 128 bytes, with the same distance from each group to the next.
+// Here a group is 8 neighbouring pixels of an image row, and the distance is one row of the halo (its pitch). So the
+// operands of different taps differ only in their start address. The start address need not be a multiple of 1024
+// bytes, although the swizzle repeats only after 1024 bytes: TMA and wgmma both compute the full address first, then
+// XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix descriptor".)
 //
 //   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each tap and slice
 //
@@ -13921,17 +13959,19 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //      | 16 | 16 | 16 | 16 | 64            + pitch | 8 pixels      |                  | j = 0  | j = 1  | ...  rows
 //      |    |    |    |    | output        ...     | ... ROWS      |                  |        |        | t / 32 * 16 +
 //      +----+----+----+----+ channels              +---------------+                  +--------+--------+  t % 32 / 4
-//       four products of k = 16: + 32 bytes each, in A and in B alike                                     and 8 more
+//       four products of k = 16: + 32 bytes each, both in A and in B                                      and 8 more
 //
-// These kernels are made of the parts in section 16: Halo::shifted is B for a tap, Operand::rows is A, and
-// Accumulators::multiply starts the four products, each one Wgmma<N>::add = one instruction wgmma.m64nNk16.
+// These kernels are made of the structs in section 16. In the drawing above, Halo::shifted makes the operand B of a
+// tap, and Operand::rows makes A. Accumulators::multiply starts the four products. Each product is one call of
+// Wgmma<N>::add, which is one instruction wgmma.m64nNk16.
 //
-// In FP8 a slice has 128 channels, so its rows have 128 bytes, too, and all of the above stays as it is but for the
-// instruction, wgmma.m64nNk32. FP8 numbers stand for others, 1 / factor or `scale` times as large (make_fp8_weights).
-// So the sums are multiplied by ConvTma::factors before anything is added to them.
+// In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
+// instruction is wgmma.m64nNk32. FP8 numbers are scaled: a number of x is `factor` times the value that it stands for,
+// and a weight is divided by `scale` (make_fp8_weights). So the sums are multiplied by ConvTma::factors, which are
+// scale / factor, before anything is added to them.
 
-// A tensor of one part or two (concatenated inputs, and their gradients), counted in slices of 64 channels. A slice
-// belongs to only one part.
+// A tensor of one part or two parts (concatenated inputs, and their gradients). It is divided into slices of 64
+// channels (in FP8, of 128). A slice belongs to only one part.
 struct TmaParts {
     CUtensorMap map1, map2;
     int C1;      // channels of the first part
@@ -13939,32 +13979,32 @@ struct TmaParts {
     int slices;  // slices of both parts
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // These return a slice's first channel: channel counts it within its part, and row counts it over both parts, as in
-    // the weights. width: channels of a slice.
+    // `channel` and `row` return the number of a slice's first channel: `channel` returns the number within the slice's
+    // part, and `row` the number over both parts, as in the weights. width: channels of a slice.
     INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? slice - slices1 : slice) * width;
     }
     INLINE int row(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? C1 : 0) + channel(slice, width);
     }
-    // FP8: has the slice 64 channels at most? Then two products of 32 suffice, and not four.
+    // FP8: does the slice have 64 channels at most? Then two products of 32 channels are enough, instead of four.
     INLINE bool is_half(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
 };
 // The arguments of the kernels of conv_tiles and conv_small. A CUtensorMap is aligned to 64 bytes; it has to be a
 // parameter of the kernel (__grid_constant__), so that TMA can read it.
 struct ConvTma {
-    TmaParts x;                // in boxes with a border of one pixel, if the filter is 3x3
+    TmaParts x;                // the input; its boxes have a border of one pixel, if the filter is 3x3
     TmaParts skip;             // the skip connection's input, if it is computed here
     TmaParts results, addends; // where results go, and what is added to them
-    CUtensorMap weight;        // (Cout, taps, Cin) in boxes of 64 Cin
-    CUtensorMap skip_weight;   // (Cout, 1, Cin), likewise
-    int B, H, W, C;            // of the output
+    CUtensorMap weight;        // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
+    CUtensorMap skip_weight;   // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
+    int B, H, W, C;            // sizes of the output
     int tiles_h, tiles_w;      // tiles of an image, down and across
-    int tiles;                 // of all images
-    int ring, weight_slots;    // stages of pixels and of weights in shared memory
+    int tiles;                 // tiles of all images
+    int ring, weight_slots;    // how many stages of pixels and of weights shared memory has
     bool whole;                // all pixels of a tile belong to one image, so they are one part of the statistics
     ConvOut out;
-    const float* factors; // FP8: (C), what turns sums into values
+    const float* factors; // FP8: (C), by which each channel's sums are multiplied
 };
 
 // Makes the TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
@@ -13983,11 +14023,11 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     return t;
 }
 
-// The box of pixels that a block works on, and the boxes in which TMA moves results and weights.
+// The box of pixels that a block works on at a time (a tile), and the boxes in which TMA moves results and weights.
 struct TmaBoxes {
     int rows, columns, images; // sizes of a tile
     int result_channels;       // channels of a box of results
-    int weight_rows;           // forward: output channels of a box of weights
+    int weight_rows;           // in the forward pass: output channels of a box of weights
 };
 // Sets all members of a ConvTma except ring, weight_slots and whole.
 static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
@@ -14022,34 +14062,36 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
-//   On smaller images conv_small's costs may choose it.
+//   On images of 9 to 32 rows, too, pick_conv_small chooses it where it is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and 64 BLOCKS channels. D[64 BLOCKS channels][8 x ROWS pixels],
-//   with A = weights and B = pixels, as drawn above: the pixels are the wide side (N), so that even 64 channels give
-//   wide products. Blocks are persistent: there are as many as multiprocessors, and each has some output channels and
-//   walks over its share of the tiles. A block's roles:
+//   with A = weights and B = pixels, as drawn above. The pixels are the dimension N of a product. So products are large
+//   even if there are only 64 channels. Blocks are persistent: there are about as many as multiprocessors. Each block
+//   has some output channels, and walks over its share of the tiles. A block's roles:
 //
 //     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
-//     warpgroup 1  (warps 4-7)    the same, of other tiles
+//     warpgroup 1  (warps 4-7)    does the same for other tiles
 //     warp 8                      one thread loads pixels, addends and weights (TMA)
-//     warps 9, 10                 one thread each stores the results of one warpgroup (TMA)
-//     warp 11                     idle. It exists because setmaxnreg takes whole warpgroups: warps 8-11 give registers
-//                                 away together
+//     warps 9, 10                 one thread of each warp stores the results of one warpgroup (TMA)
+//     warp 11                     is idle. It exists because setmaxnreg applies to whole warpgroups: warps 8-11 give
+//                                 registers away together
 //
 //   Shared memory: | barriers | a ring of stages of pixels: slices of x, addends, then results | stages of weights |
 //   Template parameters:
 //     TAPS         9: 3x3; 1: 1x1
 //     BACKWARD     the input's gradient
-//     STEPS        products of 16 channels for each tap: 4; 2 if there is one slice, of 32 channels
+//     STEPS        how many products of 16 channels a tap of a slice has: 4, or 2 if the only slice has 32 channels
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
 //                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
 //                  to its result: further slices, of one tap each.
-//                  false: weights stream past both warpgroups, and a stage has pixels of two tiles, one for each
-//     ELEMENT      of pixels and weights: BF16, or FP8. In FP8 (3x3, forward) a slice has 128 channels, the last one 64
-//                  or 128. Sums begin as 0 and are scaled at last. The skip connection stays in bf16: sums are scaled
-//                  before its products
-//   From the top down: conv_tiles launches conv_tiles_kernel, whose warpgroups call Accumulators::multiply for each
-//   slice and tap: STEPS x BLOCKS times Wgmma<8 ROWS>::add.
-// Costs: each tile reads its halo once for all its channels; streamed weights are read once for two tiles.
+//                  false: weights pass through a ring, and both warpgroups read them at the same time. A stage has
+//                  pixels of two tiles, one tile for each warpgroup.
+//     ELEMENT      the element of pixels and weights: BF16, or FP8. In FP8 (3x3, forward) a slice has 128 channels; the
+//                  last slice has 64 or 128. Sums begin as 0. They are scaled after the last product of x. The skip
+//                  connection stays in bf16, so its products come after the scaling.
+//   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply for
+//   each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x BLOCKS times.
+// Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
+//   tiles.
 template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
           Element ELEMENT_ = Element::BF16>
 struct ConvTiles {
@@ -14071,51 +14113,52 @@ struct ConvTiles {
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
-    static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // without a border
+    static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // bytes of a tile without its border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
-    static constexpr int HALO = whole_swizzles(HALO_BYTES); // in shared memory
+    static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory that a halo takes
     static constexpr int STAGE = UNIT * HALO;
     // Weights.
-    static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // one tap of one slice
-    static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages
-    // Statistics: image rows of a part, unless a tile is one part as a whole (ConvTma::whole).
+    static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // bytes of the weights of one tap of one slice
+    static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages of weights, if weights are streamed
+    // Statistics: how many image rows a part has, unless the whole tile is one part (ConvTma::whole).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
-    static constexpr int BARRIERS = 128; // at most 5 for a stage of pixels, 2 for one of weights
-    // after this tap the stage of the previous slice is released
+    static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
+    // After this tap of a slice, the stage of pixels of the previous slice is released.
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;
 
-    // Returns how many blocks share the tiles of some output channels.
+    // Returns among how many blocks the tiles are divided. (All these blocks have the same output channels.)
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
-    // Returns how many stages of pixels there is room for beside so many weights.
+    // Returns how many stages of pixels fit into shared memory, if it also has this many stages of weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
         return std::min(room / STAGE, MAX_STAGES);
     }
     using Pixels = Pipeline<STAGE, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
-    // where in a stage this warpgroup's pixels begin
+    // Returns where in a stage this warpgroup's pixels begin.
     static INLINE int half(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; }
 };
 
-// A block's tiles, and the pieces that pass through the stages of pixels for each tile: the slices of x, those of the
-// skip connection, then BLOCKS addends.
+// A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called a piece
+// here: first come the slices of x, then the slices of the skip connection's input, then BLOCKS addends.
 //
 //   piece    0 .. x.slices - 1 | .. products - 1  | results .. pieces - 1 (the last BLOCKS)
 //            slices of x       | skip connection  | addends come in, results go out
 //
-// A tile's results go out through the stages of its last BLOCKS pieces: if there are addends, these are the addends'
-// stages, since each thread reads an addend in the same places in which it then writes. If there are no addends and
-// fewer slices than BLOCKS, there are BLOCKS pieces all the same, and nothing is loaded into the last of them.
+// A tile's results are written to the stages of its last BLOCKS pieces, and stored from there. If there are addends,
+// these are the addends' stages. This is possible because a thread writes its results to the same places where it has
+// read its addends. If there are no addends and fewer slices than BLOCKS, there are nevertheless BLOCKS pieces, and
+// nothing is loaded into the last of them.
 template <class T> struct TileWork {
     const ConvTma& p;
-    const int out0 = blockIdx.y * T::BLOCKS;                             // first slice of the output
-    const int c0 = out0 * SLICE_CHANNELS;                                // its first channel
+    const int out0 = blockIdx.y * T::BLOCKS;                             // the block's first slice of output channels
+    const int c0 = out0 * SLICE_CHANNELS;                                // the block's first output channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
-    const int results = pieces - T::BLOCKS; // pieces in front of the results
-    // The stages of the other warpgroup's tile, which a warpgroup skips between two of its own tiles.
+    const int results = pieces - T::BLOCKS; // how many pieces come before those whose stages the results use
+    // How many stages a warpgroup skips between two of its own tiles: the stages of the other warpgroup's tile.
     const int others = T::RESIDENT ? pieces : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
@@ -14126,14 +14169,15 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
         return any;
     }
-    // Returns a walk over this block's tiles for warpgroup g. If tiles come in pairs, the last one may lie outside.
-    // Blocks work on neighbouring tiles at the same time. Their halos overlap, and the L2 cache has the common pixels.
+    // Returns a walk over this block's tiles for warpgroup g. If a stage has two tiles, the last tile of the walk may
+    // lie outside of all images. At any time, different blocks work on neighbouring tiles. The halos of these tiles
+    // overlap, so many pixels are found in the L2 cache.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
         return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, end);
     }
-    // Loads a tap's weights for a slice of x, or those of the skip connection.
+    // Loads the weights of one tap for a slice of x, or the weights for a slice of the skip connection's input.
     INLINE void load_weights(Stage to, int slice, int tap) const {
         const bool skip = T::CAN_SKIP && slice >= p.x.slices;
         const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice, T::WIDTH);
@@ -14147,14 +14191,15 @@ template <class T> struct TileWork {
     }
 };
 
-// What the loading thread knows of the pixels' ring: which piece of which tile is next, and for which warpgroup.
+// The loading thread's walk through the ring of pixels: which piece of which tile it loads next, and for which
+// warpgroup.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
     TileWalk tile = work.tiles(0, T::UNIT);
     TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile, in the same stage
     int piece = 0;
-    int owner = 0; // UNIT = 1: the warpgroup that this tile is for
+    int owner = 0; // UNIT = 1: the warpgroup that computes this tile
 
     INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes, int width = SLICE_CHANNELS) const {
         auto load = [&](const TileWalk& tile, uint32_t place) {
@@ -14185,13 +14230,13 @@ template <class T> struct PixelLoader {
 };
 
 // Role: load.
-// Resident weights are loaded before the previous kernel has ended, since it does not write them.
-// Streamed weights: half way through the weights of slice i, the thread loads the next piece, which is slice i + 1 or,
-// after the last slice, the first addend or the next tile's first slice. It goes into a stage of slice i - 1 or of an
-// earlier one (there are at least two stages), which is released after the first tap of slice i. The weights of that
-// tap were loaded before, so the thread never waits for products whose weights it has not loaded yet. When it has
-// started the loads of all weights of a tile, it loads what is left up to the next tile's first slice, which is
-// included.
+// Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
+// Streamed weights: half way through the weights of slice i, the thread loads the next piece. This is slice i + 1 or,
+// after the last slice, the first addend or the next tile's first slice. The piece needs a stage, and has to wait until
+// slice i - 1 or an earlier slice has left this stage (there are at least two stages). The stage is released after the
+// first tap of slice i. The weights of that tap have been loaded before. So the thread never waits for products whose
+// weights it has not loaded yet. When it has started the loads of all weights of a tile, it loads the remaining pieces,
+// up to and including the next tile's first slice.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -14214,8 +14259,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store. One thread for each of the two warpgroups: when a result is complete in its stage, the thread stores it
-// by TMA, and then the stage is free for the loading thread.
+// Role: store. Each of the two warpgroups has one such thread. When a result is complete in its stage, the thread
+// stores the result by TMA. Then it frees the stage for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -14236,8 +14281,8 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     }
 }
 
-// What a warpgroup does with a tile's sums: it adds embedding and addend, rounds, puts the results together as rows of
-// pixels in shared memory, and sums them for the statistics.
+// What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes the
+// results to shared memory, as rows of pixels, and sums them for the statistics.
 //
 //   d[b] of a thread: its 2 channels c, c + 8 of block b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
@@ -14248,9 +14293,9 @@ template <class T> struct Epilogue {
     const ConvTma& p;
     int c;                       // this thread's first channel
     int lane_place;              // where this lane's row for ldmatrix and stmatrix lies in a result
-    float bias[T::BLOCKS][2];    // bias of the channels c, c + 8 of each block
-    float emb[2];                // embedding of two channels of one block
-    float factors[T::BLOCKS][2]; // FP8: of the same channels as bias
+    float bias[T::BLOCKS][2];    // bias of channels c and c + 8 of each block of 64 channels
+    float emb[2];                // embedding of these two channels, for one block of 64 channels
+    float factors[T::BLOCKS][2]; // FP8: factors of the same channels as bias
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
@@ -14267,8 +14312,8 @@ template <class T> struct Epilogue {
                 if (T::FP8) factors[b][k] = channel < p.C ? p.factors[channel] : 0;
             }
     }
-    // Loads the embedding of block b of 64 channels. That of the first block is loaded while products run. The others
-    // are loaded later, when they are needed, to save registers.
+    // Loads the embedding of block b of 64 channels. The embedding of the first block is loaded while products run. The
+    // embeddings of the other blocks are loaded later, when they are needed, to save registers.
     INLINE void load_embedding(int n, int b) {
         UNROLL_FOR (int k = 0; k < 2; k++) {
             const int channel = c + b * SLICE_CHANNELS + 8 * k;
@@ -14276,9 +14321,10 @@ template <class T> struct Epilogue {
             emb[k] = wanted ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
         }
     }
-    // d[4 j ... 4 j + 7] are image rows j and j + 1: (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c
-    // + 8), two neighbouring pixels each. A column of D is a pixel. In shared memory a pixel is a row, so ldmatrix and
-    // stmatrix transpose blocks of 8 x 8. An image row of 8 pixels is 1024 bytes there.
+    // Adds the addend to d. d[4 j ... 4 j + 7] belong to image rows j and j + 1. They are four pairs of neighbouring
+    // pixels: of (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
+    // In D a pixel is a column, but in shared memory it is a row. So ldmatrix and stmatrix transpose matrices of 8 x 8.
+    // In shared memory an image row of 8 pixels has 1024 bytes.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
         constexpr int BATCH = 4; // loads that are started together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
@@ -14291,8 +14337,8 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Rounds d, puts it into shared memory, and adds what it has rounded to `sums`; pixels outside the image do not
-    // count.
+    // Rounds d and writes it to shared memory. If STATS, adds the rounded values and their squares to `sums`, except
+    // those of pixels outside the image.
     template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t place, int h, int w, Sums& sums) const {
         const int pixel = w + (threadIdx.x & 3) * 2;
         const uint32_t first_inside = pixel < p.W ? 0xFFFF : 0;
@@ -14312,8 +14358,8 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Four threads have the same channels, of different pixels: their sums are added up, and one of the four stores
-    // them. A tile is one part of the statistics or PARTS parts, one below the other.
+    // Four threads have sums of the same channels, but of different pixels. These sums are added up, and one of the
+    // four threads stores the result. A tile is either one part of the statistics, or PARTS parts, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
@@ -14339,9 +14385,9 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::half(warpgroup) + lane_place;
-            if (work.results + b >= work.products) pixels.arrived(warpgroup); // an addend, or nothing
+            if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage has an addend, or nothing
             if (b) load_embedding(tile.n, b);
-            if constexpr (T::FP8) { // sums have still to be scaled, unless there is a skip connection
+            if constexpr (T::FP8) { // if there is a skip connection, the sums have been scaled before its products
                 emb[0] += bias[b][0];
                 emb[1] += bias[b][1];
                 if (!p.skip.slices) acc.scale(b, factors[b], emb);
@@ -14356,7 +14402,8 @@ template <class T> struct Epilogue {
     }
 };
 
-// The life of one stage of pixels, which holds slice s of a tile. Time goes from left to right; each line is one actor:
+// The life of one stage of pixels, which holds slice s of a tile. Time goes from left to right. Each line shows one
+// role, or one barrier:
 //
 //   warp 8         acquire, tma_load                                                       acquire: waits .... tma_load
 //                         |                                                                                   ^
@@ -14368,9 +14415,9 @@ template <class T> struct Epilogue {
 //                                                                                                             v
 //   empty barrier  ..... phase m ............................................................................ | m + 1
 //
-// The warpgroup releases the stage while the next slice's products run: after wgmma_wait<1> only the latest tap may
-// still run, so all taps of s have ended. The stages of a tile's last BLOCKS pieces are used for results, so the
-// warpgroup does not release them. It hands them over, and the warp that stores frees them:
+// The warpgroup releases the stage while the next slice's products run. After wgmma_wait<1> only the products of the
+// latest tap may still run, so the products of all taps of s have ended. The stages of a tile's last BLOCKS pieces are
+// used for results, so the warpgroup does not release them. It hands them over, and the warp that stores frees them:
 //
 //   warpgroup      acc.wait | epilogue: writes results into the stage | warp_stored
 //                                                                           v
@@ -14379,11 +14426,12 @@ template <class T> struct Epilogue {
 //   warp 8         acquire: waits ....................................................................... tma_load
 
 // A warpgroup's phases, for each of its tiles:
-//   1. The sums begin as the bias (FP8: as 0). With resident weights it waits for its turn at the tensor cores.
+//   1. The sums begin as the bias (FP8: as 0). With resident weights the warpgroup waits for its turn at the tensor
+//      cores.
 //   2. For each slice and tap: wait for pixels and weights, start their products, release stages that earlier products
 //      have read.
-//   3. The same for the slices of the skip connection, which have one tap each.
-//   4. Pass the turn on, wait for the products, finish the tile (Epilogue).
+//   3. Do the same for the slices of the skip connection, which have one tap each.
+//   4. Pass the turn to the other warpgroup, wait for the products, finish the tile (Epilogue).
 template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
@@ -14414,7 +14462,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     bool first = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
         typedef Accumulators<T::BLOCKS, T::PIXELS> Sums;
-        Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums start as the bias
+        Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums begin as 0 or as the bias
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
             const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::half(warpgroup));
@@ -14425,8 +14473,9 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
                 else if (half) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
-                // These products may still run while the next ones are issued. After the wait the earlier ones have
-                // ended, so the stages that they have read are released, except those for results.
+                // The products of this tap may still run while the next products are started. After the wait, all
+                // earlier products have ended. So the stages that these have read are released, except the stages for
+                // results.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
@@ -14436,7 +14485,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
             acc.wait();
             UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
         }
-        for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's
+        for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's slices
             const Halo<8> skip(pixels.arrived(warpgroup));
             const uint32_t weight = weights.kept(p.x.slices * (T::TAPS - 1) + s, first);
             acc.template multiply<4, false>(weight, skip.shifted(0));
@@ -14448,7 +14497,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         acc.wait();
         if (!T::RESIDENT) weights.release();
         if (work.results >= work.products) pixels.release();
-        else warps_sync(2 + warpgroup, 128); // no warp still reads the stages where results go
+        else warps_sync(2 + warpgroup, 128); // after it, no warp still reads the stages that results are written to
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
         first = false;
@@ -14474,14 +14523,14 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 // Used when: images are so small that there are too few tiles for conv_tiles' persistent blocks (pick_conv_small
 // decides by costs).
-// How: A block has one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup has a
-//   square of 8 x 8 pixels: D[64 pixels][N channels], A = pixels, B = weights. One more warp loads.
+// How: A block computes one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup
+//   computes a square of 8 x 8 pixels: D[64 pixels][N channels], A = pixels, B = weights. One more warp loads.
 //
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
-//   A step is one tap of a slice, or GROUP = 3 taps if the products of one are short. The weights of the steps pass
-//   through a ring of SLOTS; at the same time the next slice's halo is loaded:
+//   A step is one tap of a slice, or GROUP = 3 taps if the products of one tap are short. The weights of the steps pass
+//   through a ring of SLOTS slots. At the same time the next slice's halo is loaded:
 //
 //     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
 //
