@@ -194,11 +194,11 @@
 // 1. Types at the interface: what operations are called with
 
 #ifdef __CUDACC__
-#define HD __host__ __device__ // what both sides compute
+#define HD __host__ __device__ // marks functions that both the host and the device call
 #define INLINE __device__ __forceinline__
-typedef void act;                // an element of an activation; the operations know which (act_element)
-constexpr int STEPS_AHEAD = 64;  // how many steps the host may be ahead of what the log has seen
-constexpr int STEPS_AGREED = 16; // how many steps there are between two agreements of the ranks on a stop
+typedef void act;                // an element of an activation; its type is known at run time (act_element)
+constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
+constexpr int STEPS_AGREED = 16; // after so many steps, again and again, the ranks agree on whether to stop
 // The presets that are used if the command line has no --preset (see default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
 static const char* const PRESET_32 = "unet64";       // for images of 32x32
@@ -216,15 +216,16 @@ static const char* const PRESET_64 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
 #endif
 
-// Enumerations. Where something depends on a word of one, there is a switch without a default, or a static_assert. So
-// the compiler names every place that a new word has to be added to (-Werror=switch).
-#define ALL_CASES_RETURN __builtin_unreachable(); // stands behind such a switch
+// Enumerations. Where code depends on an enumerator, there is a switch without a default, or a static_assert. So the
+// compiler names every place that has to be changed for a new enumerator (-Werror=switch).
+#define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch
 
 // What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. (docs/READING.md, "an
-// element type", lists what a new one touches.) FP8 is for some tensors of --precision fp8: see choose_fp8.
+// element type", lists the places to change for a new element.) With --precision fp8 some tensors are FP8: see
+// choose_fp8.
 enum class Element : uint8_t { FP32, BF16, FP8 };
 struct ElementFacts {
-    const char* name; // as --precision has it
+    const char* name; // its word for --precision
     size_t bytes;
 };
 constexpr ElementFacts facts_of(Element e) {
@@ -238,31 +239,31 @@ constexpr ElementFacts facts_of(Element e) {
 constexpr const char* name_of(Element e) { return facts_of(e).name; }
 constexpr size_t bytes_of(Element e) { return facts_of(e).bytes; }
 
-// The element of activations, and of the copy of the convolutions' weights that kernels read; start_device sets it. It
-// is never FP8. All else is in fp32.
+// The element of activations, and of the copy of the convolutions' weights that kernels read. start_device sets it. It
+// is never FP8. All other weights, and all gradients of weights, are in fp32.
 static Element act_element = Element::FP32;
 static size_t act_bytes() { return bytes_of(act_element); }
-// In fp32 there is no copy: kernels read the convolutions' weights themselves.
+// If activations are fp32, there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
 
 // FP8 is the format e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): a sign, four bits of exponent, and three of
 // mantissa. Its largest number is FP8_MAX. Below 2^-6 its numbers are the multiples of 2^-9. There is no infinity.
 constexpr float FP8_MAX = 448;
 constexpr uint8_t FP8_NAN = 0x7F;
-// Rounds to the nearest FP8 number, ties to even; what is larger than FP8_MAX becomes FP8_MAX. Kernels round alike
-// (pack_fp8).
+// Rounds to the nearest FP8 number, ties to even. If |v| is larger than FP8_MAX, it is rounded to FP8_MAX. Kernels
+// round in the same way (pack_fp8).
 static inline uint8_t fp8_bits(float v) {
     const uint8_t sign = std::signbit(v) ? 0x80 : 0;
     const float size = std::fabs(v);
     if (std::isnan(v)) return FP8_NAN;
     if (size >= FP8_MAX) return sign | (FP8_NAN - 1);
     if (size < 0x1p-6f) return sign | (uint8_t)std::lrintf(size * 0x1p9f);
-    uint32_t bits; // of a float: 8 bits of exponent, 23 of mantissa, of which 3 stay
+    uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa; the FP8 number keeps 3 of the 23
     memcpy(&bits, &size, sizeof bits);
     bits += 0x7FFFF + (bits >> 20 & 1);
     return sign | (uint8_t)((bits >> 20) - ((127 - 7) << 3)); // the exponents' biases are 127 and 7
 }
-[[maybe_unused]] static inline float fp8_value(uint8_t bits) { // of the CPU build
+[[maybe_unused]] static inline float fp8_value(uint8_t bits) { // only the CPU build calls this
     const int exponent = bits >> 3 & 15;
     const int mantissa = bits & 7;
     if ((bits & 0x7F) == FP8_NAN) return NAN;
@@ -270,8 +271,8 @@ static inline uint8_t fp8_bits(float v) {
     return bits & 0x80 ? -size : size;
 }
 
-// A convolution is 1x1 or 3x3 (padding kernel / 2). It reads (B, H, W, C1 + C2), which comes in one or two parts. With
-// upsample = 1 it is a 3x3 with stride 1 and reads its input enlarged to 2H x 2W.
+// A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array, or two arrays of C1 and
+// C2 channels. With upsample = 1 it is a 3x3 with stride 1 and reads its input enlarged to 2H x 2W.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     Element in = act_element, out = act_element; // the network's own input and output are FP32
@@ -279,9 +280,9 @@ struct ConvShape {
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
 
-enum class Nonlinearity : uint8_t { NONE, SILU }; // behind a group norm; struct Silu has its formulas
+enum class Nonlinearity : uint8_t { NONE, SILU }; // what a group norm applies to its result (struct Silu)
 
-// A group norm of x (B, HW, C1 + C2), which may come in two parts of C1 and C2 channels.
+// A group norm of x (B, HW, C1 + C2), which is one array, or two arrays of C1 and C2 channels.
 struct NormShape {
     int B, HW, C1, C2, groups;
     Nonlinearity nonlinearity;
@@ -291,7 +292,7 @@ struct NormShape {
 // The weight gradient of a convolution, as a piece of work that is computed later, together with others.
 struct WeightWork {
     float *dweight, *dbias;
-    float* demb; // (B, emb_stride): the gradient of what was added to all pixels of an image; null: nothing was
+    float* demb; // (B, emb_stride): gradient of the embedding that was added to all pixels of an image; null: none
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
@@ -312,9 +313,10 @@ struct Stats {
     int parts;
 };
 
-// What attention keeps of a row of scores s = q . k, so that the backward pass can make the softmax again:
-// P = 2^((s - top) log2(e) / sqrt(d) - log_sum), where top is one of the highest scores of the row. If both were kept
-// as one number, the usual log of the sum of exponentials, rounding it would be off by more than 1 for large scores.
+// What attention keeps of each row of scores s = q . k, so that the backward pass can compute the softmax again:
+// P = 2^((s - top) log2(e) / sqrt(d) - log_sum), where top is one of the highest scores of the row. Usually only one
+// number is kept, the log of the sum of exponentials. But for large scores the rounding of that number would change it
+// by more than 1.
 struct SoftmaxRow {
     float top, log_sum;
 };
@@ -323,30 +325,31 @@ struct SoftmaxRow {
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE and so on
-    const int64_t* step; // device: *step is read when the draw is made, so a recorded graph draws anew in each step
+    const int64_t* step; // device; it is read at each draw, so that a recorded graph draws anew in each step
     int64_t sample0;     // the batch's first sample
 };
 
-// The same draw for another purpose.
+// Returns the same key with another purpose.
 HD static inline RandomKey of_purpose(RandomKey key, uint32_t purpose) {
     key.purpose = purpose;
     return key;
 }
 
-// What happens by chance to the pictures that a batch is conditioned on. Outside of training all members are 0, and
-// only the holes of --cond mask are drawn.
+// What is random about the pictures that a batch is conditioned on. Outside of training all members except the key are
+// 0, so only the holes of --cond mask are random.
 struct PictureDraws {
     RandomKey key;            // the step and the first sample; each draw has a purpose of its own
-    bool random_flip = false; // whether half of the images are mirrored, and so their pictures
+    bool random_flip = false; // whether half of the images are mirrored, each together with its picture
     float dropout = 0;        // the probability of leaving a picture out
     float noise = 0;          // the largest standard deviation of the noise on a small picture
 };
 
-// What --cond makes a picture of the image into; FILE: --cond_file has the pictures, or there are none.
+// How the picture that the network is conditioned on is made of an image (--cond). FILE: it is not made of the image,
+// but comes from --cond_file, or there is no picture.
 enum class PictureKind : uint8_t { FILE, LOWRES, GRAY, MASK };
 struct PictureWord {
     PictureKind kind;
-    const char* word; // as --cond has it
+    const char* word; // as the user writes it after --cond
 };
 constexpr PictureWord PICTURE_WORDS[] = {
     {PictureKind::FILE, ""},
@@ -362,7 +365,7 @@ constexpr bool picture_words_are_in_order() {
 static_assert(picture_words_are_in_order(),
               "PICTURE_WORDS[kind] must be the row of that kind: model files keep its number");
 
-// Dropout with probability p; 0: none. The other members are what its random draws depend on.
+// Dropout with probability p; p = 0: there is none. Its random draws depend on the other members.
 struct Dropout {
     float p = 0;
     uint64_t seed = 0;
@@ -376,9 +379,9 @@ struct NoiseLevel {
     float t;                       // what the network is told
     float signal, sigma;           // its input x = signal x0 + sigma noise
     float target_x0, target_noise; // its target = target_x0 x0 + target_noise noise
-    float x0_x, x0_out;            // what it says about x0: x0_x x + x0_out output
+    float x0_x, x0_out;            // the x0 that its answer means: x0_x x + x0_out output
     float weight;                  // the weight of the squared error
-    float kl = 0;                  // this and the next three: of the variational bound, see bound_term
+    float kl = 0;                  // kl, log_var, log_ratio and range are for the variational bound: see bound_term
     float log_var = 0;
     float log_ratio = 0;
     float range = 0;
@@ -386,10 +389,10 @@ struct NoiseLevel {
     int quarter = 0;          // in which quarter of the levels it lies, ordered by noise: 0 to 3
     int index = 0;            // ddpm: t
     float importance = 0;     // ddpm: 1 / (T times the probability of drawing t)
-    float target_teacher = 0; // ect: the target's share of the teacher's answer
+    float target_teacher = 0; // ect: the factor of the teacher's answer in the target
 };
 
-// Whose formulas say what a network is shown, told and asked at some noise: those of ddpm_level, edm_question or
+// The formulas for what a network is shown, told and asked at a noise level: those of ddpm_level, edm_question or
 // flow_question.
 enum class Frame : uint8_t { DDPM, EDM, FLOW };
 
@@ -397,17 +400,19 @@ enum class Frame : uint8_t { DDPM, EDM, FLOW };
 // 1 / t^2 + 1 / sigma_data^2.
 enum class TuningWeight : uint8_t { GAP, SNR };
 
-// --objective ect, consistency tuning (Geng et al. 2024), by the paper's letters: see teacher_sigma and student_level.
+// --objective ect, consistency tuning (Geng et al. 2024). The letters are the paper's: see teacher_sigma and
+// student_level.
 struct Tuning {
-    float q = 0, k = 0, b = 0, c = 0; // q = 0: nothing is tuned
-    int64_t d = 1;                    // steps of a stage: `a`, the paper's number of the stage, grows by 1 after each d
+    float q = 0, k = 0, b = 0, c = 0; // q = 0: there is no consistency tuning
+    int64_t d = 1;                    // steps of a stage; the paper's `a`, the stage's number, grows by 1 every d steps
     TuningWeight weight = TuningWeight::GAP;
-    const int64_t* step = nullptr; // device: how far the schedule has come
+    const int64_t* step = nullptr; // device: the run's step, from which `a` is computed
     HD bool on() const { return q > 0; }
 };
 
-// A change to an image (--augment), and what the network is told of it. The image is mirrored, and then its pixel at
-// (x, y), counted from the centre, shows what the image has at (x_x x + x_y y + x_1, y_x x + y_y y + y_1).
+// A change to an image (--augment), and what the network is told of it. First the image is mirrored. Then the changed
+// image has at (x, y) what the mirrored image has at (x_x x + x_y y + x_1, y_x x + y_y y + y_1). Places are counted
+// from the centre.
 constexpr int AUGMENT_NUMBERS = 9;
 struct Augmentation {
     float told[AUGMENT_NUMBERS];
@@ -416,22 +421,22 @@ struct Augmentation {
     double y_x, y_y, y_1;
 };
 
-// How the sigma of a training sample is drawn (draw_level), unless it is that of a t of the table.
+// How the sigma of a training sample is drawn (draw_level), if Objective::levels is null.
 struct SigmaDraws {
     float P_mean, P_std; // mean and standard deviation of ln(sigma), which is normal
-    bool uniform_t;      // instead, t = sigma / (1 + sigma) is uniform between 0 and 1
+    bool uniform_t;      // true: instead, t = sigma / (1 + sigma) is uniform between 0 and 1
 };
 
-// What a model is trained on: how noise levels are drawn, and what the loss is made of,
-// mse * squared error + bound * variational bound in nats. Where mse is 0 the bound trains the mean, too. With tuning
-// the loss is another one (tuning_loss).
+// What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
+// mse * squared error + bound * variational bound in nats. If mse is 0, the bound also trains the mean. With tuning the
+// loss is another one (tuning_loss).
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn from a distribution
     int steps;
     SigmaDraws draws;
     float sigma_data; // of edm: the standard deviation of the data
     float mse, bound;
-    const double* weights = nullptr; // device: (steps), see remember_losses; null: every t is as likely
+    const double* weights = nullptr; // device: (steps), see remember_losses; null: all t have the same probability
     Frame frame = Frame::DDPM;
     Tuning tuning{};
 };
@@ -450,11 +455,12 @@ struct SamplerStep {
     float known_x, known_sigma, back_x, back_sigma; // see keep_known
 };
 
-// What holds for all steps of a sampler.
-// With guidance the batch's second half is a copy of the first, of which the network is told no class; its answers
-// there are `unconditional`. The answer that counts is unconditional + guidance * (out - unconditional). With a limit,
-// x0 is limited to [-s, s] and divided by s. s is 1 or, with a rank >= 0, the rank-th smallest |x0| of the image
-// (counted from 0) if that is larger.
+// Settings that are the same in all steps of a sampler.
+// With guidance, the second half of the batch is a copy of the first half, and there the network is told no class (and
+// no numbers, and no picture). Its answers there are called `unconditional`. The sampler uses the answer
+// unconditional + guidance * (out - unconditional).
+// With a limit, x0 is limited to [-s, s] and divided by s. s is 1. But with rank >= 0, s is the rank-th smallest |x0|
+// of the image (counted from 0), if that is larger than 1.
 struct Denoising {
     bool limit, guided;
     float guidance;
@@ -473,23 +479,23 @@ struct AdamW {
     int64_t warmup_steps, max_steps;
 };
 
-// Ranks share the work of the optimiser. Weights, gradients, moments and averages are flat arrays of n floats (a
-// multiple of 4) and padding. An array is cut into segments, and each segment into one part for every rank, of `pieces`
-// pieces. With two ranks and three segments:
+// Ranks share the work of the optimiser. Weights, gradients, moments and averages are flat arrays of n floats (n is a
+// multiple of 4), with padding after them. An array is cut into segments. Each segment is cut into one part for every
+// rank, and each part has `pieces` pieces. With two ranks and three segments:
 //
 //   | rank 0 | rank 1 | rank 0 | rank 1 | rank 0 | rank 1 |
 //   |    segment 0    |    segment 1    |    segment 2    |
 //
-// A rank owns its parts of all segments, its slice. Because a segment has parts of all ranks, its gradients can leave
-// for their owners while those of other segments are still computed; and the first weights, which are read in fp32, are
-// divided evenly, too.
+// A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
+// ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
+// And the ranks also share the first weights evenly, which are the ones that are read in fp32.
 constexpr size_t PIECE = 1 << 14; // floats
 struct Slice {
     size_t n;
     int segments, pieces, rank, ranks;
     HD size_t each() const { return pieces * PIECE; }     // floats of a segment that a rank owns
-    HD size_t owned() const { return segments * each(); } // of all segments
-    HD size_t whole() const { return ranks * owned(); }   // of a flat array with its padding
+    HD size_t owned() const { return segments * each(); } // floats of all segments that a rank owns
+    HD size_t whole() const { return ranks * owned(); }   // floats of a flat array with its padding
     // Says where in a flat array rank r's part of a segment begins.
     HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
     // Says where in a flat array the i-th of this rank's own floats lies.
@@ -499,28 +505,30 @@ struct Slice {
     }
 };
 
-// These are the gradients of this rank's slice, from every rank. own: this rank's, a flat array. received: another flat
-// array; where it would have rank r's part of a segment, it has rank r's gradients of this rank's part of that segment.
+// The gradients of this rank's slice, as each rank has computed them. own: a flat array of what this rank has computed.
+// received: another flat array. At the place of rank r's part of a segment it holds what rank r has computed for this
+// rank's part of that segment.
 struct RankGradients {
     const float *own, *received;
     Slice slice;
-    // Returns the gradients of rank r. The pointer is moved, so that the places of this rank's own parts find them.
+    // Returns the gradients that rank r has computed. The pointer is shifted, so that a float of this rank's slice has
+    // the same index in the result as in a flat array.
     HD const float* of(int r) const {
         return r == slice.rank ? own : received + (r - slice.rank) * (ptrdiff_t)slice.each();
     }
 };
 
-// An array of this rank, and the same array of the other ranks whose memory this one can write to. What is written goes
-// to all of them.
-constexpr int NEAR = 8; // the largest number of such ranks
+// An array of this rank, and the same array of the other ranks whose memory this rank can write to. A kernel that has a
+// result writes it to all of these arrays.
+constexpr int NEAR = 8; // the largest number of ranks that write to each other's memory
 template <class T> struct Everywhere {
-    T* at[NEAR]; // this rank's is the first
+    T* at[NEAR]; // this rank's array is the first
     int ranks = 1;
 };
 
-// adamw_update works on these arrays. params, their copy in the activations' type, and sum are flat arrays. Of the
-// others there is this rank's slice. New weights go to every rank as the network reads them: the first `plain` floats
-// in fp32, and the others in the copy.
+// adamw_update works on these arrays. params, copy (the weights in the activations' type) and sum are flat arrays. ema,
+// m and v have only this rank's slice. New weights are written to every rank, in the form in which the network reads
+// them: the first `plain` floats in fp32, the others in copy.
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
@@ -529,7 +537,7 @@ struct Update {
     const float* sum; // of the ranks' gradients
 };
 
-// Running mean and variance of what a healthy step looks like: of the loss and of the gradient's norm.
+// The running mean and variance of the loss, and those of the gradient's norm, over healthy steps.
 struct Guard {
     double n; // how many healthy steps there were
     double mean_loss, var_loss, mean_norm, var_norm;
@@ -538,16 +546,17 @@ struct Guard {
 // What changes from step to step, in device memory.
 struct StepState {
     int64_t step, updates;         // finished steps, and those of them that have changed the weights
-    int64_t bad_total, bad_in_row; // skipped steps: of all, and since the last good one
+    int64_t bad_total, bad_in_row; // skipped steps: all of them, and those since the last good step
     double loss, grad_norm;
     double loss_q[4]; // the mean loss of each quarter of the noise levels,
-    int count_q[4];   // and how many samples fell into it
+    int count_q[4];   // and how many samples fell into each quarter
     int ok;           // 1: the step was good
     float lr;
     Guard guard;
 };
 
-// A block's skip connection, fused into the convolution that adds it: 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
+// A residual block's skip connection: a 1x1 convolution of [x1 | x2], which the convolution that adds its result
+// computes, too. weight: (Cout, C1 + C2).
 struct ConvSkip {
     const act *x1, *x2, *weight;
     const float* bias;
@@ -557,20 +566,21 @@ struct ConvSkip {
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
 // dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
-// need these functions. Outputs come first, then inputs, then sizes, and outputs are overwritten, by backward
-// functions, too.
-// A comment behind an argument is its shape, or says what it is; [in brackets] is what may be null.
+// need these functions. Outputs come first, then inputs, then sizes. Functions overwrite their outputs; backward
+// functions do so, too.
+// A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
 // A queue of a GPU's operations, which run one after the other. Different lanes run at the same time.
 struct Lane;
-extern Lane* const MAIN_LANE; // where operations run that are not told another one
-constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-moment remembers of a t
+extern Lane* const MAIN_LANE; // the lane of all operations that are not given another lane
+constexpr int HISTORY = 10;   // how many losses of each t --schedule_sampler loss-second-moment remembers
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]; stats: of out. With a skip the convolution
-// also computes a skip connection and adds it; conv_takes_skip says whether it can do so. With a skip there is no emb
-// and no residual. If s.in is FP8, x1 and weight are FP8, and out = factors * conv(x1, weight) + what is added.
+// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums of out are written to stats. With a
+// skip the convolution also computes a skip connection and adds it; conv_takes_skip says whether it can do so. With a
+// skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and out = factors * conv(x1, weight) +
+// the same addends.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -584,14 +594,15 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
 static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
                                 const act* weight, ConvShape s);
-// The weight gradients of up to WEIGHT_BATCH layers at once. conv_weight_load: which part of a launch that fills the
-// device one of them is.
+// Computes the weight gradients of several layers together. conv_weight_load returns which part of the device the
+// weight gradient of one layer fills; 1: it fills the device alone.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
 static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
-// with xhat = (x - mean) rstd. With scale_shift (scale in columns [0, C), shift in [C, 2C)) it is
-// f((xhat weight + bias) (1 + scale) + shift). With a factor, out is FP8: factor * what it would be else.
+// with xhat = (x - mean) rstd. With scale_shift (scale in columns [0, C), shift in [C, 2C))
+// out = f((xhat weight + bias) (1 + scale) + shift). With a factor, all of this is multiplied by the factor and rounded
+// to FP8.
 static void groupnorm_forward(act* out,                    // (B, HW, C)
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
@@ -602,7 +613,7 @@ static void groupnorm_forward(act* out,                    // (B, HW, C)
                               int ss_stride, Dropout dropout, NormShape s,
                               const float* factor = nullptr); // [(1)]: of FP8
 static void groupnorm_backward(Grad dx1, Grad dx2,            // as x1 and x2
-                               float* dweight, float* dbias,  // (C): written by finish_gradients at the latest
+                               float* dweight, float* dbias,  // (C): they may be incomplete until finish_gradients
                                float* dscale_shift,           // [as scale_shift]
                                const act* dout,               // as out
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
@@ -618,8 +629,8 @@ static void attention_backward(act* dqkv,       // as qkv
                                const act* dout, // as out
                                const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
 
-// downsample: the average of 2 x 2 pixels (an odd last row or column is not read). upsample: every pixel 2 x 2 times. H
-// and W are those of the input x.
+// downsample: the average of 2 x 2 pixels (an odd last row or column is not read). upsample: each pixel becomes 2 x 2
+// equal pixels. H and W are those of the input x.
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
@@ -633,13 +644,14 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
 
 // Adds a picture as a condition: out (B, HW, C + K) = [x | cond], in fp32, from x (B, HW, C) and cond (B, HW, K).
 static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K);
-// The pictures of a batch as the network reads them: pictures of a file, or pictures that are made of the images. Each
-// is mirrored if its image is mirrored. It is all zeros if it is left out.
+// These functions write the pictures of a batch as the network reads them. take_pictures copies given pictures; the
+// functions after it make pictures of the images. A picture is mirrored if its image is mirrored. A picture that is
+// left out is all zeros.
 static void take_pictures(float* cond,          // (B, H, W, K)
                           const void* pictures, // (B, K, H, W), of 1 or 4 bytes a value
                           PictureDraws draws, int B, int K, int H, int W, int bytes);
-// --cond lowres. shrink_images: the mean of each square of factor x factor pixels, plus noise. enlarge_pictures: this
-// small picture, enlarged.
+// --cond lowres. shrink_images: the mean of each square of factor x factor pixels, plus noise, makes a small picture.
+// enlarge_pictures: the small picture, enlarged.
 static void shrink_images(float* small,       // (B, H / factor, W / factor, C)
                           const void* images, // (B, C, H, W)
                           int factor, PictureDraws draws, int B, int C, int H, int W, int bytes);
@@ -655,7 +667,7 @@ static void mask_images(float* cond,        // (B, H, W, C + 1)
                         const void* images, // (B, C, H, W)
                         PictureDraws draws, int B, int C, int H, int W, int bytes);
 
-// The embeddings' path is fp32 everywhere. out = x weight^T + bias
+// All arrays of the embedding's layers are fp32, with any --precision. linear: out = x weight^T + bias
 static void linear_forward(float* out,          // (B, Cout)
                            const float* x,      // (B, Cin)
                            const float* weight, // (Cout, Cin)
@@ -701,12 +713,12 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
 // should answer, the target [+ target_teacher teacher].
 static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const NoiseLevel* levels,  // (B)
-                             const float* teacher,      // [as target]: its answer
+                             const float* teacher,      // [as target]: the teacher's answer
                              const void* images, // x_0 (B, C, H, W): uint8 if bytes is 1, float32 in [-1, 1] if it is 4
                              bool random_flip,   // whether to mirror half of the images
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
-// The loss that objective o chooses, a mean over each sample; dout = the gradient of factor * sum(loss). If the
-// objective has no variational bound (o.bound = 0), the output channels behind the first C get no gradient.
+// The loss that objective o chooses, for each sample a mean over its values. dout = the gradient of factor * sum(loss).
+// If the objective has no variational bound (o.bound = 0), the gradient of the output channels after the first C is 0.
 static void loss_forward_backward(double* loss,             // (B)
                                   float* dout,              // as out
                                   const float* out,         // (B, HW, Cout)
@@ -714,23 +726,24 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// With o.tuning, in its place: loss = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the teacher's image,
-// with D = the sum of (x0_out (out - target))^2 over a sample's n values.
+// This is called instead if o.tuning is on: loss = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the
+// teacher's image, with D = the sum of (x0_out (out - target))^2 over a sample's n values.
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
                                          const float* out,         // (B, n)
                                          const float* target,      // (B, n)
                                          const NoiseLevel* levels, // (B)
                                          float c, float factor, int B, int n);
-// --augment: each image's change is drawn, with probability p for each kind (draw_augmentation), and made.
+// --augment: draws a change for each image, with probability p for each kind of change (draw_augmentation), and applies
+// it.
 static void augment_images(float* out,          // (B, C, H, W)
                            Augmentation* drawn, // (B)
-                           float* canvas,       // (B, C, fine_size(H), fine_size(W)): memory
+                           float* canvas,       // (B, C, fine_size(H), fine_size(W)): working memory
                            float* told,         // (B, stride): the first AUGMENT_NUMBERS of each row
                            int stride,
                            const void* images, // (B, C, H, W), of 1 or 4 bytes a value
                            float p, RandomKey key, int B, int C, int H, int W, int bytes);
-// Writes the losses of the step's samples to history, and computes the weight of each t from it (remember_losses).
+// Writes the losses of the step's samples to history, and computes the weight of each t from history (remember_losses).
 static void update_weights(double* weights,          // (T)
                            float* history,           // (T, HISTORY + 1)
                            const NoiseLevel* levels, // (B)
@@ -741,88 +754,91 @@ static void update_weights(double* weights,          // (T)
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
 // t (B) = what the network is told in step *k
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
-// Takes step *k in place. With guidance, x and out hold 2 B samples: B that are told their classes, then the same B
-// without.
+// Makes the sampler's step *key.step, in place. With guidance, x and out hold 2 B samples: B samples whose classes the
+// network is told, then the same B samples without classes.
 static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
-// Inpainting, after a step whose known_x is not 0. Where mask is not above 0, x = known_x image + known_sigma z; then
-// everywhere x' = back_x x + back_sigma z, with other normals.
+// Inpainting. It runs after each step, and does nothing if the step's known_x is 0. Where mask is not above 0,
+// x = known_x image + known_sigma z. Then at all pixels x' = back_x x + back_sigma z', with other normals z'.
 static void keep_known(float* x,           // (B or 2 B, n)
                        const float* image, // (B, n)
                        const float* mask,  // (B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. sum (flat) = [old sum +] the ranks' gradients, in the ranks' order.
-// squares: the sum of squares of each piece of sum, written to all ranks. step_gradients says why in this order and by
-// pieces.
+// squares: the sum of squares of each piece of sum, written to all ranks. step_gradients explains this order, and why
+// there are pieces.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Gives the verdict on a step (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (pieces)
                        size_t pieces, const double* loss,       // (B)
                        const int* quarters,                     // (B)
                        AdamW h, int B);
-// AdamW (Loshchilov & Hutter 2019) with clipping, and the first average; a step that is not ok changes nothing.
+// Updates the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first average of the weights. If
+// the step is not ok, nothing changes.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
 // Updates a further average (ema_step).
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
-static void next_step(int64_t* step);                                           // ++*step, after all that draws with it
+static void next_step(int64_t* step);                                           // ++*step, after all the step's draws
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
 
 // Bytes that operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // weight gradient
 static size_t conv_detour_bytes(const ConvShape& s); // forward pass and input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
-static size_t norm_sums_bytes(const NormShape& s); // until finish_gradients
+static size_t norm_sums_bytes(const NormShape& s); // kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
 struct Workspace {
     size_t main = 0; // on the main lane
     size_t side = 0; // on the side lane, where weight gradients are computed
-    size_t sums = 0; // until finish_gradients, at the end of the backward pass
+    size_t sums = 0; // kept until finish_gradients, at the end of the backward pass
 };
 static void reserve(const Workspace& most, bool training);
 
-// These send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4 bytes, and
-// may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and end_exchange become
-// one launch.
-//   all_to_all   piece r of every rank's send becomes rank r's recv, in the order of the ranks, except its own piece
-//   all_gather   the own pieces of all ranks become `all`; own may lie in its place in `all`
+// These functions send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4
+// bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
+// end_exchange become one launch.
+//   all_to_all   rank r receives piece r of every other rank's `send`: what rank s has sent becomes piece s of `recv`
+//   all_gather   `all` becomes the arrays `own` of all ranks, in the ranks' order; own may lie at its place in `all`
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
 static void begin_exchange();
 static void end_exchange();
 
-// open_alloc gives device memory that other ranks may write to, if world.direct: all_to_all and all_gather then write
-// into it directly. at_rank says where it lies at rank r. In meet the devices wait until all of them have called it.
+// open_alloc returns device memory. If world.direct is true, other ranks may write to it, and all_to_all and all_gather
+// write to it directly. at_rank returns the address of the same place in rank r's memory. meet makes each device wait
+// until all devices have called it.
 static void* open_alloc(size_t bytes);
 [[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
 template <class T> static Everywhere<T> everywhere(T* p) {
     Everywhere<T> all{{p}};
     for (int r = 0; r < world.size && world.direct; r++) {
-        if (r == world.rank) continue; // it is the first already
+        if (r == world.rank) continue; // this rank's array is the first already
         all.at[all.ranks] = (T*)at_rank(p, r);
         all.ranks++;
     }
     return all;
 }
-static void join_devices(bool direct); // directly, if they can
+static void join_devices(bool direct); // direct: they may write to each other's memory, if they can
 
-// The device: memory (zeroed as it is given) and copies. start_device also sets act_element, as --precision says.
+// The device: memory, and copies to and from it. New memory is filled with zeros. start_device also sets act_element,
+// as --precision asks.
 static void start_device(const std::string& precision, int number);
 static std::string device_name();
-static int count_gpus();        // how many this process could use; in the CPU build it ends the program
-static size_t device_bytes = 0; // in use, by our own count
+static int count_gpus();        // how many GPUs this process could use; in the CPU build it ends the program
+static size_t device_bytes = 0; // allocated so far
 static void* device_alloc_bytes(size_t bytes);
 static size_t device_available();
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
-static int max_stat_parts(int H, int W); // the most parts in which Stats come
+static int max_stat_parts(int H, int W); // the largest number of parts in which a tensor's Stats come
 
-// Work that is repeated with the same pointers: on a GPU captured once, then replayed as one launch.
+// Work that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one launch.
 struct Graph {
     void* exec = nullptr;
     size_t nodes = 0; // launches
@@ -830,19 +846,21 @@ struct Graph {
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
-// Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
+// run_beside runs work on the side lane, at the same time as work on the main lane. wait_for_side(ticket) makes the
+// main lane wait until the work with this ticket has ended, and all work that was given to the side lane before.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-// These are what makes the program fast. dev/bench turns them off, for its profile and for tests. Without early, beside
-// or graphs the bits stay the same. The others decide in which order something is summed, so they change bits.
+// These switches allow what makes the program fast. dev/bench turns them off, for its profile and for tests. early,
+// beside and graphs do not change any bit of the results. The other switches decide in which order numbers are summed,
+// so they change bits.
 static struct Allowed {
-    bool early = true;   // a launch begins before the one before it has ended
-    bool beside = true;  // run_beside's lane is one of its own
-    bool batches = true; // weight gradients of several layers in one launch
-    bool graphs = true;  // repeated work as one launch
-    // When the device starts:
+    bool early = true;   // a kernel may begin while the previous kernel still runs
+    bool beside = true;  // run_beside has a lane of its own; false: it uses the main lane
+    bool batches = true; // one launch computes the weight gradients of several layers
+    bool graphs = true;  // repeated work is one launch
+    // start_device reads these two (and beside):
     bool clusters = true; // blocks that reach each other's shared memory
-    bool hopper = true;   // kernels that only Hopper has the instructions for, in place of those for any GPU
+    bool hopper = true;   // kernels with instructions that only Hopper has, in place of kernels for any GPU
 } allowed;
 
 // A buffer that the host fills for the device, while the device still works on another one.
@@ -852,9 +870,9 @@ struct Upload {
     void *sent, *released;
 };
 static Upload make_upload(size_t bytes);
-static void wait_for_host_side(Upload* u); // until host may be written
-static void send(Upload* u);               // host to device
-static void release(Upload* u);            // the work that reads `device` has been started
+static void wait_for_host_side(Upload* u); // waits until u->host may be written
+static void send(Upload* u);               // copies u->host to u->device
+static void release(Upload* u);            // the host calls it after it has started the work that reads u->device
 
 template <class T> static T* device_alloc(size_t n) { return (T*)device_alloc_bytes((n ? n : 1) * sizeof(T)); }
 template <class T> static T* device_copy(const std::vector<T>& v) {
@@ -874,9 +892,9 @@ static act* make_copy(float* params, size_t n) {
 // counter = (block, sample, step, purpose). It has no state, so any step of any run can be reproduced alone, on any
 // machine.
 
-// The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws for each residual
-// block by itself, so its word also has the block's index, in the bits from 8 on.
-enum RandomPurpose : uint32_t { // files and the twin know the numbers: append new ones at the end
+// The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws other numbers in
+// each residual block, so its word also contains the block's index, in the bits from 8 on.
+enum RandomPurpose : uint32_t { // files and train_unet.py contain these numbers: append new ones at the end
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
     RANDOM_NOISE,
@@ -884,16 +902,16 @@ enum RandomPurpose : uint32_t { // files and the twin know the numbers: append n
     RANDOM_ORDER, // the order of the images
     RANDOM_DROPOUT,
     RANDOM_SAMPLE_START, // the noise that a sampler begins with
-    RANDOM_SAMPLE_NOISE, // the noise that it adds in its steps
+    RANDOM_SAMPLE_NOISE, // the noise that a sampler adds in its steps
     RANDOM_VAL_TIMESTEP,
     RANDOM_VAL_NOISE,
     RANDOM_CLASS_DROPOUT,
-    RANDOM_KNOWN_NOISE, // --inpaint: on the part of the image that is known
-    RANDOM_BACK_NOISE,  // --inpaint: to go back to an earlier step
+    RANDOM_KNOWN_NOISE, // --inpaint: the noise on the part of the image that is known
+    RANDOM_BACK_NOISE,  // --inpaint: the noise that leads back to an earlier step
     RANDOM_AUGMENT,
     RANDOM_COND_DROPOUT,
-    RANDOM_COND_NOISE, // on a coarse picture
-    RANDOM_MASK,       // what --cond mask leaves out
+    RANDOM_COND_NOISE, // the noise on a coarse picture
+    RANDOM_MASK,       // the holes of --cond mask
 };
 
 struct Words {
