@@ -894,7 +894,7 @@ static act* make_copy(float* params, size_t n) {
 
 // The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws other numbers in
 // each residual block, so its word also contains the block's index, in the bits from 8 on.
-enum RandomPurpose : uint32_t { // files and train_unet.py contain these numbers: append new ones at the end
+enum RandomPurpose : uint32_t { // files and the PyTorch twin use these numbers: append new ones at the end
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
     RANDOM_NOISE,
@@ -918,8 +918,9 @@ struct Words {
     uint32_t w[4];
 };
 
-// Returns four random words of 32 bits. A round multiplies two of them by constants; the upper halves of the products
-// go to the other two, mixed with what was there and with the key, which changes by a constant from round to round.
+// Returns four random words of 32 bits. Each round multiplies words 0 and 2 by constants. The upper halves of the two
+// products are combined by XOR with words 3 and 1 and with the key. The lower halves become words as they are. The key
+// changes by a constant from round to round.
 HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, uint32_t step, uint32_t purpose) {
     Words c{{block, sample, step, purpose}};
     uint32_t key0 = (uint32_t)seed;
@@ -958,12 +959,12 @@ HD static inline void normals(float z[4], const Words& r) {
     }
 }
 
-// Dropout drops an element if its random word is below this.
+// Dropout drops an element if its random word is below this threshold.
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
-// Returns the image at position pos of epoch's permutation of [0, n). A Feistel network of four rounds permutes the
-// numbers of 2 half bits: it splits a number into a left and a right half, and mixes the left one with a random
-// function of the right one. In general n is not a power of 4. So if a number comes out that is not below n, it is
+// Returns the number of the image at position pos of epoch's permutation of [0, n). A Feistel network of four rounds
+// permutes the numbers of 2 * half bits: it splits a number into a left and a right half, and mixes the left half with
+// a random function of the right half. In general n is not a power of 4. So if the result is not below n, it is
 // permuted again, until it is.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
     int half = 1; // bits of a half, so many that n numbers fit into two halves
@@ -986,8 +987,8 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 
 // =====================================================================================================================
 // 4. Configuration: flags, presets, help, what can work and what cannot
-// Flags have guided-diffusion's names; a preset is a list of flags; what the command line says has priority. The flags
-// and presets themselves are in common/flags.h, which the Python programs read, too.
+// Flags have guided-diffusion's names. A preset is a list of flags. The command line has priority over a preset. The
+// flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
 // In the order in which they run: parse_command_line, take_aliases, apply_preset; then take_model_file and
 // take_data_shape (section 13) set what is still not set; check_model and check_run say what cannot work.
@@ -995,19 +996,20 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 constexpr double BIG = 1e9;
 struct Config;
 
-// One flag: where a Config has it, what --help says, and what it may be (low..high for numbers, "a|b" for words).
+// One flag: the member of Config that holds its value, its text in --help, and its allowed values (low..high for
+// numbers, "a|b" for words).
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // of a model file's header (see Model files); 0: none
-    bool free;              // may change from run to run
-    const char* objectives; // the only objectives that it is for, "a|b"; "": it is for all
-    const char* heading;    // of its part of --help
+    int slot;               // where the header of a model file keeps the value (see Model files); 0: nowhere
+    bool free;              // true: the value may change from run to run
+    const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
+    const char* heading;    // the heading above the flag in --help
     const char* help;
     double low = 0, high = 0;
     const char* choices = "";
 
-    // Returns a pointer to its value in this configuration; null: the flag is of another type than T.
+    // Returns a pointer to the flag's value in this configuration; null: the flag is of another type than T.
     template <class T, class C> auto* at(C& config) const {
         const auto* m = std::get_if<T Config::*>(&member);
         return m ? &(config.**m) : nullptr;
@@ -1016,14 +1018,15 @@ struct Flag {
 
 // common/flags.h fills these before main runs: each of its rows is the initialiser of a static member of Config.
 inline std::vector<Flag> FLAGS;
-inline std::map<std::string, std::string> PRESETS; // what each of them sets
+inline std::map<std::string, std::string> PRESETS; // the flags that each preset sets
 inline const char* heading = "";                   // the heading of the rows that follow
-inline const char* objectives = "";                // and the objectives that they are for
+inline const char* objectives = "";                // and the objectives that use them
 
 // Here common/flags.h becomes C++; its head says what its rows mean. FLAG(int, sample, 0, "draw ...") makes
 //   int sample = 0;                                 a member of Config
-//   static inline const bool sample_row = (...);    another one, whose initialiser adds the row to FLAGS
-// Static members are initialised in the order of the file, so heading and objectives are those of the rows above.
+//   static inline const bool sample_row = (...);    another member, whose initialiser adds the row to FLAGS
+// Static members are initialised in the order of the file. So when a row is added, heading and objectives have been set
+// by the rows above it.
 #define FLAG_ROW(slot, free, type, name, value, ...) \
     type name = value;                               \
     static inline const bool name##_row =            \
@@ -1039,7 +1042,7 @@ inline const char* objectives = "";                // and the objectives that th
 #define PRESET(name, ...) \
     static inline const bool name##_preset = PRESETS.emplace(#name, PRESET_TEXT(__VA_ARGS__)).second
 
-// The value of every flag, as members with the flags' names; and what follows from them.
+// The values of all flags, in members with the flags' names, and what is computed from these values.
 struct Config {
     using string = std::string;
     using pixels = string; // 64, or 48x64
@@ -1047,7 +1050,8 @@ struct Config {
     using floats = string;
 #include "common/flags.h"
 
-    // What parse_model, check_model and check_run make of flags that are text. Behind each stands its flag.
+    // parse_model, check_model and check_run compute these from flags that are text. The comment after each one names
+    // its flag.
     int H = 64, W = 64;                           // image_size
     std::vector<float> mult;                      // channel_mult
     std::vector<float> attention_heights;         // attention_resolutions
@@ -1062,35 +1066,35 @@ struct Config {
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
-    // Returns how many channels a level has: the nearest whole number, since 1.6666666 * 96 is 160. The product in
-    // double is exact.
+    // Returns how many channels a level has. It is rounded to the nearest whole number, because 1.6666666 * 96 should
+    // be 160. The product in double is exact.
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int patch() const { return std::max(patch_size, 1); }
     int height(size_t level) const { return H / patch() >> level; } // each level halves it
     bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 
-    // Says how many images a process takes at a time.
+    // Returns how many images a process computes at a time.
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
-    bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
+    bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
-    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // told to the network
+    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // how many the network is told
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
-    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // the model's own
+    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // steps are the model's timesteps
     bool can_churn() const { return sampler == "euler" || sampler == "heun"; }        // see S_churn
-    int seen_channels() const { return in_channels + cond_channels; } // the network's input, and a picture beside it
+    int seen_channels() const { return in_channels + cond_channels; }                 // an image's and its picture's
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
-    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // steps of one a
+    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // how many steps a stage has
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-constexpr int MORE_EMAS = 7; // averages of the weights beside the first one
-// --objective ect: the largest q^a, by which the gap between student and teacher is divided. A smaller gap is lost in
-// fp32's rounding.
+constexpr int MORE_EMAS = 7; // the most averages of the weights beside the first one
+// --objective ect: the largest q^a that is allowed. The gap between student and teacher is divided by q^a, and a
+// smaller gap would be lost in fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
-// The averages of --ema_snapshots have exponents of power functions instead of rates (Karras et al. 2024, appendix C).
-// The list of rates contains these exponents.
+// The averages of --ema_snapshots follow power functions (Karras et al. 2024, appendix C). These have exponents instead
+// of rates. The list of rates (Config::emas) contains these exponents, too.
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
 // Returns the row of a flag, or null if there is no such flag.
@@ -1099,7 +1103,7 @@ static const Flag* find_flag(const std::string& name) {
     return f == FLAGS.end() ? nullptr : &*f;
 }
 
-// Returns the words that a flag may be set to; none if its value is not a word.
+// Returns the words that a flag may be set to; the list is empty if the flag's value is not a word.
 static std::vector<std::string> choices(const Flag& f) {
     const bool is_bool = std::holds_alternative<bool Config::*>(f.member);
     std::istringstream list(is_bool ? "False|True" : f.choices);
@@ -1108,8 +1112,8 @@ static std::vector<std::string> choices(const Flag& f) {
     return words;
 }
 
-// Ends the program, because a flag has a word that some place of the program does not know. Whoever adds a word to
-// common/flags.h finds all such places by this message: a new word is never silently taken for an old one.
+// Ends the program, because a flag is set to a word that some place of the program does not know. Whoever adds a word
+// to common/flags.h finds all such places by this message: a new word is never silently taken for an old one.
 [[noreturn]] static void unknown_word(const char* flag, const std::string& word) {
     die("--%s %s: a part of this program does not know that word yet; choose another one", flag, word.c_str());
 }
@@ -1122,8 +1126,8 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
     unknown_word(flag, word);
 }
 
-// Returns the element of activations that --precision names; auto means the usual one of this build. With fp8 it is
-// the usual one, too: only some tensors are FP8.
+// Returns the element of activations that --precision names. With auto it is `usual`, which this build prefers. With
+// fp8 it is also `usual`, because only some tensors are FP8.
 static Element element_named(const std::string& precision, Element usual) {
     if (precision == "auto" || precision == "fp8") return usual;
     return meaning<Element>("precision", precision, {{"fp32", Element::FP32}, {"bf16", Element::BF16}});
@@ -1149,7 +1153,7 @@ static std::string set_value(float* flag, const Flag& f, const std::string& valu
     errno = 0;
     *flag = (float)strtod(value.c_str(), &end);
     const bool is_number = !value.empty() && !*end && errno != ERANGE;
-    // The limits are rounded to fp32 as the value is, because that is what files hold. NaN is not in range.
+    // Files hold fp32, so the value is rounded to fp32, and so are the limits. NaN is not in range.
     const bool in_range = *flag >= (float)f.low && *flag <= (float)f.high;
     return is_number && in_range ? "" : text("a number from %g to %g", f.low, f.high);
 }
@@ -1164,14 +1168,15 @@ template <class Int> static std::string set_value(Int* flag, const Flag& f, cons
     return is_number && in_range ? "" : text("a whole number from %.0f to %.0f", f.low, f.high);
 }
 
-// Sets a flag from its text, or ends the program. where: the file that it came from ("FILE: "); "": the command line.
+// Sets a flag from its text, or ends the program. where: "FILE: " if the text comes from that file; "": it comes from
+// the command line.
 static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
     auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
     const std::string must = std::visit(set, f.member);
     if (!must.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), must.c_str());
 }
 
-// Writes a number with as few digits as possible: the same number is read from them again.
+// Returns a number as text. It has as few digits as possible, but so many that the same number is read from the text.
 static std::string shortest(float number) {
     std::string value;
     for (int digits = 6; digits <= 9; digits++) {
@@ -1181,10 +1186,10 @@ static std::string shortest(float number) {
     return value;
 }
 
-// The size of an image as --image_size takes it: 64, or 48x64.
+// Returns the size of an image in the form of --image_size: 64, or 48x64.
 static std::string size_text(int H, int W) { return H == W ? std::to_string(H) : text("%dx%d", H, W); }
 
-// Returns the value of a flag, as one would type it.
+// Returns the value of a flag, as a user would type it.
 static std::string flag_value(const Config& c, const Flag& f) {
     if (const int* n = f.at<int>(c)) return std::to_string(*n);
     if (const int64_t* n = f.at<int64_t>(c)) return std::to_string(*n);
@@ -1202,14 +1207,15 @@ static std::string wrong(Config* c, const char* name, const std::string& why) {
 // these.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
-    if (c.given("num_heads")) names.insert("num_head_channels"); // which would have priority
+    if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting belongs to one prediction
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting is meant for one prediction
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
     return names;
 }
 
-// Sets what a preset sets: a list of words, --name value --name value. The command line's flags stay as they are.
+// Sets the flags of a preset, which is a text: --name value --name value. Flags that the command line has set stay as
+// they are.
 static void apply_preset(Config* c, const std::string& preset) {
     const std::set<std::string> without = left_out_of_preset(*c);
     std::istringstream words(PRESETS.at(preset)); // --name value --name value
@@ -1221,7 +1227,8 @@ static void apply_preset(Config* c, const std::string& preset) {
     }
 }
 
-// Makes a flag's line of --help: its name, what it means, and in brackets its default and what the default preset has.
+// Makes a flag's line of --help: its name, what it means, and in brackets its default and its value in the default
+// preset.
 static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
     const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
     std::string value = flag_value(defaults, f);
@@ -1253,13 +1260,14 @@ static void print_help() {
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
-// Says how many letters are to be inserted, left out or replaced on the way from a to b (Levenshtein 1966). row[j] is
-// this number for the letters of a that the loop has reached, and the first j letters of b.
+// Returns how many letters must be inserted, left out or replaced to turn a into b (Levenshtein 1966). row[j] is this
+// number for two beginnings: the letters of a that the loop has reached, and the first j letters of b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
     for (char letter : a) {
-        // The shortest way to each beginning of b ends with one of three edits, or with a letter that both have.
+        // The shortest way to each beginning of b ends with one of three edits, or with a letter that is the same in
+        // both.
         size_t diagonal = row[0]; // row[j] as it was before this letter
         row[0]++;
         for (size_t j = 0; j < b.size(); j++) {
@@ -1286,7 +1294,7 @@ static std::string instead_of(const std::string& name) {
 
     // Otherwise it may be a typing error.
     std::string nearest;
-    size_t distance = 2 + name.size() / 3; // a flag that differs by more letters was hardly meant
+    size_t distance = 2 + name.size() / 3; // the user hardly meant a flag that differs by so many letters
     for (const Flag& f : FLAGS) {
         const size_t d = edit_distance(name, f.name);
         if (d >= distance) continue;
@@ -1296,7 +1304,7 @@ static std::string instead_of(const std::string& name) {
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
-// Reads the command line: --name value or --name=value. Presets and files fill in what it leaves open.
+// Reads the command line: --name value or --name=value. Presets and files set what it does not set.
 static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
@@ -1338,8 +1346,8 @@ static void take_aliases(Config* c) {
     // guided-diffusion lets the learning rate fall over lr_anneal_steps steps, without a warm-up, and stops then. 0
     // means that the rate stays as it is and that the run has no end.
     const int64_t steps = c->lr_anneal_steps;
-    // An upsampler makes images of small_size as large as large_size.
-    // At 512 its levels differ from those of a model without small images.
+    // An upsampler enlarges images from small_size to large_size.
+    // If large_size is 512, its levels differ from those of a model of 512 x 512 that is not an upsampler.
     const int large = c->large_size;
     const int small = c->small_size;
     if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
@@ -1355,11 +1363,11 @@ static void take_aliases(Config* c) {
     if (c->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has no loss scale that could grow\n");
 }
 
-// guided-diffusion's name for two values of --vlb_weight. This is called when the other flags are known, because one of
-// these values depends on --diffusion_steps. from_file: a model file has set --vlb_weight, so a preset must not change
-// it.
+// --rescale_learned_sigmas is guided-diffusion's name for two values of --vlb_weight. This function is called when the
+// other flags are known, because one of these values depends on --diffusion_steps. from_file: a model file has set
+// --vlb_weight, so a preset must not change it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
-    // The command line wins over a preset, which may name either flag.
+    // The command line has priority over a preset. A preset may name either flag.
     const bool given = c->given("rescale_learned_sigmas");
     const bool weight_given = c->given("vlb_weight");
     if (given && weight_given)
@@ -1377,7 +1385,7 @@ static bool parse_list(const std::string& list, std::vector<float>* numbers) {
         const float number = strtof(p, &end);
         numbers->push_back(number);
         if (end == p || !std::isfinite(number)) return false;
-        const bool more_follows = *end == ',' && end[1]; // behind a comma there must be another number
+        const bool more_follows = *end == ',' && end[1]; // after a comma there must be another number
         if (*end && !more_follows) return false;
         p = end + more_follows;
     }
@@ -1413,7 +1421,7 @@ static std::string parse_cond(Config* c) {
     const auto row = std::ranges::find(PICTURE_WORDS, kind, &PictureWord::word);
     const bool is_word = row != std::end(PICTURE_WORDS) && !kind.empty();
     if (is_word) c->picture_kind = row->kind;
-    // Only lowres has a number behind it, of up to five digits.
+    // Only after lowres there is a number, of up to five digits.
     const bool is_lowres = c->picture_kind == PictureKind::LOWRES;
     const bool is_short = behind.size() >= 2 && behind.size() <= 6;
     const bool is_number = is_short && behind.find_first_not_of("0123456789", 1) == std::string::npos;
@@ -1432,7 +1440,7 @@ static std::string parse_cond(Config* c) {
     return "";
 }
 
-// Says how many channels each level has. Without the flag it is guided-diffusion's choice for images of this height.
+// Parses how many channels each level has. Without the flag it is guided-diffusion's choice for images of this height.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1454,8 +1462,8 @@ static std::string parse_channel_mult(Config* c) {
     return "";
 }
 
-// Says whether patches and levels divide the image: a patch becomes a pixel, and each further level halves the
-// resolution.
+// Checks that the image can be divided into patches and levels: a patch becomes a pixel, and each further level halves
+// the resolution.
 static std::string check_divisions(Config* c) {
     const int p = c->patch();
     const int patch_channels = c->seen_channels() * p * p;
@@ -1472,8 +1480,8 @@ static std::string check_divisions(Config* c) {
                       levels, p > 1 ? " in patches" : "", H, W));
 }
 
-// Parses at which heights of the image there is attention. Each must be the height of a level. Otherwise a typing error
-// would silently give a model without attention.
+// Parses at which heights of the image there is attention. Each must be the height of a level. Without this check a
+// typing error would silently give a model without attention.
 static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
@@ -1502,7 +1510,7 @@ static std::string parse_model(Config* c) {
 }
 
 // Reads the rows of --values F.csv into c->value_rows. Two things are skipped, which a table for prepare_data.py may
-// have: a first line with the columns' names, and one column more with the images' names.
+// have: a first line with the columns' names, and a first column with the images' names.
 // Returns why the file can't be used, or "".
 static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
@@ -1574,7 +1582,7 @@ static std::string check_model(Config* c) {
     // Attention's heads must divide the channels. Their number follows from --num_head_channels, if that is not -1.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
-    const size_t lowest = c->mult.size() - 1; // the middle has as many channels, and always attention
+    const size_t lowest = c->mult.size() - 1; // the middle always has attention, and as many channels
     for (size_t level = 0; level <= lowest; level++) {
         if (!c->has_attention(level) && level < lowest) continue;
         const int ch = c->channels(level);
@@ -1593,7 +1601,7 @@ static std::string check_model(Config* c) {
     must(!c->class_cond || c->num_classes > 0, "num_classes", "must be given for --class_cond True: the data has none");
     must(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
          "has nothing to leave out without --class_cond True or --cond_dim");
-    // With other objectives, flags that are for T steps alone must keep their defaults.
+    // With other objectives, flags that only --objective ddpm uses must keep their defaults.
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
         const Flag& f = *find_flag(name);
@@ -1604,7 +1612,7 @@ static std::string check_model(Config* c) {
     must(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
     must(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
-    // The flags of samples: classes, the noise levels of the sampler's steps, images to begin with.
+    // The flags of samples: classes, the noise levels of the sampler's steps, and images that sampling begins with.
     must(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
     must(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
     for (float k : c->class_list) {
@@ -1632,12 +1640,12 @@ static std::string check_model(Config* c) {
 
 // Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: "FILE: " if the rates come from a file.
 static void parse_ema_rate(Config* c, const std::string& where) {
-    // A rate is from 0 to 1. A number above 1 is the exponent of a power function, which a user does not choose: it
-    // comes from a checkpoint, and is never the first.
+    // A rate is from 0 to 1. A number above 1 is the exponent of a power function. A user does not write such a number:
+    // it comes from a checkpoint, and is never the first in the list.
     bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
     for (size_t k = 0; k < c->emas.size(); k++) {
         const float rate = c->emas[k];
-        const bool is_power = k > 0 && std::ranges::count(POWER_EMAS, rate); // a checkpoint's, of its --ema_snapshots
+        const bool is_power = k > 0 && std::ranges::count(POWER_EMAS, rate); // from a checkpoint with --ema_snapshots
         works = works && rate >= 0 && (rate <= 1 || is_power);
     }
     for (float power : POWER_EMAS) {
@@ -1698,7 +1706,7 @@ static void check_run(Config* c, const std::string& where) {
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->keep_best && c->val_data_file.empty())
         refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
-    // A checkpoint keeps the path in 512 bytes, with a 0 at its end, and that of --cond_file behind it.
+    // A checkpoint keeps two paths in 512 bytes: that of --data_file and that of --cond_file, each with a 0 at its end.
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
     if (c->data_file.size() + c->cond_file.size() > 510)
