@@ -1733,13 +1733,13 @@ static void check_run(Config* c, const std::string& where) {
 //                              -> norm, SiLU, dropout -> conv 3x3 + shortcut
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
-// A layer has a kind (LayerKind), which says what it computes, and indices of tensors, parameters and buffers: -1 where
-// there is none.
+// A layer has a kind (LayerKind), which says what the layer computes. It also has indices of tensors, parameters and
+// buffers. An index is -1 if the layer has no such tensor, parameter or buffer.
 //
 // In the order in which they run: build_unet calls add_embedding, add_input_blocks, add_output_blocks and place_params;
 // section 6 plans the memory; then section 7 walks over the list, and calls each layer's kind with its layer_args.
 
-// How a parameter begins: see init_params.
+// How a parameter is initialised: see init_params.
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
 
 // A parameter. Its offset, in floats, is the same in all flat arrays: weights, gradients, moments, averages.
@@ -1756,13 +1756,13 @@ struct Param {
 struct Tensor {
     int H = 0, W = 0, C = 0;
     Element element = Element::FP32; // act_element, or FP32: the network's input and output, and embeddings
-    int buffer = -1;                 // where its values are
+    int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
     bool needs_grad = false;         // the layer that writes it has a backward pass
 };
 
-// The gradient of one input of a layer, as buffers: d = gradient + add1 + add2.
+// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2.
 struct GradPlan {
     int d = -1, add1 = -1, add2 = -1;
 };
@@ -1771,31 +1771,31 @@ struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...: see "The kinds
 struct Layer {
     const LayerKind* kind = nullptr;
     std::string name;
-    int x1 = -1, x2 = -1, out = -1;           // tensors: what it reads, side by side, and what it writes
-    int weight = -1;                          // a parameter; the bias, if there is one, is the next parameter
-    int residual = -1;                        // CONV: a tensor that is added to the result, unless there is a skip
-    int emb = -1, emb_offset = 0;             // the tensor of embedding projections, and where its columns begin there
-    int kernel = 1, stride = 1, upsample = 0; // CONV
+    int x1 = -1, x2 = -1, out = -1; // tensors: the layer reads [x1 | x2] and writes out
+    int weight = -1;                // a parameter; the bias, if there is one, is the next parameter
+    int residual = -1;              // CONV: a tensor that is added to the result, unless there is a skip
+    int emb = -1, emb_offset = 0;   // the tensor of embedding projections, and this layer's first column in it
+    int kernel = 1, stride = 1, upsample = 0;       // CONV
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
-    int heads = 0;                                  // of ATTENTION, and of the CONV that makes its qkv
-    int saved = -1;     // the buffer that is kept for the backward pass: mean and rstd, or rows of scores
-    int block_end = -1; // --use_checkpoint: this layer is computed again before that one's backward pass
+    int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
+    int saved = -1;     // the buffer that is kept for the backward pass: mean and rstd, or SoftmaxRows
+    int block_end = -1; // --use_checkpoint: this layer is computed again before the backward pass of layer block_end
 
     // The plan (see plan_gradients, plan_waits, plan_fusions).
-    GradPlan d1{}, d2{};      // of x1 and x2
+    GradPlan d1{}, d2{};      // the gradients of x1 and x2
     int dout = -1, demb = -1; // buffers of gradients
-    int after = -1;           // backward: before this layer runs, this other layer's weight gradient must be complete
-    int skip = -1;            // CONV, forward: the layer of the skip connection that it computes and adds
-    bool fused = false;       // forward: the next layer computes this one, too
+    int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
+    int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
+    bool fused = false;       // forward: the next layer's operation also computes this layer
 };
 
-// A piece of device memory.
+// A part of the arena: the memory of a tensor, a gradient, or something else that a layer keeps.
 struct Buffer {
     size_t bytes;                   // for one sample
     int first = INT_MAX, last = -1; // the first and the last time at which it is in use (see plan_lifetimes)
     size_t offset = 0;              // in the arena
-    int again; // the buffer of this tensor when it is computed again (--use_checkpoint), else this one
+    int again; // if the tensor is computed again (--use_checkpoint): the buffer for that; else this buffer itself
 };
 
 struct UNet {
@@ -1806,10 +1806,10 @@ struct UNet {
     std::vector<Buffer> buffers;
     size_t num_params = 0;                 // without padding
     size_t flat_size = 0;                  // floats in a flat array, with padding
-    size_t plain_size = 0;                 // the first of these, which are read in fp32 and never from a copy
+    size_t plain_size = 0;                 // how many floats at its beginning are read in fp32, and never from a copy
     int input = -1, emb = -1, output = -1; // tensors
     int residual_blocks = 0;
-    double flops = 0; // of one image's forward pass, 2 for a multiply-add
+    double flops = 0; // of one image's forward pass; a multiply-add is 2
     // Set by plan_memory:
     int B = 0;
     size_t arena_bytes = 0;
@@ -1820,7 +1820,7 @@ struct UNet {
     float* values = nullptr; // (B, num_values): an image's own numbers, then those of its augmentation
     float* cond = nullptr;   // (B, H, W, cond_channels): the pictures that the images are conditioned on
 
-    Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // none: without channels
+    Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // i < 0: a tensor with C = 0
 };
 
 // Returns where a buffer lies; null if there is no buffer, or if the network has no memory yet.
@@ -1831,7 +1831,7 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
-// What --precision fp8 reads beside the weights: see make_fp8_weights.
+// With --precision fp8: weights in FP8, and the factors that belong to them (see make_fp8_weights).
 struct Fp8Weights {
     const uint8_t* weights = nullptr;
     const float* factors = nullptr;
@@ -1843,18 +1843,19 @@ struct Weights {
     Fp8Weights fp8{};
 };
 
-// A walk over the list: forward or, if there are grads, backward (with the layers that are computed again for it).
+// A walk over the list. If grads is null, it is a forward pass. Otherwise it is a backward pass, and the layers that
+// are computed again for it (--use_checkpoint) are a part of it.
 struct Walk {
     UNet* net;
     Weights weights{};
-    Dropout dropout{}; // of all blocks
+    Dropout dropout{}; // the dropout of all residual blocks
     int B;
     float* grads = nullptr;
     Lane* lane = MAIN_LANE;
 };
 
-// What the functions of a kind get to know of a layer: pointers where the list has indices, and null where it has none.
-// layer_args fills it.
+// The arguments of a kind's functions: all that they need of a layer. For each index of the layer there is a pointer.
+// It is null if the index is -1. layer_args fills this.
 struct LayerArgs {
     UNet* net;
     const Layer* layer;
@@ -1871,12 +1872,12 @@ struct LayerArgs {
     const float *weight, *bias;
     const act* copy; // the weight in the activations' type
     const uint8_t* fp8_weight;
-    const float *fp8_factors, *fp8_factor; // of a convolution that reads FP8, and of a norm that writes it
-    const float* emb;                      // (B, emb_stride): this layer's columns
+    const float *fp8_factors, *fp8_factor; // of a convolution that reads FP8; of a norm that writes FP8
+    const float* emb;                      // (B, emb_stride), from this layer's first column on
     int emb_stride;
     float* saved;
-    Dropout dropout; // this layer's own
-    ConvSkip skip;   // CONV: the skip connection that it computes, too
+    Dropout dropout; // the dropout that follows this layer
+    ConvSkip skip;   // CONV: the skip connection that this layer also computes
 
     // The backward pass.
     const act* dout;
@@ -1885,7 +1886,7 @@ struct LayerArgs {
 
     int tokens() const { return H * W; } // attention's T
     Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
-    float* rstd() const { return saved + B * 32; } // of a norm, behind the means of 32 groups
+    float* rstd() const { return saved + B * 32; } // of a norm; it lies after the means of 32 groups
     ConvShape conv() const {
         const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
         return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
@@ -1918,8 +1919,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.Wout = out.W;
     a.Cout = out.C;
 
-    // Tensors are looked up in the arena. If a tensor was computed again (--use_checkpoint), a backward walk reads that
-    // copy.
+    // Tensors are looked up in the arena. If a tensor was computed again (--use_checkpoint), a backward walk reads the
+    // new copy.
     auto memory_of = [&](int buffer) {
         const bool again = walk.grads && buffer >= 0;
         return buffer_data(net, again ? net->buffers[buffer].again : buffer);
@@ -1934,10 +1935,11 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.stats2 = stats(layer.x2);
     a.out_stats = stats(layer.out);
 
-    // Weight and bias have the same place in all flat arrays. The copy's elements have another size than floats.
+    // A weight has the same place in all flat arrays, and so has its bias. The elements of the copy may be smaller than
+    // floats.
     if (layer.weight >= 0) {
         const size_t weight = net->params[layer.weight].offset;
-        const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows: it has no bias
+        const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows, so there is no bias
         const size_t bias = last ? weight : net->params[layer.weight + 1].offset;
         if (walk.weights.fp32) {
             a.weight = walk.weights.fp32 + weight;
@@ -1979,10 +1981,11 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     return a;
 }
 
-// The kinds of layers. What is particular to a kind stands together here: its functions, which call its operation with
-// what LayerArgs has for it, and then the kind itself. The list, its plan and the walks (sections 5 to 7) look at its
-// members, so they need no change for a new kind. Only what a convolution or a norm alone needs is asked for by name,
-// as in `kind == &CONV` (plan_waits, plan_fusions, plan_lifetimes, unet_backward). To add a kind, change these places:
+// The kinds of layers. All that is special about a kind stands together here: first its functions, which call the
+// kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
+// (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. There are a few
+// exceptions, for what only a convolution or a norm needs. There the code asks for the kind itself, as in
+// `kind == &CONV` (plan_waits, plan_fusions, plan_lifetimes, unet_backward). To add a kind, change these places:
 //
 //   1. here: its functions and its LayerKind
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in add_resblock or its like
@@ -1994,10 +1997,10 @@ struct LayerKind {
     void (*forward)(LayerArgs&);
     void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
-    int backward_reads = 0; // what the backward pass reads of the forward pass
-    bool embedding = false; // it is of the embedding's path, which is computed beside the first layers
+    int backward_reads = 0; // what the forward pass has left that the backward pass reads
+    bool embedding = false; // it is a layer of the embedding; these are computed beside the first other layers
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
-    bool sums = false;      // it fills out_stats, so a group norm may read what it makes (see add_norm)
+    bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
     double (*flops)(const LayerArgs&) = no_flops;            // of a forward pass, 2 for a multiply-add
     Workspace (*workspace)(const LayerArgs&) = no_workspace; // memory that its functions need beside their arrays
@@ -2005,7 +2008,7 @@ struct LayerKind {
 
 // The embedding's layers. Their tensors are fp32, of B rows.
 
-// Sinusoids of t, with which the embedding begins.
+// The sinusoids of t: the first layer of the embedding.
 static void forward_timestep(LayerArgs& a) {
     const int max_period = a.net->config.max_period;
     timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.lane);
@@ -2040,7 +2043,7 @@ constexpr LayerKind LINEAR{
     .workspace = linear_workspace,
 };
 
-// The nonlinearity between linear layers. (The one behind a group norm is computed by the norm.)
+// The nonlinearity between linear layers. (Where a nonlinearity follows a group norm, the norm computes it.)
 static void forward_silu(LayerArgs& a) {
     const size_t n = (size_t)a.B * a.Cin;
     silu_forward(a.out_fp32(), a.x_fp32(), n, a.lane);
@@ -2094,7 +2097,7 @@ constexpr LayerKind VALUES{
 
 // The layers between the images and the network's output.
 
-// A convolution, 3x3 or 1x1, with what is added to its result. Its backward function only computes the input's
+// A convolution, 3x3 or 1x1. It also makes the additions to its result. Its backward function only computes the input's
 // gradient: the weight gradients of several layers are computed together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
     const act* const weight = a.fp8_weight ? (const act*)a.fp8_weight : a.copy;
@@ -2119,7 +2122,7 @@ constexpr LayerKind CONV{
     .workspace = conv_layer_workspace,
 };
 
-// A group norm, with the nonlinearity and the dropout behind it.
+// A group norm, with the nonlinearity and the dropout that follow it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
     groupnorm_forward(a.out, mean, a.rstd(),          // what it writes
@@ -2129,7 +2132,7 @@ static void forward_norm(LayerArgs& a) {
 static void backward_norm(LayerArgs& a) {
     const float* const mean = a.saved;
     groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, // what it writes
-                       a.dout, a.x1, a.x2, mean, a.rstd(),     // what the loss and the forward pass left
+                       a.dout, a.x1, a.x2, mean, a.rstd(),     // dout, and what the forward pass read and left
                        a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm());
 }
 static Workspace norm_workspace(const LayerArgs& a) {
@@ -2171,7 +2174,7 @@ constexpr LayerKind ATTENTION{
     .workspace = attention_workspace,
 };
 
-// Average pool.
+// Halves the resolution: the average of 2 x 2 pixels.
 static void forward_downsample(LayerArgs& a) { downsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_downsample(LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind DOWNSAMPLE{
@@ -2181,7 +2184,7 @@ constexpr LayerKind DOWNSAMPLE{
     .sums = true,
 };
 
-// Nearest neighbour.
+// Doubles the resolution: the nearest neighbour.
 static void forward_upsample(LayerArgs& a) { upsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_upsample(LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind UPSAMPLE{
@@ -2191,7 +2194,7 @@ constexpr LayerKind UPSAMPLE{
     .sums = true,
 };
 
-// Puts a picture's channels (--cond_channels) behind those of the image.
+// Puts a picture's channels (--cond_channels) after those of the image.
 static void forward_join(LayerArgs& a) {
     join_channels(a.out_fp32(), a.x_fp32(), a.net->cond, a.B, a.H * a.W, a.Cin, a.net->config.cond_channels);
 }
@@ -2245,7 +2248,7 @@ static int add_tensor(UNet* net, int H, int W, int C, Element element) {
     return (int)net->tensors.size() - 1;
 }
 
-// The parameter gets its place in the flat arrays later (place_params).
+// Adds a parameter. Its place in the flat arrays is chosen later (place_params).
 typedef std::vector<int> Shape;
 static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     size_t size = 1;
@@ -2263,16 +2266,16 @@ static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit
     return weight;
 }
 
-// The same for a layer of kind CONV. Its weight is special in three ways: kernels read a copy of it in bf16
-// (param_group), its gradient comes later than others (WeightGradients), and files hold its elements in another order
-// (permute_param).
+// Adds the weight and the bias of a layer of kind CONV. The weight is special in three ways: kernels read a copy of it
+// in bf16 (param_group), its gradient comes later than others (WeightGradients), and files hold its elements in another
+// order (permute_param).
 static int add_conv_params(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     const int weight = add_params(net, name, shape, init, heads);
     net->params[weight].of_conv = true;
     return weight;
 }
 
-// Ends the program if a layer has another kind of weight than it must have.
+// Ends the program if a convolution's weight was not added by add_conv_params, or if another parameter was.
 static void check_conv_params(const UNet& net) {
     for (size_t i = 0; i < net.params.size(); i++) {
         auto reads_it = [&](const Layer& l) { return l.kind == &CONV && l.weight == (int)i; };
@@ -2293,8 +2296,8 @@ static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element el
     return l.out;
 }
 
-// l: a layer with its name, its input, and what differs from a plain 1x1 convolution. If it has a weight, that is of
-// parameters which are there already.
+// Adds a convolution. l: a layer with its name, its input, and all that differs from a plain 1x1 convolution. If
+// l.weight is not -1, the parameters have been added already.
 static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, Element element = act_element) {
     l.kind = &CONV;
     const ConvShape s = layer_args(Walk{.net = net, .B = 1}, l).conv();
@@ -2303,14 +2306,14 @@ static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM,
     return add_layer(net, l, Cout, s.out_H(), s.out_W(), element);
 }
 
-// The nonlinearity behind the norms of residual blocks and in front of the last convolution.
+// The nonlinearity after the norms of residual blocks, and after the norm before the last convolution.
 constexpr Nonlinearity BEHIND_NORMS = Nonlinearity::SILU;
 
 // Adds a group norm over [x1 | x2]. It needs sums of its inputs' channels (Stats). The layers that write these inputs
-// make them on the way, so each input gets a buffer for its sums.
+// also compute the sums, so each input gets a buffer for its sums.
 static int add_norm(UNet* net, Layer l) {
     for (int input : {l.x1, l.x2}) {
-        if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has one already
+        if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has a buffer already
         const auto writer = std::ranges::find(net->layers, input, &Layer::out);
         if (writer == net->layers.end() || !writer->kind->sums)
             die("internal error: %s reads a tensor whose layer leaves no sums of its channels", l.name.c_str());
@@ -2339,9 +2342,10 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
     ALL_CASES_RETURN
 }
 
-// The layers from first on are a block, whose output is returned. With --use_checkpoint (Chen et al. 2016,
-// arXiv:1604.06174) only the inputs and the output of a block are kept. Before its backward pass its layers are
-// computed again, except the last one and the skip connection, since no other layer of the block reads these.
+// Ends a residual block or an attention block: it consists of the layers from `first` on. Returns its output. With
+// --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept. Before
+// the block's backward pass its layers are computed again. Two layers are not: the last one and the skip connection,
+// because no other layer of the block reads their results.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -2352,10 +2356,11 @@ static int end_block(UNet* net, size_t first) {
     return last.out;
 }
 
-// Adds group norm, SiLU, convolution, embedding; group norm, SiLU, dropout, convolution, plus the input: through a 1x1
-// convolution (the shortcut) where the number of channels changes. The embedding is added behind the first convolution,
-// or scales and shifts the second norm. With a resample the main path and the shortcut both change their resolution
-// behind the first SiLU.
+// Adds a residual block: group norm, SiLU, convolution, embedding; then group norm, SiLU, dropout, convolution, plus
+// the block's input. If the number of channels changes, the input goes through a 1x1 convolution (the shortcut) before
+// it is added. The embedding is added after the first convolution, or it scales and shifts the result of the second
+// norm. With a resample, the main path changes its resolution after the first SiLU. The input that is added at the end
+// then changes its resolution, too.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = net->tensor(x1).C + net->tensor(x2).C;
@@ -2394,7 +2399,8 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     return end_block(net, first);
 }
 
-// Adds a group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution, plus the input.
+// Adds an attention block: group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution,
+// plus the block's input.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
     const Config& c = net->config;
     const Tensor t = net->tensors[x];
@@ -2410,8 +2416,8 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     return end_block(net, first);
 }
 
-// The embedding. Its last layer projects it for all residual blocks at once; each residual block adds its own columns
-// to that layer.
+// Adds the embedding's layers. The last one projects the embedding for all residual blocks at once. Each residual block
+// later adds its own columns to that layer.
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int F = c.num_channels; // how many sinusoids there are
@@ -2450,9 +2456,10 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
     return add_resample(net, UP, name, x);
 }
 
-// The encoder: at each level residual blocks (and attention), then half the resolution; returns what the decoder reads.
-// guided-diffusion numbers the blocks of all levels from input_blocks.0, the first convolution, on. In a block's name
-// .0 is the residual block, or what halves the resolution, and .1 is attention.
+// Adds the encoder: at each level residual blocks (and attention), then a layer or block that halves the resolution.
+// Returns the tensors that the decoder reads. guided-diffusion numbers the blocks of all levels, beginning with
+// input_blocks.0, which is the first convolution. In a block's name .0 is the residual block, or what halves the
+// resolution, and .1 is attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
     int block = 0;
@@ -2473,8 +2480,9 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
     return skips;
 }
 
-// The decoder: the encoder's tensors come back in reverse, concatenated to the running one. A level has one residual
-// block more than in the encoder, because there the layer that halves the resolution also left a tensor.
+// Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the block
+// before. It reads the encoder's tensors in reverse order. A level has one residual block more than in the encoder: it
+// reads the tensor of the first convolution, or of what halved the resolution.
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -2483,7 +2491,7 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
         const int ch = c.channels(level);
         const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            // [the running tensor | the encoder's], then attention, then, at the level's end, double the resolution
+            // a residual block of [h | the encoder's tensor], then attention; at the level's end the resolution doubles
             const std::string name = "output_blocks." + std::to_string(block++);
             h = add_resblock(net, name + ".0", h, skips.back(), ch);
             skips.pop_back();
@@ -2496,8 +2504,8 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
 }
 
 // Says which of four groups a parameter belongs to. In the flat arrays the groups follow each other:
-//   0, 1  all blocks' embedding projections, their weights and then their biases, so that they are one matrix
-//   2     all others that kernels read in fp32
+//   0, 1  the embedding projections of all blocks: first all weights, so that they are one matrix, then all biases
+//   2     all other parameters that kernels read in fp32
 //   3     convolutions' weights, if the kernels read a copy of them
 static int param_group(const Param& p) {
     if (p.name.ends_with(".emb_layers.1.weight")) return 0;
@@ -2505,12 +2513,12 @@ static int param_group(const Param& p) {
     return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
-// Says where each parameter lies. From group 2 on each begins at a multiple of 64 floats.
+// Chooses where each parameter lies. From group 2 on, each parameter begins at a multiple of 64 floats.
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
     for (int group = 0; group < 4; group++) {
-        // Within a group the order is that of the list.
+        // Within a group the parameters follow each other as in the list.
         for (Param& p : net->params) {
             if (param_group(p) != group) continue;
             p.offset = end;
@@ -2522,13 +2530,13 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// --precision fp8: of how many 3x3 convolutions at each end of the network the operands stay as they are. These do the
-// damage if they are rounded to FP8 (docs/LEARNT.md).
+// --precision fp8: at each end of the network, so many 3x3 convolutions do not multiply in FP8. Rounding their operands
+// to FP8 would do the most damage (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
-// --precision fp8: chooses the 3x3 convolutions that multiply in FP8. They read what a group norm has written, whose
-// size is known before (fp8_factor), so the norm writes FP8 at once. All other tensors, the convolutions' results among
-// them, have act_element.
+// --precision fp8: chooses the 3x3 convolutions that multiply in FP8. Such a convolution reads what a group norm has
+// written. The size of the norm's values is known before (fp8_factor), so the norm itself writes FP8. All other tensors
+// keep their element. This is also true of the convolutions' results.
 static void choose_fp8(UNet* net) {
     std::vector<const Layer*> convs; // all 3x3 ones, from the first to the last
     for (const Layer& l : net->layers)
@@ -2597,11 +2605,12 @@ static UNet build_unet(const Config& c) {
 // In the order in which they run: plan_memory calls plan_gradients, plan_waits, plan_fusions, plan_lifetimes and
 // place_buffers.
 
-// A tensor's gradient is the sum of what its readers contribute, from the last reader to the first. Each reader writes
-// a buffer of its own: its contribution plus the buffers of the readers behind it that wait to be added. A residual's
-// contribution is the gradient of the sum itself, so it is passed on without a copy.
+// A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
+// reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
+// layer adds the tensor as its residual, that layer contributes the gradient of its output. This gradient is unchanged,
+// so no copy of it is made.
 static void plan_gradients(UNet* net) {
-    // For each tensor: the buffers that its next reader has to add to its own contribution.
+    // For each tensor: the buffers that the next contribution has to add.
     std::vector<std::vector<int>> waiting(net->tensors.size());
     // Plans a contribution to the gradient of tensor x, in a new buffer. It is not added in place to a buffer that
     // waits, because weight gradients may still have to read that buffer.
@@ -2620,7 +2629,7 @@ static void plan_gradients(UNet* net) {
     contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
-        if (waiting[l.out].empty()) continue; // the sinusoids have no gradient
+        if (waiting[l.out].empty()) continue; // nobody needs it: it is a layer without a backward pass
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
@@ -2631,7 +2640,7 @@ static void plan_gradients(UNet* net) {
         l.d1 = contribute(l.x1);
         l.d2 = contribute(l.x2);
     }
-    // --use_checkpoint: what is computed again gets new buffers.
+    // --use_checkpoint: tensors that are computed again get new buffers.
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
         const Tensor& out = net->tensors[l.out];
@@ -2643,28 +2652,29 @@ static void plan_gradients(UNet* net) {
     }
 }
 
-// Convolutions' weight gradients are computed beside the layers that follow in the backward pass, several of them in
-// one launch. So what they read must stay in memory for some steps of time; then a layer waits for them. Small images
-// cost little memory, so what they need may stay longer, and more of them share a launch.
-// Returns for how many steps of time that is for layer l.
+// A convolution's weight gradient is computed beside the layers that follow in the backward pass, in one launch with
+// those of other convolutions. So the tensors that it reads must stay in memory for some time, counted as above. When
+// that time is over, a layer waits for the weight gradient. Tensors of small images need little memory. So they may
+// stay longer, and more weight gradients share a launch.
+// Returns how long the tensors that layer l reads stay in memory.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
     return net->config.use_checkpoint ? 2 : 6;
 }
 
-// The first layer that reads the embedding's projections.
+// Returns the first layer that reads the embedding's projections.
 static int first_emb_reader(const UNet* net) {
     int i = 0;
     while (net->layers[i].emb < 0) i++;
     return i;
 }
 
-// Says which weight gradients each layer waits for in the backward pass. A layer that waits for one weight gradient
-// also waits for those of all layers further back in the list.
+// Says which weight gradients each layer waits for in the backward pass. A layer that waits for the weight gradient of
+// one layer also waits for those of all layers that come later in the list.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
-    int done = L; // some layer waits for the weight gradients of this layer and of all behind it already
+    int done = L; // some layer waits already for the weight gradients of this layer and of all later ones
     for (int i = L - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
         if (l.dout < 0) continue; // it has no backward pass
@@ -2682,7 +2692,7 @@ static void plan_waits(UNet* net) {
     }
 }
 
-// The convolution that adds a residual block's skip connection may also compute it.
+// The convolution that adds a residual block's skip connection may also compute the skip connection.
 static void plan_fusions(UNet* net) {
     const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
@@ -2700,8 +2710,7 @@ static void plan_fusions(UNet* net) {
     }
 }
 
-// Says from when to when each buffer is in use: from the first time at which a layer reads or writes it to the last
-// one.
+// Says when each buffer is in use: from the first to the last time at which a layer reads or writes it.
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     auto use = [&](int time, std::initializer_list<int> buffers) {
@@ -2722,7 +2731,7 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
         if (!l.fused) use(time, {data(l.out), stats(l.out)});
     };
-    // Input and output are also in use before the first layer and after the last one, by the sampler and the loss.
+    // The sampler and the loss also use the network's input and output, before the first layer and after the last one.
     use(0, {data(net->input)});
     use(L + 1, {data(net->input), data(net->output)});
     for (int i = 0; i < L; i++) {
@@ -2733,7 +2742,7 @@ static void plan_lifetimes(UNet* net) {
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
         // The backward pass, and a convolution's weight gradient, which may be computed up to weights_lag later.
-        if (l.dout < 0) continue; // not in training, or the sinusoids
+        if (l.dout < 0) continue; // not in training, or it has no backward pass
         const int back = 2 * L + 1 - i;
         const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
         for (int time : {back, done}) {
@@ -2751,8 +2760,9 @@ static void plan_lifetimes(UNet* net) {
     }
 }
 
-// Chooses the offsets of all buffers for batches of B: largest first, each at the lowest place that is free during its
-// whole life. Sizes are rounded up, so that each buffer begins at a multiple of 256 bytes.
+// Chooses the offsets of all buffers for batches of B. The largest buffer is placed first. Each buffer gets the lowest
+// place that is free as long as the buffer is in use. Sizes are rounded up, so that each buffer begins at a multiple of
+// 256 bytes.
 static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
@@ -2781,8 +2791,8 @@ static void place_buffers(UNet* net, int B) {
 // fit.
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
-    // For each parameter there are at most a weight, its copy, and a copy in FP8; in training no FP8, but a gradient,
-    // two moments, an average, and the average's copy.
+    // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
+    // gradient, two moments, an average, and copies of the weight and of the average.
     const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
     const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sampling_bytes;
@@ -2820,8 +2830,8 @@ static void plan_memory(UNet* net, int B, bool training) {
     check_memory(net, training);
     net->arena = device_alloc<char>(net->arena_bytes);
 
-    // Operations use the workspace one after the other, so it has the size that the largest of them needs. What they
-    // leave for finish_gradients (sums) is kept for all of them.
+    // The operations of a lane use its workspace one after the other, so it is as large as the largest of them needs.
+    // But what they leave for finish_gradients (sums) is kept for all of them, so these sizes are added up.
     Workspace most{loss_workspace(B)};
     const Walk walk{.net = net, .B = B};
     for (const Layer& l : net->layers) {
@@ -2839,21 +2849,21 @@ static void plan_memory(UNet* net, int B, bool training) {
 // layer to the first and collects the convolutions' weight gradients on the way (WeightGradients).
 
 // A hook that is called before each operation is started. dev/benchmarks/bench.cu takes time stamps there.
-enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients but that of a convolution's weights
+enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except that of a convolution's weights
 struct Operation {
-    const char* name = nullptr; // of an operation that is not a layer's
+    const char* name = nullptr; // the operation's name, if it is not a layer's
     const Layer* layer = nullptr;
     Pass pass = FORWARD;
 };
 static void (*mark)(const Operation&) = [](const Operation&) {};
 
 static void forward_layer(const Walk& walk, const Layer& l) {
-    if (l.fused) return; // the layer behind it computes this one, too
+    if (l.fused) return; // the next layer also computes this one
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
-    // Its operation has written, through `stats`, in how many parts the sums of the output lie. The norm that reads the
-    // output has to know.
+    // The operation has written to a.out_stats in how many parts the sums of the output lie. The norm that reads the
+    // output needs this number.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
@@ -2881,19 +2891,19 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // The weight gradients of convolutions during the backward pass. They wait until they fill the GPU together, or until
-// some layer needs one of them. Then one launch, on the side lane, computes them all.
+// some layer needs one of them. Then they are all computed together, on the side lane.
 struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Lane*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
-    double load = 0;           // how much of the device those that wait would fill together; 1: all of it
-    int last = -1;             // the layer that came last
-    std::vector<int> ticket{}; // of each layer: the number that wait_for_side takes, or -1 if its gradient was not sent
+    double load = 0;           // how much of the device the waiting weight gradients would fill together; 1: all of it
+    int last = -1;             // the layer whose weight gradient was added last
+    std::vector<int> ticket{}; // for each layer: the ticket for wait_for_side; -1: its weight gradient was not sent yet
 
-    // Launches those that wait. After that the gradients of all layers from `last` on have been sent.
+    // Launches the weight gradients that wait. After that, those of all layers from `last` on have been sent.
     void send() {
-        // In the flat arrays, gradients from complete_from on are complete: all weights of convolutions that still have
-        // none lie in front of it.
+        // In the flat arrays, gradients from complete_from on are then complete. The convolutions' weights without a
+        // complete gradient all lie before it.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -2916,16 +2926,16 @@ struct WeightGradients {
         load += conv_weight_load(a.conv());
         if (load >= 1 || !allowed.batches) send();
     }
-    // The operations that follow on the main lane wait for this layer's weight gradient.
+    // Makes the operations that follow on the main lane wait for this layer's weight gradient.
     void wait_for(int layer) {
         if (ticket[layer] < 0) send();
         wait_for_side(ticket[layer]);
     }
 };
 
-// The backward pass: grads = gradients of the parameters, from output_gradient and from what the forward pass of these
-// B samples left in memory. done(n, lane) is called when, on this lane, the gradients from the n-th float on are
-// complete.
+// The backward pass. It computes grads, the gradients of the parameters, from output_gradient and from what the forward
+// pass of these B samples left in memory. done(n, lane) is called after this lane has been given the work that
+// completes the gradients from the n-th float on.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Lane*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
@@ -2939,8 +2949,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // Other gradients should not wait until that of the first layer joins them, because the embedding waits for
-            // them.
+            // The weight gradients that wait are launched without that of the first layer, because the embedding's
+            // layers wait for them.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.send();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
