@@ -198,7 +198,7 @@
 #define INLINE __device__ __forceinline__
 typedef void act;                // an element of an activation; its type is known at run time (act_element)
 constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
-constexpr int STEPS_AGREED = 16; // after so many steps, again and again, the ranks agree on whether to stop
+constexpr int STEPS_AGREED = 16; // every so many steps the ranks agree on whether to stop
 // The presets that are used if the command line has no --preset (see default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
 static const char* const PRESET_32 = "unet64";       // for images of 32x32
@@ -298,8 +298,9 @@ struct WeightWork {
     ConvShape shape;
 };
 
-// Says where the gradient of an input goes: dx = gradient + add1 + add2. The addends are gradients from other readers
-// of the same tensor. An addend may be null, or dx itself. If dx is null, nobody needs the gradient.
+// Where the gradient of an input is written, and what is added to it: dx = gradient + add1 + add2. The addends are
+// gradients from other readers of the same tensor. An addend may be null, or dx itself. If dx is null, nobody needs the
+// gradient.
 template <class T> struct GradOf {
     T* dx = nullptr;
     const T *add1 = nullptr, *add2 = nullptr;
@@ -315,8 +316,8 @@ struct Stats {
 
 // What attention keeps of each row of scores s = q . k, so that the backward pass can compute the softmax again:
 // P = 2^((s - top) log2(e) / sqrt(d) - log_sum), where top is one of the highest scores of the row. Usually only one
-// number is kept, the log of the sum of exponentials. But for large scores the rounding of that number would change it
-// by more than 1.
+// number is kept, the log of the sum of exponentials. If scores are large, however, the rounding of that number would
+// change it by more than 1.
 struct SoftmaxRow {
     float top, log_sum;
 };
@@ -377,9 +378,9 @@ struct Dropout {
 // A noise level: what the network is shown and told of a sample, what it should answer, and what its answer means.
 struct NoiseLevel {
     float t;                       // what the network is told
-    float signal, sigma;           // its input x = signal x0 + sigma noise
-    float target_x0, target_noise; // its target = target_x0 x0 + target_noise noise
-    float x0_x, x0_out;            // the x0 that its answer means: x0_x x + x0_out output
+    float signal, sigma;           // the network's input x = signal x0 + sigma noise
+    float target_x0, target_noise; // the network's target = target_x0 x0 + target_noise noise
+    float x0_x, x0_out;            // the x0 that the network's output means: x0_x x + x0_out output
     float weight;                  // the weight of the squared error
     float kl = 0;                  // kl, log_var, log_ratio and range are for the variational bound: see bound_term
     float log_var = 0;
@@ -456,16 +457,16 @@ struct SamplerStep {
 };
 
 // Settings that are the same in all steps of a sampler.
-// With guidance, the second half of the batch is a copy of the first half, and there the network is told no class (and
-// no numbers, and no picture). Its answers there are called `unconditional`. The sampler uses the answer
-// unconditional + guidance * (out - unconditional).
+// With guidance, the second half of the batch is a copy of the first half. For the copies the network is not told the
+// class, numbers or picture, if training has also left these out sometimes. Its answers for the copies are called
+// `unconditional`. The sampler uses the answer unconditional + guidance * (out - unconditional).
 // With a limit, x0 is limited to [-s, s] and divided by s. s is 1. But with rank >= 0, s is the rank-th smallest |x0|
 // of the image (counted from 0), if that is larger than 1.
 struct Denoising {
     bool limit, guided;
     float guidance;
     int rank;
-    float* threshold; // device: (B), room for s
+    float* threshold; // device: (B), memory for s of each image
     float* m;         // device: (B, HW, C), what the sampler remembers
 };
 
@@ -534,7 +535,7 @@ struct Update {
     Everywhere<act> copy;
     size_t plain;
     float *ema, *m, *v;
-    const float* sum; // of the ranks' gradients
+    const float* sum; // the sum of the ranks' gradients
 };
 
 // The running mean and variance of the loss, and those of the gradient's norm, over healthy steps.
@@ -543,7 +544,7 @@ struct Guard {
     double mean_loss, var_loss, mean_norm, var_norm;
 };
 
-// What changes from step to step, in device memory.
+// The state that changes from step to step, in device memory.
 struct StepState {
     int64_t step, updates;         // finished steps, and those of them that have changed the weights
     int64_t bad_total, bad_in_row; // skipped steps: all of them, and those since the last good step
@@ -567,7 +568,7 @@ struct ConvSkip {
 // 2. The interface: all that the program asks of a device
 // dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
 // need these functions. Outputs come first, then inputs, then sizes. Functions overwrite their outputs; backward
-// functions do so, too.
+// functions do not add to them either.
 // A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
 // A queue of a GPU's operations, which run one after the other. Different lanes run at the same time.
@@ -754,8 +755,8 @@ static void update_weights(double* weights,          // (T)
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
 // t (B) = what the network is told in step *k
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
-// Makes the sampler's step *key.step, in place. With guidance, x and out hold 2 B samples: B samples whose classes the
-// network is told, then the same B samples without classes.
+// Makes the sampler's step *key.step, in place. With guidance, x and out hold 2 B samples: B samples with class,
+// numbers and picture, then the same B samples without.
 static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
@@ -770,7 +771,7 @@ static void keep_known(float* x,           // (B or 2 B, n)
 // squares: the sum of squares of each piece of sum, written to all ranks. step_gradients explains this order, and why
 // there are pieces.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
-// Gives the verdict on a step (judge_batch).
+// Decides whether a step is good or is skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (pieces)
                        size_t pieces, const double* loss,       // (B)
                        const int* quarters,                     // (B)
@@ -784,9 +785,9 @@ static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step);                                           // ++*step, after all the step's draws
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
 
-// Bytes that operations need beside their arrays (0 on a CPU).
-static size_t conv_workspace(ConvShape s);           // weight gradient
-static size_t conv_detour_bytes(const ConvShape& s); // forward pass and input gradient
+// How many bytes of memory operations need beside their arrays (0 on a CPU).
+static size_t conv_workspace(ConvShape s);           // for the weight gradient
+static size_t conv_detour_bytes(const ConvShape& s); // for the forward pass and the input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
 static size_t norm_sums_bytes(const NormShape& s); // kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
@@ -841,13 +842,13 @@ static int max_stat_parts(int H, int W); // the largest number of parts in which
 // Work that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one launch.
 struct Graph {
     void* exec = nullptr;
-    size_t nodes = 0; // launches
+    size_t nodes = 0; // how many launches it has
 };
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
 // run_beside runs work on the side lane, at the same time as work on the main lane. wait_for_side(ticket) makes the
-// main lane wait until the work with this ticket has ended, and all work that was given to the side lane before.
+// main lane wait until the work with this ticket has ended, and all earlier work of the side lane.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
 // These switches allow what makes the program fast. dev/bench turns them off, for its profile and for tests. early,
@@ -859,7 +860,7 @@ static struct Allowed {
     bool batches = true; // one launch computes the weight gradients of several layers
     bool graphs = true;  // repeated work is one launch
     // start_device reads these two (and beside):
-    bool clusters = true; // blocks that reach each other's shared memory
+    bool clusters = true; // clusters: blocks that access each other's shared memory
     bool hopper = true;   // kernels with instructions that only Hopper has, in place of kernels for any GPU
 } allowed;
 
@@ -967,7 +968,7 @@ HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double
 // a random function of the right half. In general n is not a power of 4. So if the result is not below n, it is
 // permuted again, until it is.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
-    int half = 1; // bits of a half, so many that n numbers fit into two halves
+    int half = 1; // bits of a half: so many that two halves can hold all numbers below n
     while ((int64_t)1 << 2 * half < n) half++;
     const uint32_t mask = (1u << half) - 1;
     int64_t x = pos;
@@ -1071,7 +1072,7 @@ struct Config {
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int patch() const { return std::max(patch_size, 1); }
-    int height(size_t level) const { return H / patch() >> level; } // each level halves it
+    int height(size_t level) const { return H / patch() >> level; } // each level halves the height
     bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 
     // Returns how many images a process computes at a time.
@@ -1083,7 +1084,7 @@ struct Config {
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
     bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // steps are the model's timesteps
     bool can_churn() const { return sampler == "euler" || sampler == "heun"; }        // see S_churn
-    int seen_channels() const { return in_channels + cond_channels; }                 // an image's and its picture's
+    int seen_channels() const { return in_channels + cond_channels; } // those of an image and its picture
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
     int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // how many steps a stage has
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
@@ -1284,7 +1285,7 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
 // Says what to do instead of using a flag that this program does not have.
 static std::string instead_of(const std::string& name) {
     auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
-    // These are guided-diffusion's flags for what is done in another way here, or not at all.
+    // These flags belong to guided-diffusion or to dev/bench. What they do is done in another way here, or not at all.
     if (is({"model_path", "use_ddim"}))
         return "python generate.py takes it; here it is --sample N --init FILE --sampler";
     if (is({"base_samples"})) return "here it is --sample N --cond_file, a data file of the small images";
@@ -1343,8 +1344,9 @@ static void take_aliases(Config* c) {
         set_flag(c, *find_flag(name), value);
         c->on_command_line.insert(name);
     };
-    // guided-diffusion lets the learning rate fall over lr_anneal_steps steps, without a warm-up, and stops then. 0
-    // means that the rate stays as it is and that the run has no end.
+    // In guided-diffusion, the learning rate falls over lr_anneal_steps steps, without a warm-up, and then the run
+    // stops. There 0 means that the rate stays as it is and that the run has no end. Here 0 leaves --max_steps as it
+    // is.
     const int64_t steps = c->lr_anneal_steps;
     // An upsampler enlarges images from small_size to large_size.
     // If large_size is 512, its levels differ from those of a model of 512 x 512 that is not an upsampler.
@@ -1404,7 +1406,7 @@ static std::string parse_image_size(Config* c) {
     return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
 }
 
-// Returns how many channels the pictures have that --cond makes of images.
+// --cond makes pictures of images. Returns how many channels these pictures have.
 static int made_channels(const Config& c) {
     if (c.picture_kind == PictureKind::GRAY) return 1;
     return c.in_channels + (c.picture_kind == PictureKind::MASK);
@@ -1472,7 +1474,7 @@ static std::string check_divisions(Config* c) {
     const int levels = (int)c->mult.size();
     const int depth = p << (levels - 1); // the side of a square that becomes one pixel of the lowest level
     if (c->H % depth == 0 && c->W % depth == 0) return "";
-    // The message names the next smaller size that works.
+    // The message names the next smaller size that works, or the smallest one.
     const int H = std::max(c->H / depth, 1) * depth;
     const int W = std::max(c->W / depth, 1) * depth;
     return wrong(c, "image_size",
@@ -1486,8 +1488,8 @@ static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
-    std::string heights;   // of all levels, as the message lists them
-    std::set<float> occur; // the same as numbers
+    std::string heights;   // the heights of all levels, as text for the message
+    std::set<float> occur; // the same heights as numbers
     for (size_t level = 0; level < c->mult.size(); level++) {
         heights += text("%s %d", level ? "," : "", c->height(level));
         occur.insert((float)c->height(level));
@@ -1500,7 +1502,8 @@ static std::string parse_attention_resolutions(Config* c) {
     return "";
 }
 
-// Parses image_size, channel_mult and attention_resolutions. Returns "", or a sentence that says what is wrong.
+// Parses and checks image_size, cond, channel_mult, patch_size and attention_resolutions. Returns "", or a sentence
+// that says what is wrong.
 static std::string parse_model(Config* c) {
     for (auto part : {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
         const std::string error = part(c);
@@ -1687,7 +1690,8 @@ static void check_microbatch(Config* c, const std::string& where) {
         if (N > 1) c->microbatch = c->micro();
         return;
     }
-    // It is an error, and not changed silently, if the user asked for it or if there is only one process.
+    // If the user has set a microbatch that does not work, or if there is only one process, it is an error. Otherwise
+    // the microbatch is changed, with a message.
     if (c->given("microbatch") || N == 1) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
@@ -1748,14 +1752,14 @@ struct Param {
     std::vector<int> shape; // as in PyTorch
     size_t size, offset;
     ParamInit init;
-    int heads;            // the heads of an attention's qkv; 0 in other parameters
+    int heads;            // the number of attention heads, in the weight and bias of a qkv; 0 elsewhere
     bool of_conv = false; // a convolution's weight: see add_conv_params
 };
 
 // An activation (B, H, W, C).
 struct Tensor {
     int H = 0, W = 0, C = 0;
-    Element element = Element::FP32; // act_element, or FP32: the network's input and output, and embeddings
+    Element element = Element::FP32; // act_element; or FP32: input, output, embeddings, patches; or FP8: see choose_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
@@ -1784,7 +1788,7 @@ struct Layer {
 
     // The plan (see plan_gradients, plan_waits, plan_fusions).
     GradPlan d1{}, d2{};      // the gradients of x1 and x2
-    int dout = -1, demb = -1; // buffers of gradients
+    int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
     int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
     bool fused = false;       // forward: the next layer's operation also computes this layer
@@ -1804,7 +1808,7 @@ struct UNet {
     std::vector<Tensor> tensors;
     std::vector<Layer> layers;
     std::vector<Buffer> buffers;
-    size_t num_params = 0;                 // without padding
+    size_t num_params = 0;                 // how many parameters there are, without padding
     size_t flat_size = 0;                  // floats in a flat array, with padding
     size_t plain_size = 0;                 // how many floats at its beginning are read in fp32, and never from a copy
     int input = -1, emb = -1, output = -1; // tensors
@@ -2002,11 +2006,11 @@ struct LayerKind {
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
-    double (*flops)(const LayerArgs&) = no_flops;            // of a forward pass, 2 for a multiply-add
+    double (*flops)(const LayerArgs&) = no_flops;            // of a forward pass; a multiply-add is 2
     Workspace (*workspace)(const LayerArgs&) = no_workspace; // memory that its functions need beside their arrays
 };
 
-// The embedding's layers. Their tensors are fp32, of B rows.
+// The layers of the embedding. Their tensors are in fp32 and have B rows.
 
 // The sinusoids of t: the first layer of the embedding.
 static void forward_timestep(LayerArgs& a) {
@@ -2060,7 +2064,7 @@ constexpr LayerKind SILU{
     .embedding = true,
 };
 
-// Adds a row of a table, the one of the image's class, to the embedding.
+// Adds a row of a table to the embedding: the row of the image's class.
 static void forward_label(LayerArgs& a) {
     const float* const table = a.weight;
     label_embedding_forward(a.out_fp32(), a.x_fp32(), table, a.net->labels, a.B, a.Cin, a.lane);
@@ -2097,8 +2101,9 @@ constexpr LayerKind VALUES{
 
 // The layers between the images and the network's output.
 
-// A convolution, 3x3 or 1x1. It also makes the additions to its result. Its backward function only computes the input's
-// gradient: the weight gradients of several layers are computed together (see unet_backward).
+// A convolution, 3x3 or 1x1, with all that is added to its result: bias, embedding, and residual or skip connection.
+// Its backward function only computes the input's gradient: the weight gradients of several layers are computed
+// together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
     const act* const weight = a.fp8_weight ? (const act*)a.fp8_weight : a.copy;
     conv_forward(a.out, a.stats(), // what it writes
@@ -2231,9 +2236,9 @@ constexpr LayerKind PIXELS{
     .fp32 = true,
 };
 
-// The functions that follow make the list. Each of them appends something to the network and returns its index.
+// The functions that follow make the list. Most of them append something to the network and return its index.
 
-// bytes: for one sample.
+// Adds a buffer. bytes: its size for one sample.
 static int add_buffer(UNet* net, size_t bytes) {
     const int buffer = (int)net->buffers.size();
     net->buffers.push_back(Buffer{.bytes = bytes, .again = buffer});
@@ -2258,7 +2263,8 @@ static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit 
     return (int)net->params.size() - 1;
 }
 
-// Adds NAME.weight and NAME.bias. Returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
+// Adds NAME.weight and NAME.bias. Returns the weight's index; the bias has the next index. shape:
+// (outputs, inputs ...).
 static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
     const ParamInit bias_init = init == INIT_ONE ? INIT_ZERO : init;
     const int weight = add_param(net, name + ".weight", shape, init, heads);
@@ -2286,7 +2292,7 @@ static void check_conv_params(const UNet& net) {
     }
 }
 
-// Appends a layer that writes a new tensor (H, W, C), which is returned.
+// Appends a layer and the new tensor (H, W, C) that it writes. Returns this tensor.
 static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element element = act_element) {
     const LayerKind& kind = *l.kind;
     if (l.weight >= 0 && !kind.backward) die("internal error: %s has weights but no backward pass", l.name.c_str());
@@ -2542,7 +2548,7 @@ static void choose_fp8(UNet* net) {
     for (const Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
-    for (int i = FP8_SPARED; i < last; i++) { // every model has at least 12: so those of middle_block are chosen
+    for (int i = FP8_SPARED; i < last; i++) { // every model has at least 12, so at least 3 of middle_block are chosen
         const Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
@@ -2580,8 +2586,8 @@ static UNet build_unet(const Config& c) {
     if (p > 1) h = add_layer(&net, {.kind = &PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
 
-    // Now all blocks have been added, so it is known how wide the layer is that projects the embedding for all of them:
-    // emb.C floats a sample. Its weights are those of all blocks, side by side. The flat array begins with them
+    // All blocks have been added now. So the width of the layer that projects the embedding for all of them is known:
+    // emb.C floats a sample. The layer's weights are those of all blocks, side by side. The flat array begins with them
     // (param_group).
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
@@ -2653,9 +2659,9 @@ static void plan_gradients(UNet* net) {
 }
 
 // A convolution's weight gradient is computed beside the layers that follow in the backward pass, in one launch with
-// those of other convolutions. So the tensors that it reads must stay in memory for some time, counted as above. When
-// that time is over, a layer waits for the weight gradient. Tensors of small images need little memory. So they may
-// stay longer, and more weight gradients share a launch.
+// those of other convolutions. So the tensors that it reads must stay in memory for some time, which is counted in
+// layers (see the head of this section). When that time is over, a layer waits for the weight gradient. Tensors of
+// small images need little memory. So they may stay longer, and more weight gradients share a launch.
 // Returns how long the tensors that layer l reads stay in memory.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
@@ -2787,8 +2793,8 @@ static void place_buffers(UNet* net, int B) {
     }
 }
 
-// Ends the program if the weights and the arena are larger than the device's memory. The message says which batch would
-// fit.
+// Ends the program if the weights and the arena are larger than the device's free memory. The message says which batch
+// would fit.
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
@@ -2949,8 +2955,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // The weight gradients that wait are launched without that of the first layer, because the embedding's
-            // layers wait for them.
+            // The weight gradients that wait are launched without that of the first convolution, because the
+            // embedding's layers wait for them.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.send();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
