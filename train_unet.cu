@@ -1233,7 +1233,7 @@ static void apply_preset(Config* c, const std::string& preset) {
 static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
     const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
     std::string value = flag_value(defaults, f);
-    if (value.empty()) value = "\"\""; // so that one sees that the value is empty
+    if (value.empty()) value = "\"\""; // so that the user sees that the value is empty
     if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
     return text("  --%-25s %s%s [%s]\n", f.name, f.help, choices.c_str(), value.c_str());
 }
@@ -2350,8 +2350,8 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 
 // Ends a residual block or an attention block: it consists of the layers from `first` on. Returns its output. With
 // --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept. Before
-// the block's backward pass its layers are computed again. Two layers are not: the last one and the skip connection,
-// because no other layer of the block reads their results.
+// the block's backward pass its layers are computed again. Two layers are not computed again: the last one and the skip
+// connection, because no other layer of the block reads their results.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -2487,8 +2487,8 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
 }
 
 // Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the block
-// before. It reads the encoder's tensors in reverse order. A level has one residual block more than in the encoder: it
-// reads the tensor of the first convolution, or of what halved the resolution.
+// before. It reads the encoder's tensors in reverse order. A level has one residual block more than in the encoder. The
+// additional block reads the result of the first convolution, or of the layer or block that halved the resolution.
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -2698,7 +2698,7 @@ static void plan_waits(UNet* net) {
     }
 }
 
-// The convolution that adds a residual block's skip connection may also compute the skip connection.
+// The convolution that adds a residual block's skip connection may also compute this skip connection.
 static void plan_fusions(UNet* net) {
     const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
@@ -2868,8 +2868,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
-    // The operation has written to a.out_stats in how many parts the sums of the output lie. The norm that reads the
-    // output needs this number.
+    // The operation has written to a.out_stats in how many parts the output's sums lie. The norm that reads the output
+    // needs this number.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
