@@ -194,11 +194,11 @@
 // 1. Types at the interface: what operations are called with
 
 #ifdef __CUDACC__
-#define HD __host__ __device__ // what both sides compute
+#define HD __host__ __device__ // marks functions that both the host and the device call
 #define INLINE __device__ __forceinline__
-typedef void act;                // an element of an activation; the operations know which (act_element)
-constexpr int STEPS_AHEAD = 64;  // how many steps the host may be ahead of what the log has seen
-constexpr int STEPS_AGREED = 16; // how many steps there are between two agreements of the ranks on a stop
+typedef void act;                // an element of an activation; its type is known at run time (act_element)
+constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
+constexpr int STEPS_AGREED = 16; // every so many steps the ranks agree on whether to stop
 // The presets that are used if the command line has no --preset (see default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
 static const char* const PRESET_32 = "unet64";       // for images of 32x32
@@ -216,15 +216,16 @@ static const char* const PRESET_64 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
 #endif
 
-// Enumerations. Where something depends on a word of one, there is a switch without a default, or a static_assert. So
-// the compiler names every place that a new word has to be added to (-Werror=switch).
-#define ALL_CASES_RETURN __builtin_unreachable(); // stands behind such a switch
+// Enumerations. Where code depends on an enumerator, there is a switch without a default, or a static_assert. So the
+// compiler names every place that has to be changed for a new enumerator (-Werror=switch).
+#define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch
 
 // What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. (docs/READING.md, "an
-// element type", lists what a new one touches.) FP8 is for some tensors of --precision fp8: see choose_fp8.
+// element type", lists the places to change for a new element.) With --precision fp8 some tensors are FP8: see
+// choose_fp8.
 enum class Element : uint8_t { FP32, BF16, FP8 };
 struct ElementFacts {
-    const char* name; // as --precision has it
+    const char* name; // its word for --precision
     size_t bytes;
 };
 constexpr ElementFacts facts_of(Element e) {
@@ -238,31 +239,31 @@ constexpr ElementFacts facts_of(Element e) {
 constexpr const char* name_of(Element e) { return facts_of(e).name; }
 constexpr size_t bytes_of(Element e) { return facts_of(e).bytes; }
 
-// The element of activations, and of the copy of the convolutions' weights that kernels read; start_device sets it. It
-// is never FP8. All else is in fp32.
+// The element of activations, and of the copy of the convolutions' weights that kernels read. start_device sets it. It
+// is never FP8. All other weights, and all gradients of weights, are in fp32.
 static Element act_element = Element::FP32;
 static size_t act_bytes() { return bytes_of(act_element); }
-// In fp32 there is no copy: kernels read the convolutions' weights themselves.
+// If activations are fp32, there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
 
 // FP8 is the format e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): a sign, four bits of exponent, and three of
 // mantissa. Its largest number is FP8_MAX. Below 2^-6 its numbers are the multiples of 2^-9. There is no infinity.
 constexpr float FP8_MAX = 448;
 constexpr uint8_t FP8_NAN = 0x7F;
-// Rounds to the nearest FP8 number, ties to even; what is larger than FP8_MAX becomes FP8_MAX. Kernels round alike
-// (pack_fp8).
+// Rounds to the nearest FP8 number, ties to even. If |v| is larger than FP8_MAX, it is rounded to FP8_MAX. Kernels
+// round in the same way (pack_fp8).
 static inline uint8_t fp8_bits(float v) {
     const uint8_t sign = std::signbit(v) ? 0x80 : 0;
     const float size = std::fabs(v);
     if (std::isnan(v)) return FP8_NAN;
     if (size >= FP8_MAX) return sign | (FP8_NAN - 1);
     if (size < 0x1p-6f) return sign | (uint8_t)std::lrintf(size * 0x1p9f);
-    uint32_t bits; // of a float: 8 bits of exponent, 23 of mantissa, of which 3 stay
+    uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa; the FP8 number keeps 3 of the 23
     memcpy(&bits, &size, sizeof bits);
     bits += 0x7FFFF + (bits >> 20 & 1);
     return sign | (uint8_t)((bits >> 20) - ((127 - 7) << 3)); // the exponents' biases are 127 and 7
 }
-[[maybe_unused]] static inline float fp8_value(uint8_t bits) { // of the CPU build
+[[maybe_unused]] static inline float fp8_value(uint8_t bits) { // only the CPU build calls this
     const int exponent = bits >> 3 & 15;
     const int mantissa = bits & 7;
     if ((bits & 0x7F) == FP8_NAN) return NAN;
@@ -270,8 +271,8 @@ static inline uint8_t fp8_bits(float v) {
     return bits & 0x80 ? -size : size;
 }
 
-// A convolution is 1x1 or 3x3 (padding kernel / 2). It reads (B, H, W, C1 + C2), which comes in one or two parts. With
-// upsample = 1 it is a 3x3 with stride 1 and reads its input enlarged to 2H x 2W.
+// A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array, or two arrays of C1 and
+// C2 channels. With upsample = 1 it is a 3x3 with stride 1 and reads its input enlarged to 2H x 2W.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     Element in = act_element, out = act_element; // the network's own input and output are FP32
@@ -279,9 +280,9 @@ struct ConvShape {
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
 
-enum class Nonlinearity : uint8_t { NONE, SILU }; // behind a group norm; struct Silu has its formulas
+enum class Nonlinearity : uint8_t { NONE, SILU }; // what a group norm applies to its result (struct Silu)
 
-// A group norm of x (B, HW, C1 + C2), which may come in two parts of C1 and C2 channels.
+// A group norm of x (B, HW, C1 + C2), which is one array, or two arrays of C1 and C2 channels.
 struct NormShape {
     int B, HW, C1, C2, groups;
     Nonlinearity nonlinearity;
@@ -291,14 +292,15 @@ struct NormShape {
 // The weight gradient of a convolution, as a piece of work that is computed later, together with others.
 struct WeightWork {
     float *dweight, *dbias;
-    float* demb; // (B, emb_stride): the gradient of what was added to all pixels of an image; null: nothing was
+    float* demb; // (B, emb_stride): gradient of the embedding that was added to all pixels of an image; null: none
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
 };
 
-// Says where the gradient of an input goes: dx = gradient + add1 + add2. The addends are gradients from other readers
-// of the same tensor. An addend may be null, or dx itself. If dx is null, nobody needs the gradient.
+// Where the gradient of an input is written, and what is added to it: dx = gradient + add1 + add2. The addends are
+// gradients from other readers of the same tensor. An addend may be null, or dx itself. If dx is null, nobody needs the
+// gradient.
 template <class T> struct GradOf {
     T* dx = nullptr;
     const T *add1 = nullptr, *add2 = nullptr;
@@ -312,9 +314,10 @@ struct Stats {
     int parts;
 };
 
-// What attention keeps of a row of scores s = q . k, so that the backward pass can make the softmax again:
-// P = 2^((s - top) log2(e) / sqrt(d) - log_sum), where top is one of the highest scores of the row. If both were kept
-// as one number, the usual log of the sum of exponentials, rounding it would be off by more than 1 for large scores.
+// What attention keeps of each row of scores s = q . k, so that the backward pass can compute the softmax again:
+// P = 2^((s - top) log2(e) / sqrt(d) - log_sum), where top is one of the highest scores of the row. Usually only one
+// number is kept, the log of the sum of exponentials. If scores are large, however, the rounding of that number would
+// change it by more than 1.
 struct SoftmaxRow {
     float top, log_sum;
 };
@@ -323,30 +326,31 @@ struct SoftmaxRow {
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE and so on
-    const int64_t* step; // device: *step is read when the draw is made, so a recorded graph draws anew in each step
+    const int64_t* step; // device; it is read at each draw, so that a recorded graph draws anew in each step
     int64_t sample0;     // the batch's first sample
 };
 
-// The same draw for another purpose.
+// Returns the same key with another purpose.
 HD static inline RandomKey of_purpose(RandomKey key, uint32_t purpose) {
     key.purpose = purpose;
     return key;
 }
 
-// What happens by chance to the pictures that a batch is conditioned on. Outside of training all members are 0, and
-// only the holes of --cond mask are drawn.
+// What is random about the pictures that a batch is conditioned on. Outside of training all members except the key are
+// 0, so only the holes of --cond mask are random.
 struct PictureDraws {
     RandomKey key;            // the step and the first sample; each draw has a purpose of its own
-    bool random_flip = false; // whether half of the images are mirrored, and so their pictures
+    bool random_flip = false; // whether half of the images are mirrored, each together with its picture
     float dropout = 0;        // the probability of leaving a picture out
     float noise = 0;          // the largest standard deviation of the noise on a small picture
 };
 
-// What --cond makes a picture of the image into; FILE: --cond_file has the pictures, or there are none.
+// How the picture that the network is conditioned on is made of an image (--cond). FILE: it is not made of the image,
+// but comes from --cond_file, or there is no picture.
 enum class PictureKind : uint8_t { FILE, LOWRES, GRAY, MASK };
 struct PictureWord {
     PictureKind kind;
-    const char* word; // as --cond has it
+    const char* word; // as the user writes it after --cond
 };
 constexpr PictureWord PICTURE_WORDS[] = {
     {PictureKind::FILE, ""},
@@ -362,7 +366,7 @@ constexpr bool picture_words_are_in_order() {
 static_assert(picture_words_are_in_order(),
               "PICTURE_WORDS[kind] must be the row of that kind: model files keep its number");
 
-// Dropout with probability p; 0: none. The other members are what its random draws depend on.
+// Dropout with probability p; p = 0: there is none. Its random draws depend on the other members.
 struct Dropout {
     float p = 0;
     uint64_t seed = 0;
@@ -374,11 +378,11 @@ struct Dropout {
 // A noise level: what the network is shown and told of a sample, what it should answer, and what its answer means.
 struct NoiseLevel {
     float t;                       // what the network is told
-    float signal, sigma;           // its input x = signal x0 + sigma noise
-    float target_x0, target_noise; // its target = target_x0 x0 + target_noise noise
-    float x0_x, x0_out;            // what it says about x0: x0_x x + x0_out output
+    float signal, sigma;           // the network's input x = signal x0 + sigma noise
+    float target_x0, target_noise; // the network's target = target_x0 x0 + target_noise noise
+    float x0_x, x0_out;            // the x0 that the network's output means: x0_x x + x0_out output
     float weight;                  // the weight of the squared error
-    float kl = 0;                  // this and the next three: of the variational bound, see bound_term
+    float kl = 0;                  // kl, log_var, log_ratio and range are for the variational bound: see bound_term
     float log_var = 0;
     float log_ratio = 0;
     float range = 0;
@@ -386,10 +390,10 @@ struct NoiseLevel {
     int quarter = 0;          // in which quarter of the levels it lies, ordered by noise: 0 to 3
     int index = 0;            // ddpm: t
     float importance = 0;     // ddpm: 1 / (T times the probability of drawing t)
-    float target_teacher = 0; // ect: the target's share of the teacher's answer
+    float target_teacher = 0; // ect: the factor of the teacher's answer in the target
 };
 
-// Whose formulas say what a network is shown, told and asked at some noise: those of ddpm_level, edm_question or
+// The formulas for what a network is shown, told and asked at a noise level: those of ddpm_level, edm_question or
 // flow_question.
 enum class Frame : uint8_t { DDPM, EDM, FLOW };
 
@@ -397,17 +401,19 @@ enum class Frame : uint8_t { DDPM, EDM, FLOW };
 // 1 / t^2 + 1 / sigma_data^2.
 enum class TuningWeight : uint8_t { GAP, SNR };
 
-// --objective ect, consistency tuning (Geng et al. 2024), by the paper's letters: see teacher_sigma and student_level.
+// --objective ect, consistency tuning (Geng et al. 2024). The letters are the paper's: see teacher_sigma and
+// student_level.
 struct Tuning {
-    float q = 0, k = 0, b = 0, c = 0; // q = 0: nothing is tuned
-    int64_t d = 1;                    // steps of a stage: `a`, the paper's number of the stage, grows by 1 after each d
+    float q = 0, k = 0, b = 0, c = 0; // q = 0: there is no consistency tuning
+    int64_t d = 1;                    // steps of a stage; the paper's `a`, the stage's number, grows by 1 every d steps
     TuningWeight weight = TuningWeight::GAP;
-    const int64_t* step = nullptr; // device: how far the schedule has come
+    const int64_t* step = nullptr; // device: the run's step, from which `a` is computed
     HD bool on() const { return q > 0; }
 };
 
-// A change to an image (--augment), and what the network is told of it. The image is mirrored, and then its pixel at
-// (x, y), counted from the centre, shows what the image has at (x_x x + x_y y + x_1, y_x x + y_y y + y_1).
+// A change to an image (--augment), and what the network is told of it. First the image is mirrored. Then the changed
+// image has at (x, y) what the mirrored image has at (x_x x + x_y y + x_1, y_x x + y_y y + y_1). Places are counted
+// from the centre.
 constexpr int AUGMENT_NUMBERS = 9;
 struct Augmentation {
     float told[AUGMENT_NUMBERS];
@@ -416,22 +422,22 @@ struct Augmentation {
     double y_x, y_y, y_1;
 };
 
-// How the sigma of a training sample is drawn (draw_level), unless it is that of a t of the table.
+// How the sigma of a training sample is drawn (draw_level), if Objective::levels is null.
 struct SigmaDraws {
     float P_mean, P_std; // mean and standard deviation of ln(sigma), which is normal
-    bool uniform_t;      // instead, t = sigma / (1 + sigma) is uniform between 0 and 1
+    bool uniform_t;      // true: instead, t = sigma / (1 + sigma) is uniform between 0 and 1
 };
 
-// What a model is trained on: how noise levels are drawn, and what the loss is made of,
-// mse * squared error + bound * variational bound in nats. Where mse is 0 the bound trains the mean, too. With tuning
-// the loss is another one (tuning_loss).
+// What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
+// mse * squared error + bound * variational bound in nats. If mse is 0, the bound also trains the mean. With tuning the
+// loss is another one (tuning_loss).
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn from a distribution
     int steps;
     SigmaDraws draws;
     float sigma_data; // of edm: the standard deviation of the data
     float mse, bound;
-    const double* weights = nullptr; // device: (steps), see remember_losses; null: every t is as likely
+    const double* weights = nullptr; // device: (steps), see remember_losses; null: all t have the same probability
     Frame frame = Frame::DDPM;
     Tuning tuning{};
 };
@@ -450,16 +456,17 @@ struct SamplerStep {
     float known_x, known_sigma, back_x, back_sigma; // see keep_known
 };
 
-// What holds for all steps of a sampler.
-// With guidance the batch's second half is a copy of the first, of which the network is told no class; its answers
-// there are `unconditional`. The answer that counts is unconditional + guidance * (out - unconditional). With a limit,
-// x0 is limited to [-s, s] and divided by s. s is 1 or, with a rank >= 0, the rank-th smallest |x0| of the image
-// (counted from 0) if that is larger.
+// Settings that are the same in all steps of a sampler.
+// With guidance, the second half of the batch is a copy of the first half. For the copies the network is not told the
+// class, numbers or picture, if training has also left these out sometimes. Its answers for the copies are called
+// `unconditional`. The sampler uses the answer unconditional + guidance * (out - unconditional).
+// With a limit, x0 is limited to [-s, s] and divided by s. s is 1. But with rank >= 0, s is the rank-th smallest |x0|
+// of the image (counted from 0), if that is larger than 1.
 struct Denoising {
     bool limit, guided;
     float guidance;
     int rank;
-    float* threshold; // device: (B), room for s
+    float* threshold; // device: (B), memory for s of each image
     float* m;         // device: (B, HW, C), what the sampler remembers
 };
 
@@ -473,23 +480,23 @@ struct AdamW {
     int64_t warmup_steps, max_steps;
 };
 
-// Ranks share the work of the optimiser. Weights, gradients, moments and averages are flat arrays of n floats (a
-// multiple of 4) and padding. An array is cut into segments, and each segment into one part for every rank, of `pieces`
-// pieces. With two ranks and three segments:
+// Ranks share the work of the optimiser. Weights, gradients, moments and averages are flat arrays of n floats (n is a
+// multiple of 4), with padding after them. An array is cut into segments. Each segment is cut into one part for every
+// rank, and each part has `pieces` pieces. With two ranks and three segments:
 //
 //   | rank 0 | rank 1 | rank 0 | rank 1 | rank 0 | rank 1 |
 //   |    segment 0    |    segment 1    |    segment 2    |
 //
-// A rank owns its parts of all segments, its slice. Because a segment has parts of all ranks, its gradients can leave
-// for their owners while those of other segments are still computed; and the first weights, which are read in fp32, are
-// divided evenly, too.
+// A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
+// ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
+// And the ranks also share the first weights evenly, which are the ones that are read in fp32.
 constexpr size_t PIECE = 1 << 14; // floats
 struct Slice {
     size_t n;
     int segments, pieces, rank, ranks;
     HD size_t each() const { return pieces * PIECE; }     // floats of a segment that a rank owns
-    HD size_t owned() const { return segments * each(); } // of all segments
-    HD size_t whole() const { return ranks * owned(); }   // of a flat array with its padding
+    HD size_t owned() const { return segments * each(); } // floats of all segments that a rank owns
+    HD size_t whole() const { return ranks * owned(); }   // floats of a flat array with its padding
     // Says where in a flat array rank r's part of a segment begins.
     HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
     // Says where in a flat array the i-th of this rank's own floats lies.
@@ -499,55 +506,58 @@ struct Slice {
     }
 };
 
-// These are the gradients of this rank's slice, from every rank. own: this rank's, a flat array. received: another flat
-// array; where it would have rank r's part of a segment, it has rank r's gradients of this rank's part of that segment.
+// The gradients of this rank's slice, as each rank has computed them. own: a flat array of what this rank has computed.
+// received: another flat array. At the place of rank r's part of a segment it holds what rank r has computed for this
+// rank's part of that segment.
 struct RankGradients {
     const float *own, *received;
     Slice slice;
-    // Returns the gradients of rank r. The pointer is moved, so that the places of this rank's own parts find them.
+    // Returns the gradients that rank r has computed. The pointer is shifted, so that a float of this rank's slice has
+    // the same index in the result as in a flat array.
     HD const float* of(int r) const {
         return r == slice.rank ? own : received + (r - slice.rank) * (ptrdiff_t)slice.each();
     }
 };
 
-// An array of this rank, and the same array of the other ranks whose memory this one can write to. What is written goes
-// to all of them.
-constexpr int NEAR = 8; // the largest number of such ranks
+// An array of this rank, and the same array of the other ranks whose memory this rank can write to. A kernel that has a
+// result writes it to all of these arrays.
+constexpr int NEAR = 8; // the largest number of ranks that write to each other's memory
 template <class T> struct Everywhere {
-    T* at[NEAR]; // this rank's is the first
+    T* at[NEAR]; // this rank's array is the first
     int ranks = 1;
 };
 
-// adamw_update works on these arrays. params, their copy in the activations' type, and sum are flat arrays. Of the
-// others there is this rank's slice. New weights go to every rank as the network reads them: the first `plain` floats
-// in fp32, and the others in the copy.
+// adamw_update works on these arrays. params, copy (the weights in the activations' type) and sum are flat arrays. ema,
+// m and v have only this rank's slice. New weights are written to every rank, in the form in which the network reads
+// them: the first `plain` floats in fp32, the others in copy.
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
     size_t plain;
     float *ema, *m, *v;
-    const float* sum; // of the ranks' gradients
+    const float* sum; // the sum of the ranks' gradients
 };
 
-// Running mean and variance of what a healthy step looks like: of the loss and of the gradient's norm.
+// The running mean and variance of the loss, and those of the gradient's norm, over healthy steps.
 struct Guard {
     double n; // how many healthy steps there were
     double mean_loss, var_loss, mean_norm, var_norm;
 };
 
-// What changes from step to step, in device memory.
+// The state that changes from step to step, in device memory.
 struct StepState {
     int64_t step, updates;         // finished steps, and those of them that have changed the weights
-    int64_t bad_total, bad_in_row; // skipped steps: of all, and since the last good one
+    int64_t bad_total, bad_in_row; // skipped steps: all of them, and those since the last good step
     double loss, grad_norm;
     double loss_q[4]; // the mean loss of each quarter of the noise levels,
-    int count_q[4];   // and how many samples fell into it
+    int count_q[4];   // and how many samples fell into each quarter
     int ok;           // 1: the step was good
     float lr;
     Guard guard;
 };
 
-// A block's skip connection, fused into the convolution that adds it: 1x1, of [x1 | x2]; weight (Cout, C1 + C2).
+// A residual block's skip connection: a 1x1 convolution of [x1 | x2], which the convolution that adds its result
+// computes, too. weight: (Cout, C1 + C2).
 struct ConvSkip {
     const act *x1, *x2, *weight;
     const float* bias;
@@ -557,20 +567,21 @@ struct ConvSkip {
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
 // dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
-// need these functions. Outputs come first, then inputs, then sizes, and outputs are overwritten, by backward
-// functions, too.
-// A comment behind an argument is its shape, or says what it is; [in brackets] is what may be null.
+// need these functions. Outputs come first, then inputs, then sizes. Functions overwrite their outputs; backward
+// functions do not add to them either.
+// A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
 // A queue of a GPU's operations, which run one after the other. Different lanes run at the same time.
 struct Lane;
-extern Lane* const MAIN_LANE; // where operations run that are not told another one
-constexpr int HISTORY = 10;   // losses that --schedule_sampler loss-second-moment remembers of a t
+extern Lane* const MAIN_LANE; // the lane of all operations that are not given another lane
+constexpr int HISTORY = 10;   // how many losses of each t --schedule_sampler loss-second-moment remembers
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]; stats: of out. With a skip the convolution
-// also computes a skip connection and adds it; conv_takes_skip says whether it can do so. With a skip there is no emb
-// and no residual. If s.in is FP8, x1 and weight are FP8, and out = factors * conv(x1, weight) + what is added.
+// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums of out are written to stats. With a
+// skip the convolution also computes a skip connection and adds it; conv_takes_skip says whether it can do so. With a
+// skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and out = factors * conv(x1, weight) +
+// the same addends.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -584,14 +595,15 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
 static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
                                 const act* weight, ConvShape s);
-// The weight gradients of up to WEIGHT_BATCH layers at once. conv_weight_load: which part of a launch that fills the
-// device one of them is.
+// Computes the weight gradients of several layers together. conv_weight_load returns which part of the device the
+// weight gradient of one layer fills; 1: it fills the device alone.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
 static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
-// with xhat = (x - mean) rstd. With scale_shift (scale in columns [0, C), shift in [C, 2C)) it is
-// f((xhat weight + bias) (1 + scale) + shift). With a factor, out is FP8: factor * what it would be else.
+// with xhat = (x - mean) rstd. With scale_shift (scale in columns [0, C), shift in [C, 2C))
+// out = f((xhat weight + bias) (1 + scale) + shift). With a factor, all of this is multiplied by the factor and rounded
+// to FP8.
 static void groupnorm_forward(act* out,                    // (B, HW, C)
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
@@ -602,7 +614,7 @@ static void groupnorm_forward(act* out,                    // (B, HW, C)
                               int ss_stride, Dropout dropout, NormShape s,
                               const float* factor = nullptr); // [(1)]: of FP8
 static void groupnorm_backward(Grad dx1, Grad dx2,            // as x1 and x2
-                               float* dweight, float* dbias,  // (C): written by finish_gradients at the latest
+                               float* dweight, float* dbias,  // (C): they may be incomplete until finish_gradients
                                float* dscale_shift,           // [as scale_shift]
                                const act* dout,               // as out
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
@@ -618,8 +630,8 @@ static void attention_backward(act* dqkv,       // as qkv
                                const act* dout, // as out
                                const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
 
-// downsample: the average of 2 x 2 pixels (an odd last row or column is not read). upsample: every pixel 2 x 2 times. H
-// and W are those of the input x.
+// downsample: the average of 2 x 2 pixels (an odd last row or column is not read). upsample: each pixel becomes 2 x 2
+// equal pixels. H and W are those of the input x.
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
@@ -633,13 +645,14 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
 
 // Adds a picture as a condition: out (B, HW, C + K) = [x | cond], in fp32, from x (B, HW, C) and cond (B, HW, K).
 static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K);
-// The pictures of a batch as the network reads them: pictures of a file, or pictures that are made of the images. Each
-// is mirrored if its image is mirrored. It is all zeros if it is left out.
+// These functions write the pictures of a batch as the network reads them. take_pictures copies given pictures; the
+// functions after it make pictures of the images. A picture is mirrored if its image is mirrored. A picture that is
+// left out is all zeros.
 static void take_pictures(float* cond,          // (B, H, W, K)
                           const void* pictures, // (B, K, H, W), of 1 or 4 bytes a value
                           PictureDraws draws, int B, int K, int H, int W, int bytes);
-// --cond lowres. shrink_images: the mean of each square of factor x factor pixels, plus noise. enlarge_pictures: this
-// small picture, enlarged.
+// --cond lowres. shrink_images: the mean of each square of factor x factor pixels, plus noise, makes a small picture.
+// enlarge_pictures: the small picture, enlarged.
 static void shrink_images(float* small,       // (B, H / factor, W / factor, C)
                           const void* images, // (B, C, H, W)
                           int factor, PictureDraws draws, int B, int C, int H, int W, int bytes);
@@ -655,7 +668,7 @@ static void mask_images(float* cond,        // (B, H, W, C + 1)
                         const void* images, // (B, C, H, W)
                         PictureDraws draws, int B, int C, int H, int W, int bytes);
 
-// The embeddings' path is fp32 everywhere. out = x weight^T + bias
+// All arrays of the embedding's layers are fp32, with any --precision. linear: out = x weight^T + bias
 static void linear_forward(float* out,          // (B, Cout)
                            const float* x,      // (B, Cin)
                            const float* weight, // (Cout, Cin)
@@ -701,12 +714,12 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
 // should answer, the target [+ target_teacher teacher].
 static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const NoiseLevel* levels,  // (B)
-                             const float* teacher,      // [as target]: its answer
+                             const float* teacher,      // [as target]: the teacher's answer
                              const void* images, // x_0 (B, C, H, W): uint8 if bytes is 1, float32 in [-1, 1] if it is 4
                              bool random_flip,   // whether to mirror half of the images
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
-// The loss that objective o chooses, a mean over each sample; dout = the gradient of factor * sum(loss). If the
-// objective has no variational bound (o.bound = 0), the output channels behind the first C get no gradient.
+// The loss that objective o chooses, for each sample a mean over its values. dout = the gradient of factor * sum(loss).
+// If the objective has no variational bound (o.bound = 0), the gradient of the output channels after the first C is 0.
 static void loss_forward_backward(double* loss,             // (B)
                                   float* dout,              // as out
                                   const float* out,         // (B, HW, Cout)
@@ -714,23 +727,24 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// With o.tuning, in its place: loss = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the teacher's image,
-// with D = the sum of (x0_out (out - target))^2 over a sample's n values.
+// This is called instead if o.tuning is on: loss = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the
+// teacher's image, with D = the sum of (x0_out (out - target))^2 over a sample's n values.
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
                                          const float* out,         // (B, n)
                                          const float* target,      // (B, n)
                                          const NoiseLevel* levels, // (B)
                                          float c, float factor, int B, int n);
-// --augment: each image's change is drawn, with probability p for each kind (draw_augmentation), and made.
+// --augment: draws a change for each image, with probability p for each kind of change (draw_augmentation), and applies
+// it.
 static void augment_images(float* out,          // (B, C, H, W)
                            Augmentation* drawn, // (B)
-                           float* canvas,       // (B, C, fine_size(H), fine_size(W)): memory
+                           float* canvas,       // (B, C, fine_size(H), fine_size(W)): working memory
                            float* told,         // (B, stride): the first AUGMENT_NUMBERS of each row
                            int stride,
                            const void* images, // (B, C, H, W), of 1 or 4 bytes a value
                            float p, RandomKey key, int B, int C, int H, int W, int bytes);
-// Writes the losses of the step's samples to history, and computes the weight of each t from it (remember_losses).
+// Writes the losses of the step's samples to history, and computes the weight of each t from history (remember_losses).
 static void update_weights(double* weights,          // (T)
                            float* history,           // (T, HISTORY + 1)
                            const NoiseLevel* levels, // (B)
@@ -741,108 +755,113 @@ static void update_weights(double* weights,          // (T)
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
 // t (B) = what the network is told in step *k
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
-// Takes step *k in place. With guidance, x and out hold 2 B samples: B that are told their classes, then the same B
-// without.
+// Makes the sampler's step *key.step, in place. With guidance, x and out hold 2 B samples: B samples with class,
+// numbers and picture, then the same B samples without.
 static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
-// Inpainting, after a step whose known_x is not 0. Where mask is not above 0, x = known_x image + known_sigma z; then
-// everywhere x' = back_x x + back_sigma z, with other normals.
+// Inpainting. It runs after each step, and does nothing if the step's known_x is 0. Where mask is not above 0,
+// x = known_x image + known_sigma z. Then at all pixels x' = back_x x + back_sigma z', with other normals z'.
 static void keep_known(float* x,           // (B or 2 B, n)
                        const float* image, // (B, n)
                        const float* mask,  // (B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. sum (flat) = [old sum +] the ranks' gradients, in the ranks' order.
-// squares: the sum of squares of each piece of sum, written to all ranks. step_gradients says why in this order and by
-// pieces.
+// squares: the sum of squares of each piece of sum, written to all ranks. step_gradients explains this order, and why
+// there are pieces.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
-// Gives the verdict on a step (judge_batch).
+// Decides whether a step is good or is skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (pieces)
                        size_t pieces, const double* loss,       // (B)
                        const int* quarters,                     // (B)
                        AdamW h, int B);
-// AdamW (Loshchilov & Hutter 2019) with clipping, and the first average; a step that is not ok changes nothing.
+// Updates the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first average of the weights. If
+// the step is not ok, nothing changes.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
 // Updates a further average (ema_step).
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
-static void next_step(int64_t* step);                                           // ++*step, after all that draws with it
+static void next_step(int64_t* step);                                           // ++*step, after all the step's draws
 static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
 
-// Bytes that operations need beside their arrays (0 on a CPU).
-static size_t conv_workspace(ConvShape s);           // weight gradient
-static size_t conv_detour_bytes(const ConvShape& s); // forward pass and input gradient
+// How many bytes of memory operations need beside their arrays (0 on a CPU).
+static size_t conv_workspace(ConvShape s);           // for the weight gradient
+static size_t conv_detour_bytes(const ConvShape& s); // for the forward pass and the input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
-static size_t norm_sums_bytes(const NormShape& s); // until finish_gradients
+static size_t norm_sums_bytes(const NormShape& s); // kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
 struct Workspace {
     size_t main = 0; // on the main lane
     size_t side = 0; // on the side lane, where weight gradients are computed
-    size_t sums = 0; // until finish_gradients, at the end of the backward pass
+    size_t sums = 0; // kept until finish_gradients, at the end of the backward pass
 };
 static void reserve(const Workspace& most, bool training);
 
-// These send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4 bytes, and
-// may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and end_exchange become
-// one launch.
-//   all_to_all   piece r of every rank's send becomes rank r's recv, in the order of the ranks, except its own piece
-//   all_gather   the own pieces of all ranks become `all`; own may lie in its place in `all`
+// These functions send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4
+// bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
+// end_exchange become one launch.
+//   all_to_all   rank r receives piece r of every other rank's `send`: what rank s has sent becomes piece s of `recv`
+//   all_gather   `all` becomes the arrays `own` of all ranks, in the ranks' order; own may lie at its place in `all`
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
 static void begin_exchange();
 static void end_exchange();
 
-// open_alloc gives device memory that other ranks may write to, if world.direct: all_to_all and all_gather then write
-// into it directly. at_rank says where it lies at rank r. In meet the devices wait until all of them have called it.
+// open_alloc returns device memory. If world.direct is true, other ranks may write to it, and all_to_all and all_gather
+// write to it directly. at_rank returns the address of the same place in rank r's memory. meet makes each device wait
+// until all devices have called it.
 static void* open_alloc(size_t bytes);
 [[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
 template <class T> static Everywhere<T> everywhere(T* p) {
     Everywhere<T> all{{p}};
     for (int r = 0; r < world.size && world.direct; r++) {
-        if (r == world.rank) continue; // it is the first already
+        if (r == world.rank) continue; // this rank's array is the first already
         all.at[all.ranks] = (T*)at_rank(p, r);
         all.ranks++;
     }
     return all;
 }
-static void join_devices(bool direct); // directly, if they can
+static void join_devices(bool direct); // direct: they may write to each other's memory, if they can
 
-// The device: memory (zeroed as it is given) and copies. start_device also sets act_element, as --precision says.
+// The device: memory, and copies to and from it. New memory is filled with zeros. start_device also sets act_element,
+// as --precision asks.
 static void start_device(const std::string& precision, int number);
 static std::string device_name();
-static int count_gpus();        // how many this process could use; in the CPU build it ends the program
-static size_t device_bytes = 0; // in use, by our own count
+static int count_gpus();        // how many GPUs this process could use; in the CPU build it ends the program
+static size_t device_bytes = 0; // allocated so far
 static void* device_alloc_bytes(size_t bytes);
 static size_t device_available();
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
-static int max_stat_parts(int H, int W); // the most parts in which Stats come
+static int max_stat_parts(int H, int W); // the largest number of parts in which a tensor's Stats come
 
-// Work that is repeated with the same pointers: on a GPU captured once, then replayed as one launch.
+// Work that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one launch.
 struct Graph {
     void* exec = nullptr;
-    size_t nodes = 0; // launches
+    size_t nodes = 0; // how many launches it has
 };
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
-// Work on a lane of its own, beside the main one's, until wait_for_side(ticket) waits for that number and all before.
+// run_beside runs work on the side lane, at the same time as work on the main lane. wait_for_side(ticket) makes the
+// main lane wait until the work with this ticket has ended, and all earlier work of the side lane.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
-// These are what makes the program fast. dev/bench turns them off, for its profile and for tests. Without early, beside
-// or graphs the bits stay the same. The others decide in which order something is summed, so they change bits.
+// These switches allow what makes the program fast. dev/bench turns them off, for its profile and for tests. early,
+// beside and graphs do not change any bit of the results. The other switches decide in which order numbers are summed,
+// so they change bits.
 static struct Allowed {
-    bool early = true;   // a launch begins before the one before it has ended
-    bool beside = true;  // run_beside's lane is one of its own
-    bool batches = true; // weight gradients of several layers in one launch
-    bool graphs = true;  // repeated work as one launch
-    // When the device starts:
-    bool clusters = true; // blocks that reach each other's shared memory
-    bool hopper = true;   // kernels that only Hopper has the instructions for, in place of those for any GPU
+    bool early = true;   // a kernel may begin while the previous kernel still runs
+    bool beside = true;  // run_beside has a lane of its own; false: it uses the main lane
+    bool batches = true; // one launch computes the weight gradients of several layers
+    bool graphs = true;  // repeated work is one launch
+    // start_device reads these two (and beside):
+    bool clusters = true; // clusters: blocks that access each other's shared memory
+    bool hopper = true;   // kernels with instructions that only Hopper has, in place of kernels for any GPU
 } allowed;
 
 // A buffer that the host fills for the device, while the device still works on another one.
@@ -852,9 +871,9 @@ struct Upload {
     void *sent, *released;
 };
 static Upload make_upload(size_t bytes);
-static void wait_for_host_side(Upload* u); // until host may be written
-static void send(Upload* u);               // host to device
-static void release(Upload* u);            // the work that reads `device` has been started
+static void wait_for_host_side(Upload* u); // waits until u->host may be written
+static void send(Upload* u);               // copies u->host to u->device
+static void release(Upload* u);            // the host calls it after it has started the work that reads u->device
 
 template <class T> static T* device_alloc(size_t n) { return (T*)device_alloc_bytes((n ? n : 1) * sizeof(T)); }
 template <class T> static T* device_copy(const std::vector<T>& v) {
@@ -874,9 +893,9 @@ static act* make_copy(float* params, size_t n) {
 // counter = (block, sample, step, purpose). It has no state, so any step of any run can be reproduced alone, on any
 // machine.
 
-// The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws for each residual
-// block by itself, so its word also has the block's index, in the bits from 8 on.
-enum RandomPurpose : uint32_t { // files and the twin know the numbers: append new ones at the end
+// The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws other numbers in
+// each residual block, so its word also contains the block's index, in the bits from 8 on.
+enum RandomPurpose : uint32_t { // files and the PyTorch twin use these numbers: append new ones at the end
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
     RANDOM_NOISE,
@@ -884,24 +903,25 @@ enum RandomPurpose : uint32_t { // files and the twin know the numbers: append n
     RANDOM_ORDER, // the order of the images
     RANDOM_DROPOUT,
     RANDOM_SAMPLE_START, // the noise that a sampler begins with
-    RANDOM_SAMPLE_NOISE, // the noise that it adds in its steps
+    RANDOM_SAMPLE_NOISE, // the noise that a sampler adds in its steps
     RANDOM_VAL_TIMESTEP,
     RANDOM_VAL_NOISE,
     RANDOM_CLASS_DROPOUT,
-    RANDOM_KNOWN_NOISE, // --inpaint: on the part of the image that is known
-    RANDOM_BACK_NOISE,  // --inpaint: to go back to an earlier step
+    RANDOM_KNOWN_NOISE, // --inpaint: the noise on the part of the image that is known
+    RANDOM_BACK_NOISE,  // --inpaint: the noise that leads back to an earlier step
     RANDOM_AUGMENT,
     RANDOM_COND_DROPOUT,
-    RANDOM_COND_NOISE, // on a coarse picture
-    RANDOM_MASK,       // what --cond mask leaves out
+    RANDOM_COND_NOISE, // the noise on a coarse picture
+    RANDOM_MASK,       // the holes of --cond mask
 };
 
 struct Words {
     uint32_t w[4];
 };
 
-// Returns four random words of 32 bits. A round multiplies two of them by constants; the upper halves of the products
-// go to the other two, mixed with what was there and with the key, which changes by a constant from round to round.
+// Returns four random words of 32 bits. Each round multiplies words 0 and 2 by constants. The upper halves of the two
+// products are combined by XOR with words 3 and 1 and with the key. The lower halves become words as they are. The key
+// changes by a constant from round to round.
 HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, uint32_t step, uint32_t purpose) {
     Words c{{block, sample, step, purpose}};
     uint32_t key0 = (uint32_t)seed;
@@ -940,15 +960,15 @@ HD static inline void normals(float z[4], const Words& r) {
     }
 }
 
-// Dropout drops an element if its random word is below this.
+// Dropout drops an element if its random word is below this threshold.
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
-// Returns the image at position pos of epoch's permutation of [0, n). A Feistel network of four rounds permutes the
-// numbers of 2 half bits: it splits a number into a left and a right half, and mixes the left one with a random
-// function of the right one. In general n is not a power of 4. So if a number comes out that is not below n, it is
+// Returns the number of the image at position pos of epoch's permutation of [0, n). A Feistel network of four rounds
+// permutes the numbers of 2 * half bits: it splits a number into a left and a right half, and mixes the left half with
+// a random function of the right half. In general n is not a power of 4. So if the result is not below n, it is
 // permuted again, until it is.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
-    int half = 1; // bits of a half, so many that n numbers fit into two halves
+    int half = 1; // bits of a half: so many that two halves can hold all numbers below n
     while ((int64_t)1 << 2 * half < n) half++;
     const uint32_t mask = (1u << half) - 1;
     int64_t x = pos;
@@ -968,8 +988,8 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 
 // =====================================================================================================================
 // 4. Configuration: flags, presets, help, what can work and what cannot
-// Flags have guided-diffusion's names; a preset is a list of flags; what the command line says has priority. The flags
-// and presets themselves are in common/flags.h, which the Python programs read, too.
+// Flags have guided-diffusion's names. A preset is a list of flags. The command line has priority over a preset. The
+// flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
 // In the order in which they run: parse_command_line, take_aliases, apply_preset; then take_model_file and
 // take_data_shape (section 13) set what is still not set; check_model and check_run say what cannot work.
@@ -977,19 +997,20 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 constexpr double BIG = 1e9;
 struct Config;
 
-// One flag: where a Config has it, what --help says, and what it may be (low..high for numbers, "a|b" for words).
+// One flag: the member of Config that holds its value, its text in --help, and its allowed values (low..high for
+// numbers, "a|b" for words).
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // of a model file's header (see Model files); 0: none
-    bool free;              // may change from run to run
-    const char* objectives; // the only objectives that it is for, "a|b"; "": it is for all
-    const char* heading;    // of its part of --help
+    int slot;               // where the header of a model file keeps the value (see Model files); 0: nowhere
+    bool free;              // true: the value may change from run to run
+    const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
+    const char* heading;    // the heading above the flag in --help
     const char* help;
     double low = 0, high = 0;
     const char* choices = "";
 
-    // Returns a pointer to its value in this configuration; null: the flag is of another type than T.
+    // Returns a pointer to the flag's value in this configuration; null: the flag is of another type than T.
     template <class T, class C> auto* at(C& config) const {
         const auto* m = std::get_if<T Config::*>(&member);
         return m ? &(config.**m) : nullptr;
@@ -998,14 +1019,15 @@ struct Flag {
 
 // common/flags.h fills these before main runs: each of its rows is the initialiser of a static member of Config.
 inline std::vector<Flag> FLAGS;
-inline std::map<std::string, std::string> PRESETS; // what each of them sets
+inline std::map<std::string, std::string> PRESETS; // the flags that each preset sets
 inline const char* heading = "";                   // the heading of the rows that follow
-inline const char* objectives = "";                // and the objectives that they are for
+inline const char* objectives = "";                // and the objectives that use them
 
 // Here common/flags.h becomes C++; its head says what its rows mean. FLAG(int, sample, 0, "draw ...") makes
 //   int sample = 0;                                 a member of Config
-//   static inline const bool sample_row = (...);    another one, whose initialiser adds the row to FLAGS
-// Static members are initialised in the order of the file, so heading and objectives are those of the rows above.
+//   static inline const bool sample_row = (...);    another member, whose initialiser adds the row to FLAGS
+// Static members are initialised in the order of the file. So when a row is added, heading and objectives have been set
+// by the rows above it.
 #define FLAG_ROW(slot, free, type, name, value, ...) \
     type name = value;                               \
     static inline const bool name##_row =            \
@@ -1021,7 +1043,7 @@ inline const char* objectives = "";                // and the objectives that th
 #define PRESET(name, ...) \
     static inline const bool name##_preset = PRESETS.emplace(#name, PRESET_TEXT(__VA_ARGS__)).second
 
-// The value of every flag, as members with the flags' names; and what follows from them.
+// The values of all flags, in members with the flags' names, and what is computed from these values.
 struct Config {
     using string = std::string;
     using pixels = string; // 64, or 48x64
@@ -1029,7 +1051,8 @@ struct Config {
     using floats = string;
 #include "common/flags.h"
 
-    // What parse_model, check_model and check_run make of flags that are text. Behind each stands its flag.
+    // parse_model, check_model and check_run compute these from flags that are text. The comment after each one names
+    // its flag.
     int H = 64, W = 64;                           // image_size
     std::vector<float> mult;                      // channel_mult
     std::vector<float> attention_heights;         // attention_resolutions
@@ -1044,35 +1067,35 @@ struct Config {
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
-    // Returns how many channels a level has: the nearest whole number, since 1.6666666 * 96 is 160. The product in
-    // double is exact.
+    // Returns how many channels a level has. It is rounded to the nearest whole number, because 1.6666666 * 96 should
+    // be 160. The product in double is exact.
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int patch() const { return std::max(patch_size, 1); }
-    int height(size_t level) const { return H / patch() >> level; } // each level halves it
+    int height(size_t level) const { return H / patch() >> level; } // each level halves the height
     bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 
-    // Says how many images a process takes at a time.
+    // Returns how many images a process computes at a time.
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
-    bool null_class() const { return class_cond && class_dropout > 0; } // the embedding's last row: no class
+    bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
-    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // told to the network
+    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // how many the network is told
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
-    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // the model's own
+    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // steps are the model's timesteps
     bool can_churn() const { return sampler == "euler" || sampler == "heun"; }        // see S_churn
-    int seen_channels() const { return in_channels + cond_channels; } // the network's input, and a picture beside it
+    int seen_channels() const { return in_channels + cond_channels; } // those of an image and its picture
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
-    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // steps of one a
+    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // how many steps a stage has
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-constexpr int MORE_EMAS = 7; // averages of the weights beside the first one
-// --objective ect: the largest q^a, by which the gap between student and teacher is divided. A smaller gap is lost in
-// fp32's rounding.
+constexpr int MORE_EMAS = 7; // the most averages of the weights beside the first one
+// --objective ect: the largest q^a that is allowed. The gap between student and teacher is divided by q^a, and a
+// smaller gap would be lost in fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
-// The averages of --ema_snapshots have exponents of power functions instead of rates (Karras et al. 2024, appendix C).
-// The list of rates contains these exponents.
+// The averages of --ema_snapshots follow power functions (Karras et al. 2024, appendix C). These have exponents instead
+// of rates. The list of rates (Config::emas) contains these exponents, too.
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
 // Returns the row of a flag, or null if there is no such flag.
@@ -1081,7 +1104,7 @@ static const Flag* find_flag(const std::string& name) {
     return f == FLAGS.end() ? nullptr : &*f;
 }
 
-// Returns the words that a flag may be set to; none if its value is not a word.
+// Returns the words that a flag may be set to; the list is empty if the flag's value is not a word.
 static std::vector<std::string> choices(const Flag& f) {
     const bool is_bool = std::holds_alternative<bool Config::*>(f.member);
     std::istringstream list(is_bool ? "False|True" : f.choices);
@@ -1090,8 +1113,8 @@ static std::vector<std::string> choices(const Flag& f) {
     return words;
 }
 
-// Ends the program, because a flag has a word that some place of the program does not know. Whoever adds a word to
-// common/flags.h finds all such places by this message: a new word is never silently taken for an old one.
+// Ends the program, because a flag is set to a word that some place of the program does not know. Whoever adds a word
+// to common/flags.h finds all such places by this message: a new word is never silently taken for an old one.
 [[noreturn]] static void unknown_word(const char* flag, const std::string& word) {
     die("--%s %s: a part of this program does not know that word yet; choose another one", flag, word.c_str());
 }
@@ -1104,8 +1127,8 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
     unknown_word(flag, word);
 }
 
-// Returns the element of activations that --precision names; auto means the usual one of this build. With fp8 it is
-// the usual one, too: only some tensors are FP8.
+// Returns the element of activations that --precision names. With auto it is `usual`, which this build prefers. With
+// fp8 it is also `usual`, because only some tensors are FP8.
 static Element element_named(const std::string& precision, Element usual) {
     if (precision == "auto" || precision == "fp8") return usual;
     return meaning<Element>("precision", precision, {{"fp32", Element::FP32}, {"bf16", Element::BF16}});
@@ -1131,7 +1154,7 @@ static std::string set_value(float* flag, const Flag& f, const std::string& valu
     errno = 0;
     *flag = (float)strtod(value.c_str(), &end);
     const bool is_number = !value.empty() && !*end && errno != ERANGE;
-    // The limits are rounded to fp32 as the value is, because that is what files hold. NaN is not in range.
+    // Files hold fp32, so the value is rounded to fp32, and so are the limits. NaN is not in range.
     const bool in_range = *flag >= (float)f.low && *flag <= (float)f.high;
     return is_number && in_range ? "" : text("a number from %g to %g", f.low, f.high);
 }
@@ -1146,14 +1169,15 @@ template <class Int> static std::string set_value(Int* flag, const Flag& f, cons
     return is_number && in_range ? "" : text("a whole number from %.0f to %.0f", f.low, f.high);
 }
 
-// Sets a flag from its text, or ends the program. where: the file that it came from ("FILE: "); "": the command line.
+// Sets a flag from its text, or ends the program. where: "FILE: " if the text comes from that file; "": it comes from
+// the command line.
 static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
     auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
     const std::string must = std::visit(set, f.member);
     if (!must.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), must.c_str());
 }
 
-// Writes a number with as few digits as possible: the same number is read from them again.
+// Returns a number as text. It has as few digits as possible, but so many that the same number is read from the text.
 static std::string shortest(float number) {
     std::string value;
     for (int digits = 6; digits <= 9; digits++) {
@@ -1163,10 +1187,10 @@ static std::string shortest(float number) {
     return value;
 }
 
-// The size of an image as --image_size takes it: 64, or 48x64.
+// Returns the size of an image in the form of --image_size: 64, or 48x64.
 static std::string size_text(int H, int W) { return H == W ? std::to_string(H) : text("%dx%d", H, W); }
 
-// Returns the value of a flag, as one would type it.
+// Returns the value of a flag, as a user would type it.
 static std::string flag_value(const Config& c, const Flag& f) {
     if (const int* n = f.at<int>(c)) return std::to_string(*n);
     if (const int64_t* n = f.at<int64_t>(c)) return std::to_string(*n);
@@ -1184,14 +1208,15 @@ static std::string wrong(Config* c, const char* name, const std::string& why) {
 // these.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
-    if (c.given("num_heads")) names.insert("num_head_channels"); // which would have priority
+    if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting belongs to one prediction
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting is meant for one prediction
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
     return names;
 }
 
-// Sets what a preset sets: a list of words, --name value --name value. The command line's flags stay as they are.
+// Sets the flags of a preset, which is a text: --name value --name value. Flags that the command line has set stay as
+// they are.
 static void apply_preset(Config* c, const std::string& preset) {
     const std::set<std::string> without = left_out_of_preset(*c);
     std::istringstream words(PRESETS.at(preset)); // --name value --name value
@@ -1203,11 +1228,12 @@ static void apply_preset(Config* c, const std::string& preset) {
     }
 }
 
-// Makes a flag's line of --help: its name, what it means, and in brackets its default and what the default preset has.
+// Makes a flag's line of --help: its name, what it means, and in brackets its default and its value in the default
+// preset.
 static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
     const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
     std::string value = flag_value(defaults, f);
-    if (value.empty()) value = "\"\""; // so that one sees that the value is empty
+    if (value.empty()) value = "\"\""; // so that the user sees that the value is empty
     if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
     return text("  --%-25s %s%s [%s]\n", f.name, f.help, choices.c_str(), value.c_str());
 }
@@ -1235,13 +1261,14 @@ static void print_help() {
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
-// Says how many letters are to be inserted, left out or replaced on the way from a to b (Levenshtein 1966). row[j] is
-// this number for the letters of a that the loop has reached, and the first j letters of b.
+// Returns how many letters must be inserted, left out or replaced to turn a into b (Levenshtein 1966). row[j] is this
+// number for two beginnings: the letters of a that the loop has reached, and the first j letters of b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
     for (char letter : a) {
-        // The shortest way to each beginning of b ends with one of three edits, or with a letter that both have.
+        // The shortest way to each beginning of b ends with one of three edits, or with a letter that is the same in
+        // both.
         size_t diagonal = row[0]; // row[j] as it was before this letter
         row[0]++;
         for (size_t j = 0; j < b.size(); j++) {
@@ -1258,7 +1285,7 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
 // Says what to do instead of using a flag that this program does not have.
 static std::string instead_of(const std::string& name) {
     auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
-    // These are guided-diffusion's flags for what is done in another way here, or not at all.
+    // These flags belong to guided-diffusion or to dev/bench. What they do is done in another way here, or not at all.
     if (is({"model_path", "use_ddim"}))
         return "python generate.py takes it; here it is --sample N --init FILE --sampler";
     if (is({"base_samples"})) return "here it is --sample N --cond_file, a data file of the small images";
@@ -1268,7 +1295,7 @@ static std::string instead_of(const std::string& name) {
 
     // Otherwise it may be a typing error.
     std::string nearest;
-    size_t distance = 2 + name.size() / 3; // a flag that differs by more letters was hardly meant
+    size_t distance = 2 + name.size() / 3; // the user hardly meant a flag that differs by so many letters
     for (const Flag& f : FLAGS) {
         const size_t d = edit_distance(name, f.name);
         if (d >= distance) continue;
@@ -1278,7 +1305,7 @@ static std::string instead_of(const std::string& name) {
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
-// Reads the command line: --name value or --name=value. Presets and files fill in what it leaves open.
+// Reads the command line: --name value or --name=value. Presets and files set what it does not set.
 static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
@@ -1317,11 +1344,12 @@ static void take_aliases(Config* c) {
         set_flag(c, *find_flag(name), value);
         c->on_command_line.insert(name);
     };
-    // guided-diffusion lets the learning rate fall over lr_anneal_steps steps, without a warm-up, and stops then. 0
-    // means that the rate stays as it is and that the run has no end.
+    // In guided-diffusion, the learning rate falls over lr_anneal_steps steps, without a warm-up, and then the run
+    // stops. There 0 means that the rate stays as it is and that the run has no end. Here 0 leaves --max_steps as it
+    // is.
     const int64_t steps = c->lr_anneal_steps;
-    // An upsampler makes images of small_size as large as large_size.
-    // At 512 its levels differ from those of a model without small images.
+    // An upsampler enlarges images from small_size to large_size.
+    // If large_size is 512, its levels differ from those of a model of 512 x 512 that is not an upsampler.
     const int large = c->large_size;
     const int small = c->small_size;
     if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
@@ -1337,11 +1365,11 @@ static void take_aliases(Config* c) {
     if (c->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has no loss scale that could grow\n");
 }
 
-// guided-diffusion's name for two values of --vlb_weight. This is called when the other flags are known, because one of
-// these values depends on --diffusion_steps. from_file: a model file has set --vlb_weight, so a preset must not change
-// it.
+// --rescale_learned_sigmas is guided-diffusion's name for two values of --vlb_weight. This function is called when the
+// other flags are known, because one of these values depends on --diffusion_steps. from_file: a model file has set
+// --vlb_weight, so a preset must not change it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
-    // The command line wins over a preset, which may name either flag.
+    // The command line has priority over a preset. A preset may name either flag.
     const bool given = c->given("rescale_learned_sigmas");
     const bool weight_given = c->given("vlb_weight");
     if (given && weight_given)
@@ -1359,7 +1387,7 @@ static bool parse_list(const std::string& list, std::vector<float>* numbers) {
         const float number = strtof(p, &end);
         numbers->push_back(number);
         if (end == p || !std::isfinite(number)) return false;
-        const bool more_follows = *end == ',' && end[1]; // behind a comma there must be another number
+        const bool more_follows = *end == ',' && end[1]; // after a comma there must be another number
         if (*end && !more_follows) return false;
         p = end + more_follows;
     }
@@ -1378,7 +1406,7 @@ static std::string parse_image_size(Config* c) {
     return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
 }
 
-// Returns how many channels the pictures have that --cond makes of images.
+// --cond makes pictures of images. Returns how many channels these pictures have.
 static int made_channels(const Config& c) {
     if (c.picture_kind == PictureKind::GRAY) return 1;
     return c.in_channels + (c.picture_kind == PictureKind::MASK);
@@ -1395,7 +1423,7 @@ static std::string parse_cond(Config* c) {
     const auto row = std::ranges::find(PICTURE_WORDS, kind, &PictureWord::word);
     const bool is_word = row != std::end(PICTURE_WORDS) && !kind.empty();
     if (is_word) c->picture_kind = row->kind;
-    // Only lowres has a number behind it, of up to five digits.
+    // Only after lowres there is a number, of up to five digits.
     const bool is_lowres = c->picture_kind == PictureKind::LOWRES;
     const bool is_short = behind.size() >= 2 && behind.size() <= 6;
     const bool is_number = is_short && behind.find_first_not_of("0123456789", 1) == std::string::npos;
@@ -1414,7 +1442,7 @@ static std::string parse_cond(Config* c) {
     return "";
 }
 
-// Says how many channels each level has. Without the flag it is guided-diffusion's choice for images of this height.
+// Parses how many channels each level has. Without the flag it is guided-diffusion's choice for images of this height.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1436,8 +1464,8 @@ static std::string parse_channel_mult(Config* c) {
     return "";
 }
 
-// Says whether patches and levels divide the image: a patch becomes a pixel, and each further level halves the
-// resolution.
+// Checks that the image can be divided into patches and levels: a patch becomes a pixel, and each further level halves
+// the resolution.
 static std::string check_divisions(Config* c) {
     const int p = c->patch();
     const int patch_channels = c->seen_channels() * p * p;
@@ -1446,7 +1474,7 @@ static std::string check_divisions(Config* c) {
     const int levels = (int)c->mult.size();
     const int depth = p << (levels - 1); // the side of a square that becomes one pixel of the lowest level
     if (c->H % depth == 0 && c->W % depth == 0) return "";
-    // The message names the next smaller size that works.
+    // The message names the next smaller size that works, or the smallest one.
     const int H = std::max(c->H / depth, 1) * depth;
     const int W = std::max(c->W / depth, 1) * depth;
     return wrong(c, "image_size",
@@ -1454,14 +1482,14 @@ static std::string check_divisions(Config* c) {
                       levels, p > 1 ? " in patches" : "", H, W));
 }
 
-// Parses at which heights of the image there is attention. Each must be the height of a level. Otherwise a typing error
-// would silently give a model without attention.
+// Parses at which heights of the image there is attention. Each must be the height of a level. Without this check a
+// typing error would silently give a model without attention.
 static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
-    std::string heights;   // of all levels, as the message lists them
-    std::set<float> occur; // the same as numbers
+    std::string heights;   // the heights of all levels, as text for the message
+    std::set<float> occur; // the same heights as numbers
     for (size_t level = 0; level < c->mult.size(); level++) {
         heights += text("%s %d", level ? "," : "", c->height(level));
         occur.insert((float)c->height(level));
@@ -1474,7 +1502,8 @@ static std::string parse_attention_resolutions(Config* c) {
     return "";
 }
 
-// Parses image_size, channel_mult and attention_resolutions. Returns "", or a sentence that says what is wrong.
+// Parses and checks image_size, cond, channel_mult, patch_size and attention_resolutions. Returns "", or a sentence
+// that says what is wrong.
 static std::string parse_model(Config* c) {
     for (auto part : {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
         const std::string error = part(c);
@@ -1484,7 +1513,7 @@ static std::string parse_model(Config* c) {
 }
 
 // Reads the rows of --values F.csv into c->value_rows. Two things are skipped, which a table for prepare_data.py may
-// have: a first line with the columns' names, and one column more with the images' names.
+// have: a first line with the columns' names, and a first column with the images' names.
 // Returns why the file can't be used, or "".
 static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
@@ -1556,7 +1585,7 @@ static std::string check_model(Config* c) {
     // Attention's heads must divide the channels. Their number follows from --num_head_channels, if that is not -1.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
-    const size_t lowest = c->mult.size() - 1; // the middle has as many channels, and always attention
+    const size_t lowest = c->mult.size() - 1; // the middle always has attention, and as many channels
     for (size_t level = 0; level <= lowest; level++) {
         if (!c->has_attention(level) && level < lowest) continue;
         const int ch = c->channels(level);
@@ -1575,7 +1604,7 @@ static std::string check_model(Config* c) {
     must(!c->class_cond || c->num_classes > 0, "num_classes", "must be given for --class_cond True: the data has none");
     must(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
          "has nothing to leave out without --class_cond True or --cond_dim");
-    // With other objectives, flags that are for T steps alone must keep their defaults.
+    // With other objectives, flags that only --objective ddpm uses must keep their defaults.
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
         const Flag& f = *find_flag(name);
@@ -1586,7 +1615,7 @@ static std::string check_model(Config* c) {
     must(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
     must(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
-    // The flags of samples: classes, the noise levels of the sampler's steps, images to begin with.
+    // The flags of samples: classes, the noise levels of the sampler's steps, and images that sampling begins with.
     must(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
     must(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
     for (float k : c->class_list) {
@@ -1614,12 +1643,12 @@ static std::string check_model(Config* c) {
 
 // Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: "FILE: " if the rates come from a file.
 static void parse_ema_rate(Config* c, const std::string& where) {
-    // A rate is from 0 to 1. A number above 1 is the exponent of a power function, which a user does not choose: it
-    // comes from a checkpoint, and is never the first.
+    // A rate is from 0 to 1. A number above 1 is the exponent of a power function. A user does not write such a number:
+    // it comes from a checkpoint, and is never the first in the list.
     bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
     for (size_t k = 0; k < c->emas.size(); k++) {
         const float rate = c->emas[k];
-        const bool is_power = k > 0 && std::ranges::count(POWER_EMAS, rate); // a checkpoint's, of its --ema_snapshots
+        const bool is_power = k > 0 && std::ranges::count(POWER_EMAS, rate); // from a checkpoint with --ema_snapshots
         works = works && rate >= 0 && (rate <= 1 || is_power);
     }
     for (float power : POWER_EMAS) {
@@ -1661,7 +1690,8 @@ static void check_microbatch(Config* c, const std::string& where) {
         if (N > 1) c->microbatch = c->micro();
         return;
     }
-    // It is an error, and not changed silently, if the user asked for it or if there is only one process.
+    // If the user has set a microbatch that does not work, or if there is only one process, it is an error. Otherwise
+    // the microbatch is changed, with a message.
     if (c->given("microbatch") || N == 1) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
@@ -1680,7 +1710,7 @@ static void check_run(Config* c, const std::string& where) {
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->keep_best && c->val_data_file.empty())
         refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
-    // A checkpoint keeps the path in 512 bytes, with a 0 at its end, and that of --cond_file behind it.
+    // A checkpoint keeps two paths in 512 bytes: that of --data_file and that of --cond_file, each with a 0 at its end.
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
     if (c->data_file.size() + c->cond_file.size() > 510)
@@ -1707,13 +1737,13 @@ static void check_run(Config* c, const std::string& where) {
 //                              -> norm, SiLU, dropout -> conv 3x3 + shortcut
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
-// A layer has a kind (LayerKind), which says what it computes, and indices of tensors, parameters and buffers: -1 where
-// there is none.
+// A layer has a kind (LayerKind), which says what the layer computes. It also has indices of tensors, parameters and
+// buffers. An index is -1 if the layer has no such tensor, parameter or buffer.
 //
 // In the order in which they run: build_unet calls add_embedding, add_input_blocks, add_output_blocks and place_params;
 // section 6 plans the memory; then section 7 walks over the list, and calls each layer's kind with its layer_args.
 
-// How a parameter begins: see init_params.
+// How a parameter is initialised: see init_params.
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
 
 // A parameter. Its offset, in floats, is the same in all flat arrays: weights, gradients, moments, averages.
@@ -1722,21 +1752,21 @@ struct Param {
     std::vector<int> shape; // as in PyTorch
     size_t size, offset;
     ParamInit init;
-    int heads;            // the heads of an attention's qkv; 0 in other parameters
+    int heads;            // the number of attention heads, in the weight and bias of a qkv; 0 elsewhere
     bool of_conv = false; // a convolution's weight: see add_conv_params
 };
 
 // An activation (B, H, W, C).
 struct Tensor {
     int H = 0, W = 0, C = 0;
-    Element element = Element::FP32; // act_element, or FP32: the network's input and output, and embeddings
-    int buffer = -1;                 // where its values are
+    Element element = Element::FP32; // act_element; or FP32: input, output, embeddings, patches; or FP8: see choose_fp8
+    int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
     bool needs_grad = false;         // the layer that writes it has a backward pass
 };
 
-// The gradient of one input of a layer, as buffers: d = gradient + add1 + add2.
+// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2.
 struct GradPlan {
     int d = -1, add1 = -1, add2 = -1;
 };
@@ -1745,31 +1775,31 @@ struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...: see "The kinds
 struct Layer {
     const LayerKind* kind = nullptr;
     std::string name;
-    int x1 = -1, x2 = -1, out = -1;           // tensors: what it reads, side by side, and what it writes
-    int weight = -1;                          // a parameter; the bias, if there is one, is the next parameter
-    int residual = -1;                        // CONV: a tensor that is added to the result, unless there is a skip
-    int emb = -1, emb_offset = 0;             // the tensor of embedding projections, and where its columns begin there
-    int kernel = 1, stride = 1, upsample = 0; // CONV
+    int x1 = -1, x2 = -1, out = -1; // tensors: the layer reads [x1 | x2] and writes out
+    int weight = -1;                // a parameter; the bias, if there is one, is the next parameter
+    int residual = -1;              // CONV: a tensor that is added to the result, unless there is a skip
+    int emb = -1, emb_offset = 0;   // the tensor of embedding projections, and this layer's first column in it
+    int kernel = 1, stride = 1, upsample = 0;       // CONV
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
-    int heads = 0;                                  // of ATTENTION, and of the CONV that makes its qkv
-    int saved = -1;     // the buffer that is kept for the backward pass: mean and rstd, or rows of scores
-    int block_end = -1; // --use_checkpoint: this layer is computed again before that one's backward pass
+    int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
+    int saved = -1;     // the buffer that is kept for the backward pass: mean and rstd, or SoftmaxRows
+    int block_end = -1; // --use_checkpoint: this layer is computed again before the backward pass of layer block_end
 
     // The plan (see plan_gradients, plan_waits, plan_fusions).
-    GradPlan d1{}, d2{};      // of x1 and x2
-    int dout = -1, demb = -1; // buffers of gradients
-    int after = -1;           // backward: before this layer runs, this other layer's weight gradient must be complete
-    int skip = -1;            // CONV, forward: the layer of the skip connection that it computes and adds
-    bool fused = false;       // forward: the next layer computes this one, too
+    GradPlan d1{}, d2{};      // the gradients of x1 and x2
+    int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
+    int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
+    int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
+    bool fused = false;       // forward: the next layer's operation also computes this layer
 };
 
-// A piece of device memory.
+// A part of the arena: the memory of a tensor, a gradient, or something else that a layer keeps.
 struct Buffer {
     size_t bytes;                   // for one sample
     int first = INT_MAX, last = -1; // the first and the last time at which it is in use (see plan_lifetimes)
     size_t offset = 0;              // in the arena
-    int again; // the buffer of this tensor when it is computed again (--use_checkpoint), else this one
+    int again; // if the tensor is computed again (--use_checkpoint): the buffer for that; else this buffer itself
 };
 
 struct UNet {
@@ -1778,12 +1808,12 @@ struct UNet {
     std::vector<Tensor> tensors;
     std::vector<Layer> layers;
     std::vector<Buffer> buffers;
-    size_t num_params = 0;                 // without padding
+    size_t num_params = 0;                 // how many parameters there are, without padding
     size_t flat_size = 0;                  // floats in a flat array, with padding
-    size_t plain_size = 0;                 // the first of these, which are read in fp32 and never from a copy
+    size_t plain_size = 0;                 // how many floats at its beginning are read in fp32, and never from a copy
     int input = -1, emb = -1, output = -1; // tensors
     int residual_blocks = 0;
-    double flops = 0; // of one image's forward pass, 2 for a multiply-add
+    double flops = 0; // of one image's forward pass; a multiply-add is 2
     // Set by plan_memory:
     int B = 0;
     size_t arena_bytes = 0;
@@ -1794,7 +1824,7 @@ struct UNet {
     float* values = nullptr; // (B, num_values): an image's own numbers, then those of its augmentation
     float* cond = nullptr;   // (B, H, W, cond_channels): the pictures that the images are conditioned on
 
-    Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // none: without channels
+    Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // i < 0: a tensor with C = 0
 };
 
 // Returns where a buffer lies; null if there is no buffer, or if the network has no memory yet.
@@ -1805,7 +1835,7 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
-// What --precision fp8 reads beside the weights: see make_fp8_weights.
+// With --precision fp8: weights in FP8, and the factors that belong to them (see make_fp8_weights).
 struct Fp8Weights {
     const uint8_t* weights = nullptr;
     const float* factors = nullptr;
@@ -1817,18 +1847,19 @@ struct Weights {
     Fp8Weights fp8{};
 };
 
-// A walk over the list: forward or, if there are grads, backward (with the layers that are computed again for it).
+// A walk over the list. If grads is null, it is a forward pass. Otherwise it is a backward pass, and the layers that
+// are computed again for it (--use_checkpoint) are a part of it.
 struct Walk {
     UNet* net;
     Weights weights{};
-    Dropout dropout{}; // of all blocks
+    Dropout dropout{}; // the dropout of all residual blocks
     int B;
     float* grads = nullptr;
     Lane* lane = MAIN_LANE;
 };
 
-// What the functions of a kind get to know of a layer: pointers where the list has indices, and null where it has none.
-// layer_args fills it.
+// The arguments of a kind's functions: all that they need of a layer. For each index of the layer there is a pointer.
+// It is null if the index is -1. layer_args fills this.
 struct LayerArgs {
     UNet* net;
     const Layer* layer;
@@ -1845,12 +1876,12 @@ struct LayerArgs {
     const float *weight, *bias;
     const act* copy; // the weight in the activations' type
     const uint8_t* fp8_weight;
-    const float *fp8_factors, *fp8_factor; // of a convolution that reads FP8, and of a norm that writes it
-    const float* emb;                      // (B, emb_stride): this layer's columns
+    const float *fp8_factors, *fp8_factor; // of a convolution that reads FP8; of a norm that writes FP8
+    const float* emb;                      // (B, emb_stride), from this layer's first column on
     int emb_stride;
     float* saved;
-    Dropout dropout; // this layer's own
-    ConvSkip skip;   // CONV: the skip connection that it computes, too
+    Dropout dropout; // the dropout that follows this layer
+    ConvSkip skip;   // CONV: the skip connection that this layer also computes
 
     // The backward pass.
     const act* dout;
@@ -1859,7 +1890,7 @@ struct LayerArgs {
 
     int tokens() const { return H * W; } // attention's T
     Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
-    float* rstd() const { return saved + B * 32; } // of a norm, behind the means of 32 groups
+    float* rstd() const { return saved + B * 32; } // of a norm; it lies after the means of 32 groups
     ConvShape conv() const {
         const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
         return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
@@ -1892,8 +1923,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.Wout = out.W;
     a.Cout = out.C;
 
-    // Tensors are looked up in the arena. If a tensor was computed again (--use_checkpoint), a backward walk reads that
-    // copy.
+    // Tensors are looked up in the arena. If a tensor was computed again (--use_checkpoint), a backward walk reads the
+    // new copy.
     auto memory_of = [&](int buffer) {
         const bool again = walk.grads && buffer >= 0;
         return buffer_data(net, again ? net->buffers[buffer].again : buffer);
@@ -1908,10 +1939,11 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.stats2 = stats(layer.x2);
     a.out_stats = stats(layer.out);
 
-    // Weight and bias have the same place in all flat arrays. The copy's elements have another size than floats.
+    // A weight has the same place in all flat arrays, and so has its bias. The elements of the copy may be smaller than
+    // floats.
     if (layer.weight >= 0) {
         const size_t weight = net->params[layer.weight].offset;
-        const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows: it has no bias
+        const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows, so there is no bias
         const size_t bias = last ? weight : net->params[layer.weight + 1].offset;
         if (walk.weights.fp32) {
             a.weight = walk.weights.fp32 + weight;
@@ -1953,10 +1985,11 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     return a;
 }
 
-// The kinds of layers. What is particular to a kind stands together here: its functions, which call its operation with
-// what LayerArgs has for it, and then the kind itself. The list, its plan and the walks (sections 5 to 7) look at its
-// members, so they need no change for a new kind. Only what a convolution or a norm alone needs is asked for by name,
-// as in `kind == &CONV` (plan_waits, plan_fusions, plan_lifetimes, unet_backward). To add a kind, change these places:
+// The kinds of layers. All that is special about a kind stands together here: first its functions, which call the
+// kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
+// (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. There are a few
+// exceptions, for what only a convolution or a norm needs. There the code asks for the kind itself, as in
+// `kind == &CONV` (plan_waits, plan_fusions, plan_lifetimes, unet_backward). To add a kind, change these places:
 //
 //   1. here: its functions and its LayerKind
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in add_resblock or its like
@@ -1968,18 +2001,18 @@ struct LayerKind {
     void (*forward)(LayerArgs&);
     void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
-    int backward_reads = 0; // what the backward pass reads of the forward pass
-    bool embedding = false; // it is of the embedding's path, which is computed beside the first layers
+    int backward_reads = 0; // what the forward pass has left that the backward pass reads
+    bool embedding = false; // it is a layer of the embedding; these are computed beside the first other layers
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
-    bool sums = false;      // it fills out_stats, so a group norm may read what it makes (see add_norm)
+    bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
-    double (*flops)(const LayerArgs&) = no_flops;            // of a forward pass, 2 for a multiply-add
+    double (*flops)(const LayerArgs&) = no_flops;            // of a forward pass; a multiply-add is 2
     Workspace (*workspace)(const LayerArgs&) = no_workspace; // memory that its functions need beside their arrays
 };
 
-// The embedding's layers. Their tensors are fp32, of B rows.
+// The layers of the embedding. Their tensors are in fp32 and have B rows.
 
-// Sinusoids of t, with which the embedding begins.
+// The sinusoids of t: the first layer of the embedding.
 static void forward_timestep(LayerArgs& a) {
     const int max_period = a.net->config.max_period;
     timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.lane);
@@ -2014,7 +2047,7 @@ constexpr LayerKind LINEAR{
     .workspace = linear_workspace,
 };
 
-// The nonlinearity between linear layers. (The one behind a group norm is computed by the norm.)
+// The nonlinearity between linear layers. (Where a nonlinearity follows a group norm, the norm computes it.)
 static void forward_silu(LayerArgs& a) {
     const size_t n = (size_t)a.B * a.Cin;
     silu_forward(a.out_fp32(), a.x_fp32(), n, a.lane);
@@ -2031,7 +2064,7 @@ constexpr LayerKind SILU{
     .embedding = true,
 };
 
-// Adds a row of a table, the one of the image's class, to the embedding.
+// Adds a row of a table to the embedding: the row of the image's class.
 static void forward_label(LayerArgs& a) {
     const float* const table = a.weight;
     label_embedding_forward(a.out_fp32(), a.x_fp32(), table, a.net->labels, a.B, a.Cin, a.lane);
@@ -2068,8 +2101,9 @@ constexpr LayerKind VALUES{
 
 // The layers between the images and the network's output.
 
-// A convolution, 3x3 or 1x1, with what is added to its result. Its backward function only computes the input's
-// gradient: the weight gradients of several layers are computed together (see unet_backward).
+// A convolution, 3x3 or 1x1, with all that is added to its result: bias, embedding, and residual or skip connection.
+// Its backward function only computes the input's gradient: the weight gradients of several layers are computed
+// together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
     const act* const weight = a.fp8_weight ? (const act*)a.fp8_weight : a.copy;
     conv_forward(a.out, a.stats(), // what it writes
@@ -2093,7 +2127,7 @@ constexpr LayerKind CONV{
     .workspace = conv_layer_workspace,
 };
 
-// A group norm, with the nonlinearity and the dropout behind it.
+// A group norm, with the nonlinearity and the dropout that follow it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
     groupnorm_forward(a.out, mean, a.rstd(),          // what it writes
@@ -2103,7 +2137,7 @@ static void forward_norm(LayerArgs& a) {
 static void backward_norm(LayerArgs& a) {
     const float* const mean = a.saved;
     groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, // what it writes
-                       a.dout, a.x1, a.x2, mean, a.rstd(),     // what the loss and the forward pass left
+                       a.dout, a.x1, a.x2, mean, a.rstd(),     // dout, and what the forward pass read and left
                        a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm());
 }
 static Workspace norm_workspace(const LayerArgs& a) {
@@ -2145,7 +2179,7 @@ constexpr LayerKind ATTENTION{
     .workspace = attention_workspace,
 };
 
-// Average pool.
+// Halves the resolution: the average of 2 x 2 pixels.
 static void forward_downsample(LayerArgs& a) { downsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_downsample(LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind DOWNSAMPLE{
@@ -2155,7 +2189,7 @@ constexpr LayerKind DOWNSAMPLE{
     .sums = true,
 };
 
-// Nearest neighbour.
+// Doubles the resolution: the nearest neighbour.
 static void forward_upsample(LayerArgs& a) { upsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_upsample(LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind UPSAMPLE{
@@ -2165,7 +2199,7 @@ constexpr LayerKind UPSAMPLE{
     .sums = true,
 };
 
-// Puts a picture's channels (--cond_channels) behind those of the image.
+// Puts a picture's channels (--cond_channels) after those of the image.
 static void forward_join(LayerArgs& a) {
     join_channels(a.out_fp32(), a.x_fp32(), a.net->cond, a.B, a.H * a.W, a.Cin, a.net->config.cond_channels);
 }
@@ -2202,9 +2236,9 @@ constexpr LayerKind PIXELS{
     .fp32 = true,
 };
 
-// The functions that follow make the list. Each of them appends something to the network and returns its index.
+// The functions that follow make the list. Most of them append something to the network and return its index.
 
-// bytes: for one sample.
+// Adds a buffer. bytes: its size for one sample.
 static int add_buffer(UNet* net, size_t bytes) {
     const int buffer = (int)net->buffers.size();
     net->buffers.push_back(Buffer{.bytes = bytes, .again = buffer});
@@ -2219,7 +2253,7 @@ static int add_tensor(UNet* net, int H, int W, int C, Element element) {
     return (int)net->tensors.size() - 1;
 }
 
-// The parameter gets its place in the flat arrays later (place_params).
+// Adds a parameter. Its place in the flat arrays is chosen later (place_params).
 typedef std::vector<int> Shape;
 static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     size_t size = 1;
@@ -2229,7 +2263,8 @@ static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit 
     return (int)net->params.size() - 1;
 }
 
-// Adds NAME.weight and NAME.bias. Returns the weight's index, the bias follows it. shape: (outputs, inputs ...).
+// Adds NAME.weight and NAME.bias. Returns the weight's index; the bias has the next index. shape:
+// (outputs, inputs ...).
 static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
     const ParamInit bias_init = init == INIT_ONE ? INIT_ZERO : init;
     const int weight = add_param(net, name + ".weight", shape, init, heads);
@@ -2237,16 +2272,16 @@ static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit
     return weight;
 }
 
-// The same for a layer of kind CONV. Its weight is special in three ways: kernels read a copy of it in bf16
-// (param_group), its gradient comes later than others (WeightGradients), and files hold its elements in another order
-// (permute_param).
+// Adds the weight and the bias of a layer of kind CONV. The weight is special in three ways: kernels read a copy of it
+// in bf16 (param_group), its gradient comes later than others (WeightGradients), and files hold its elements in another
+// order (permute_param).
 static int add_conv_params(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     const int weight = add_params(net, name, shape, init, heads);
     net->params[weight].of_conv = true;
     return weight;
 }
 
-// Ends the program if a layer has another kind of weight than it must have.
+// Ends the program if a convolution's weight was not added by add_conv_params, or if another parameter was.
 static void check_conv_params(const UNet& net) {
     for (size_t i = 0; i < net.params.size(); i++) {
         auto reads_it = [&](const Layer& l) { return l.kind == &CONV && l.weight == (int)i; };
@@ -2257,7 +2292,7 @@ static void check_conv_params(const UNet& net) {
     }
 }
 
-// Appends a layer that writes a new tensor (H, W, C), which is returned.
+// Appends a layer and the new tensor (H, W, C) that it writes. Returns this tensor.
 static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element element = act_element) {
     const LayerKind& kind = *l.kind;
     if (l.weight >= 0 && !kind.backward) die("internal error: %s has weights but no backward pass", l.name.c_str());
@@ -2267,8 +2302,8 @@ static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element el
     return l.out;
 }
 
-// l: a layer with its name, its input, and what differs from a plain 1x1 convolution. If it has a weight, that is of
-// parameters which are there already.
+// Adds a convolution. l: a layer with its name, its input, and all that differs from a plain 1x1 convolution. If
+// l.weight is not -1, the parameters have been added already.
 static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, Element element = act_element) {
     l.kind = &CONV;
     const ConvShape s = layer_args(Walk{.net = net, .B = 1}, l).conv();
@@ -2277,14 +2312,14 @@ static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM,
     return add_layer(net, l, Cout, s.out_H(), s.out_W(), element);
 }
 
-// The nonlinearity behind the norms of residual blocks and in front of the last convolution.
+// The nonlinearity after the norms of residual blocks, and after the norm before the last convolution.
 constexpr Nonlinearity BEHIND_NORMS = Nonlinearity::SILU;
 
 // Adds a group norm over [x1 | x2]. It needs sums of its inputs' channels (Stats). The layers that write these inputs
-// make them on the way, so each input gets a buffer for its sums.
+// also compute the sums, so each input gets a buffer for its sums.
 static int add_norm(UNet* net, Layer l) {
     for (int input : {l.x1, l.x2}) {
-        if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has one already
+        if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has a buffer already
         const auto writer = std::ranges::find(net->layers, input, &Layer::out);
         if (writer == net->layers.end() || !writer->kind->sums)
             die("internal error: %s reads a tensor whose layer leaves no sums of its channels", l.name.c_str());
@@ -2313,9 +2348,10 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
     ALL_CASES_RETURN
 }
 
-// The layers from first on are a block, whose output is returned. With --use_checkpoint (Chen et al. 2016,
-// arXiv:1604.06174) only the inputs and the output of a block are kept. Before its backward pass its layers are
-// computed again, except the last one and the skip connection, since no other layer of the block reads these.
+// Ends a residual block or an attention block: it consists of the layers from `first` on. Returns its output. With
+// --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept. Before
+// the block's backward pass its layers are computed again. Two layers are not computed again: the last one and the skip
+// connection, because no other layer of the block reads their results.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -2326,10 +2362,11 @@ static int end_block(UNet* net, size_t first) {
     return last.out;
 }
 
-// Adds group norm, SiLU, convolution, embedding; group norm, SiLU, dropout, convolution, plus the input: through a 1x1
-// convolution (the shortcut) where the number of channels changes. The embedding is added behind the first convolution,
-// or scales and shifts the second norm. With a resample the main path and the shortcut both change their resolution
-// behind the first SiLU.
+// Adds a residual block: group norm, SiLU, convolution, embedding; then group norm, SiLU, dropout, convolution, plus
+// the block's input. If the number of channels changes, the input goes through a 1x1 convolution (the shortcut) before
+// it is added. The embedding is added after the first convolution, or it scales and shifts the result of the second
+// norm. With a resample, the main path changes its resolution after the first SiLU. The input that is added at the end
+// then changes its resolution, too.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = net->tensor(x1).C + net->tensor(x2).C;
@@ -2368,7 +2405,8 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     return end_block(net, first);
 }
 
-// Adds a group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution, plus the input.
+// Adds an attention block: group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution,
+// plus the block's input.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
     const Config& c = net->config;
     const Tensor t = net->tensors[x];
@@ -2384,8 +2422,8 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     return end_block(net, first);
 }
 
-// The embedding. Its last layer projects it for all residual blocks at once; each residual block adds its own columns
-// to that layer.
+// Adds the embedding's layers. The last one projects the embedding for all residual blocks at once. Each residual block
+// later adds its own columns to that layer.
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int F = c.num_channels; // how many sinusoids there are
@@ -2424,9 +2462,10 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
     return add_resample(net, UP, name, x);
 }
 
-// The encoder: at each level residual blocks (and attention), then half the resolution; returns what the decoder reads.
-// guided-diffusion numbers the blocks of all levels from input_blocks.0, the first convolution, on. In a block's name
-// .0 is the residual block, or what halves the resolution, and .1 is attention.
+// Adds the encoder: at each level residual blocks (and attention), then a layer or block that halves the resolution.
+// Returns the tensors that the decoder reads. guided-diffusion numbers the blocks of all levels, beginning with
+// input_blocks.0, which is the first convolution. In a block's name .0 is the residual block, or what halves the
+// resolution, and .1 is attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
     int block = 0;
@@ -2447,8 +2486,9 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
     return skips;
 }
 
-// The decoder: the encoder's tensors come back in reverse, concatenated to the running one. A level has one residual
-// block more than in the encoder, because there the layer that halves the resolution also left a tensor.
+// Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the block
+// before. It reads the encoder's tensors in reverse order. A level has one residual block more than in the encoder. The
+// additional block reads the result of the first convolution, or of the layer or block that halved the resolution.
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -2457,7 +2497,7 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
         const int ch = c.channels(level);
         const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            // [the running tensor | the encoder's], then attention, then, at the level's end, double the resolution
+            // a residual block of [h | the encoder's tensor], then attention; at the level's end the resolution doubles
             const std::string name = "output_blocks." + std::to_string(block++);
             h = add_resblock(net, name + ".0", h, skips.back(), ch);
             skips.pop_back();
@@ -2470,8 +2510,8 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
 }
 
 // Says which of four groups a parameter belongs to. In the flat arrays the groups follow each other:
-//   0, 1  all blocks' embedding projections, their weights and then their biases, so that they are one matrix
-//   2     all others that kernels read in fp32
+//   0, 1  the embedding projections of all blocks: first all weights, so that they are one matrix, then all biases
+//   2     all other parameters that kernels read in fp32
 //   3     convolutions' weights, if the kernels read a copy of them
 static int param_group(const Param& p) {
     if (p.name.ends_with(".emb_layers.1.weight")) return 0;
@@ -2479,12 +2519,12 @@ static int param_group(const Param& p) {
     return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
-// Says where each parameter lies. From group 2 on each begins at a multiple of 64 floats.
+// Chooses where each parameter lies. From group 2 on, each parameter begins at a multiple of 64 floats.
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
     for (int group = 0; group < 4; group++) {
-        // Within a group the order is that of the list.
+        // Within a group the parameters follow each other as in the list.
         for (Param& p : net->params) {
             if (param_group(p) != group) continue;
             p.offset = end;
@@ -2496,19 +2536,19 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// --precision fp8: of how many 3x3 convolutions at each end of the network the operands stay as they are. These do the
-// damage if they are rounded to FP8 (docs/LEARNT.md).
+// --precision fp8: at each end of the network, so many 3x3 convolutions do not multiply in FP8. Rounding their operands
+// to FP8 would do the most damage (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
-// --precision fp8: chooses the 3x3 convolutions that multiply in FP8. They read what a group norm has written, whose
-// size is known before (fp8_factor), so the norm writes FP8 at once. All other tensors, the convolutions' results among
-// them, have act_element.
+// --precision fp8: chooses the 3x3 convolutions that multiply in FP8. Such a convolution reads what a group norm has
+// written. The size of the norm's values is known before (fp8_factor), so the norm itself writes FP8. All other tensors
+// keep their element. This is also true of the convolutions' results.
 static void choose_fp8(UNet* net) {
     std::vector<const Layer*> convs; // all 3x3 ones, from the first to the last
     for (const Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
-    for (int i = FP8_SPARED; i < last; i++) { // every model has at least 12: so those of middle_block are chosen
+    for (int i = FP8_SPARED; i < last; i++) { // every model has at least 12, so at least 3 of middle_block are chosen
         const Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
@@ -2546,8 +2586,8 @@ static UNet build_unet(const Config& c) {
     if (p > 1) h = add_layer(&net, {.kind = &PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
 
-    // Now all blocks have been added, so it is known how wide the layer is that projects the embedding for all of them:
-    // emb.C floats a sample. Its weights are those of all blocks, side by side. The flat array begins with them
+    // All blocks have been added now. So the width of the layer that projects the embedding for all of them is known:
+    // emb.C floats a sample. The layer's weights are those of all blocks, side by side. The flat array begins with them
     // (param_group).
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
@@ -2571,11 +2611,12 @@ static UNet build_unet(const Config& c) {
 // In the order in which they run: plan_memory calls plan_gradients, plan_waits, plan_fusions, plan_lifetimes and
 // place_buffers.
 
-// A tensor's gradient is the sum of what its readers contribute, from the last reader to the first. Each reader writes
-// a buffer of its own: its contribution plus the buffers of the readers behind it that wait to be added. A residual's
-// contribution is the gradient of the sum itself, so it is passed on without a copy.
+// A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
+// reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
+// layer adds the tensor as its residual, that layer contributes the gradient of its output. This gradient is unchanged,
+// so no copy of it is made.
 static void plan_gradients(UNet* net) {
-    // For each tensor: the buffers that its next reader has to add to its own contribution.
+    // For each tensor: the buffers that the next contribution has to add.
     std::vector<std::vector<int>> waiting(net->tensors.size());
     // Plans a contribution to the gradient of tensor x, in a new buffer. It is not added in place to a buffer that
     // waits, because weight gradients may still have to read that buffer.
@@ -2594,7 +2635,7 @@ static void plan_gradients(UNet* net) {
     contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
-        if (waiting[l.out].empty()) continue; // the sinusoids have no gradient
+        if (waiting[l.out].empty()) continue; // nobody needs it: it is a layer without a backward pass
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
@@ -2605,7 +2646,7 @@ static void plan_gradients(UNet* net) {
         l.d1 = contribute(l.x1);
         l.d2 = contribute(l.x2);
     }
-    // --use_checkpoint: what is computed again gets new buffers.
+    // --use_checkpoint: tensors that are computed again get new buffers.
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
         const Tensor& out = net->tensors[l.out];
@@ -2617,28 +2658,29 @@ static void plan_gradients(UNet* net) {
     }
 }
 
-// Convolutions' weight gradients are computed beside the layers that follow in the backward pass, several of them in
-// one launch. So what they read must stay in memory for some steps of time; then a layer waits for them. Small images
-// cost little memory, so what they need may stay longer, and more of them share a launch.
-// Returns for how many steps of time that is for layer l.
+// A convolution's weight gradient is computed beside the layers that follow in the backward pass, in one launch with
+// those of other convolutions. So the tensors that it reads must stay in memory for some time, which is counted in
+// layers (see the head of this section). When that time is over, a layer waits for the weight gradient. Tensors of
+// small images need little memory. So they may stay longer, and more weight gradients share a launch.
+// Returns how long the tensors that layer l reads stay in memory.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
     return net->config.use_checkpoint ? 2 : 6;
 }
 
-// The first layer that reads the embedding's projections.
+// Returns the first layer that reads the embedding's projections.
 static int first_emb_reader(const UNet* net) {
     int i = 0;
     while (net->layers[i].emb < 0) i++;
     return i;
 }
 
-// Says which weight gradients each layer waits for in the backward pass. A layer that waits for one weight gradient
-// also waits for those of all layers further back in the list.
+// Says which weight gradients each layer waits for in the backward pass. A layer that waits for the weight gradient of
+// one layer also waits for those of all layers that come later in the list.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
-    int done = L; // some layer waits for the weight gradients of this layer and of all behind it already
+    int done = L; // some layer waits already for the weight gradients of this layer and of all later ones
     for (int i = L - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
         if (l.dout < 0) continue; // it has no backward pass
@@ -2656,7 +2698,7 @@ static void plan_waits(UNet* net) {
     }
 }
 
-// The convolution that adds a residual block's skip connection may also compute it.
+// The convolution that adds a residual block's skip connection may also compute this skip connection.
 static void plan_fusions(UNet* net) {
     const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
@@ -2674,8 +2716,7 @@ static void plan_fusions(UNet* net) {
     }
 }
 
-// Says from when to when each buffer is in use: from the first time at which a layer reads or writes it to the last
-// one.
+// Says when each buffer is in use: from the first to the last time at which a layer reads or writes it.
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     auto use = [&](int time, std::initializer_list<int> buffers) {
@@ -2696,7 +2737,7 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
         if (!l.fused) use(time, {data(l.out), stats(l.out)});
     };
-    // Input and output are also in use before the first layer and after the last one, by the sampler and the loss.
+    // The sampler and the loss also use the network's input and output, before the first layer and after the last one.
     use(0, {data(net->input)});
     use(L + 1, {data(net->input), data(net->output)});
     for (int i = 0; i < L; i++) {
@@ -2707,7 +2748,7 @@ static void plan_lifetimes(UNet* net) {
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
         // The backward pass, and a convolution's weight gradient, which may be computed up to weights_lag later.
-        if (l.dout < 0) continue; // not in training, or the sinusoids
+        if (l.dout < 0) continue; // not in training, or it has no backward pass
         const int back = 2 * L + 1 - i;
         const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
         for (int time : {back, done}) {
@@ -2725,8 +2766,9 @@ static void plan_lifetimes(UNet* net) {
     }
 }
 
-// Chooses the offsets of all buffers for batches of B: largest first, each at the lowest place that is free during its
-// whole life. Sizes are rounded up, so that each buffer begins at a multiple of 256 bytes.
+// Chooses the offsets of all buffers for batches of B. The largest buffer is placed first. Each buffer gets the lowest
+// place that is free as long as the buffer is in use. Sizes are rounded up, so that each buffer begins at a multiple of
+// 256 bytes.
 static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
@@ -2751,12 +2793,12 @@ static void place_buffers(UNet* net, int B) {
     }
 }
 
-// Ends the program if the weights and the arena are larger than the device's memory. The message says which batch would
-// fit.
+// Ends the program if the weights and the arena are larger than the device's free memory. The message says which batch
+// would fit.
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
-    // For each parameter there are at most a weight, its copy, and a copy in FP8; in training no FP8, but a gradient,
-    // two moments, an average, and the average's copy.
+    // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
+    // gradient, two moments, an average, and copies of the weight and of the average.
     const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
     const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sampling_bytes;
@@ -2794,8 +2836,8 @@ static void plan_memory(UNet* net, int B, bool training) {
     check_memory(net, training);
     net->arena = device_alloc<char>(net->arena_bytes);
 
-    // Operations use the workspace one after the other, so it has the size that the largest of them needs. What they
-    // leave for finish_gradients (sums) is kept for all of them.
+    // The operations of a lane use its workspace one after the other, so it is as large as the largest of them needs.
+    // But what they leave for finish_gradients (sums) is kept for all of them, so these sizes are added up.
     Workspace most{loss_workspace(B)};
     const Walk walk{.net = net, .B = B};
     for (const Layer& l : net->layers) {
@@ -2813,21 +2855,21 @@ static void plan_memory(UNet* net, int B, bool training) {
 // layer to the first and collects the convolutions' weight gradients on the way (WeightGradients).
 
 // A hook that is called before each operation is started. dev/benchmarks/bench.cu takes time stamps there.
-enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients but that of a convolution's weights
+enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except that of a convolution's weights
 struct Operation {
-    const char* name = nullptr; // of an operation that is not a layer's
+    const char* name = nullptr; // the operation's name, if it is not a layer's
     const Layer* layer = nullptr;
     Pass pass = FORWARD;
 };
 static void (*mark)(const Operation&) = [](const Operation&) {};
 
 static void forward_layer(const Walk& walk, const Layer& l) {
-    if (l.fused) return; // the layer behind it computes this one, too
+    if (l.fused) return; // the next layer also computes this one
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
-    // Its operation has written, through `stats`, in how many parts the sums of the output lie. The norm that reads the
-    // output has to know.
+    // The operation has written to a.out_stats in how many parts the output's sums lie. The norm that reads the output
+    // needs this number.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
@@ -2855,19 +2897,19 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // The weight gradients of convolutions during the backward pass. They wait until they fill the GPU together, or until
-// some layer needs one of them. Then one launch, on the side lane, computes them all.
+// some layer needs one of them. Then they are all computed together, on the side lane.
 struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Lane*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
-    double load = 0;           // how much of the device those that wait would fill together; 1: all of it
-    int last = -1;             // the layer that came last
-    std::vector<int> ticket{}; // of each layer: the number that wait_for_side takes, or -1 if its gradient was not sent
+    double load = 0;           // how much of the device the waiting weight gradients would fill together; 1: all of it
+    int last = -1;             // the layer whose weight gradient was added last
+    std::vector<int> ticket{}; // for each layer: the ticket for wait_for_side; -1: its weight gradient was not sent yet
 
-    // Launches those that wait. After that the gradients of all layers from `last` on have been sent.
+    // Launches the weight gradients that wait. After that, those of all layers from `last` on have been sent.
     void send() {
-        // In the flat arrays, gradients from complete_from on are complete: all weights of convolutions that still have
-        // none lie in front of it.
+        // In the flat arrays, gradients from complete_from on are then complete. The convolutions' weights without a
+        // complete gradient all lie before it.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -2890,16 +2932,16 @@ struct WeightGradients {
         load += conv_weight_load(a.conv());
         if (load >= 1 || !allowed.batches) send();
     }
-    // The operations that follow on the main lane wait for this layer's weight gradient.
+    // Makes the operations that follow on the main lane wait for this layer's weight gradient.
     void wait_for(int layer) {
         if (ticket[layer] < 0) send();
         wait_for_side(ticket[layer]);
     }
 };
 
-// The backward pass: grads = gradients of the parameters, from output_gradient and from what the forward pass of these
-// B samples left in memory. done(n, lane) is called when, on this lane, the gradients from the n-th float on are
-// complete.
+// The backward pass. It computes grads, the gradients of the parameters, from output_gradient and from what the forward
+// pass of these B samples left in memory. done(n, lane) is called after this lane has been given the work that
+// completes the gradients from the n-th float on.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Lane*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
@@ -2913,8 +2955,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // Other gradients should not wait until that of the first layer joins them, because the embedding waits for
-            // them.
+            // The weight gradients that wait are launched without that of the first convolution, because the
+            // embedding's layers wait for them.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.send();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
