@@ -6,108 +6,108 @@
 // Map (make map renews the line numbers)
 //    191  Part I. The program
 //    194     1. Types at the interface: what operations are called with
-//    558     2. The interface: all that the program asks of a device
-//    872     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    970     4. Configuration: flags, presets, help, what can work and what cannot
-//   1692     5. The network: a list of layers, made of guided-diffusion's flags
-//   2566     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2811     7. Forward and backward: two walks over the list
-//   2932     8. Diffusion: noise schedules, objectives, samplers
-//   3200         the level of a training sample, drawn, and its share of the loss
-//   3642         samplers
-//   4175     9. Data: .bin files that may be larger than memory, the order of their images
-//   4695    10. Model files: weights and checkpoints, initial weights
-//   5080    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5095         the learning rate, the verdict on a step, averages of the weights
-//   5178         what a trainer holds
-//   5309         a step
-//   5604    12. A run: log, guard, checkpoints, resume, samples
-//   5629         the log in memory, as the page shows it
-//   5739         what a run holds
-//   5806         the log and the status line
-//   5992         checkpoints, snapshots and grids
-//   6252         the start of a run: new, from a file's weights, or resumed
-//   6445         the loop over the steps
-//   6558         a run from its first to its last line
-//   6727         samples, without a run
-//   6882    13. main: the command line, then a run or samples
-//   7156         what ranks must have in common
-//   7224         main
-//   7348  Part II. The device
-//   7351    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7429    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7498    16. The GPU: what all kernels share
-//   7562         Launches, which may overlap
-//   7604         Decisions: what kernels are chosen with
-//   7651         Single instructions: shared memory, mbarriers, clusters
-//   7735         Activations: pieces of 16 bytes
-//   8026         each_kernel: a thread for an element
-//   8040         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8196         Swizzle: how rows lie in shared memory
-//   8214         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8436         building blocks of Hopper's kernels (sm_90a)
-//   8728    17. Small operations: resampling, embeddings, diffusion
-//   8731         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   8929         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9277         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9778    18. Group norm
-//   9781         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10312         groupnorm_backward_whole: an image's slab in shared memory
-//  10686    19. Attention
-//  10789         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11314         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11449         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12113    20. Convolution
-//  12148         ConvOut: results, 4 channels of a pixel at a time
-//  12378         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12439         conv_halo: 3x3, stride 1, any GPU
-//  12831         conv_gather: any kernel size and stride, any GPU
-//  13084         conv_few: the first and the last layer
-//  13255         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13819         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  13936         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14387         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14817         conv_weight_tma: weight gradients (sm_90a)
-//  15099    21. The optimiser
-//  15102         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15332    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15335         groupnorm_backward
-//  15470         attention: forward and, where a has dout, backward
-//  15531         convolution: forward and input gradient
-//  15984         convolution: weight gradients
-//  16320    23. The GPU: memory, copies, repeated work
-//  16537    24. Between ranks: from device to device
+//    568     2. The interface: all that the program asks of a device
+//    891     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    990     4. Configuration: flags, presets, help, what can work and what cannot
+//   1722     5. The network: a list of layers, made of guided-diffusion's flags
+//   2606     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2853     7. Forward and backward: two walks over the list
+//   2974     8. Diffusion: noise schedules, objectives, samplers
+//   3242         the level of a training sample, drawn, and its share of the loss
+//   3684         samplers
+//   4217     9. Data: .bin files that may be larger than memory, the order of their images
+//   4737    10. Model files: weights and checkpoints, initial weights
+//   5122    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5137         the learning rate, the verdict on a step, averages of the weights
+//   5220         what a trainer holds
+//   5351         a step
+//   5646    12. A run: log, guard, checkpoints, resume, samples
+//   5671         the log in memory, as the page shows it
+//   5781         what a run holds
+//   5849         the log and the status line
+//   6037         checkpoints, snapshots and grids
+//   6300         the start of a run: new, from a file's weights, or resumed
+//   6496         the loop over the steps
+//   6611         a run from its first to its last line
+//   6781         samples, without a run
+//   6938    13. main: the command line, then a run or samples
+//   7214         what ranks must have in common
+//   7284         main
+//   7409  Part II. The device
+//   7412    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7490    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7559    16. The GPU: what all kernels share
+//   7624         Launches, which may overlap
+//   7667         Decisions: what kernels are chosen with
+//   7715         Single instructions: shared memory, mbarriers, clusters
+//   7800         Activations: pieces of 16 bytes
+//   8094         each_kernel: a thread for an element
+//   8108         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8267         Swizzle: how rows lie in shared memory
+//   8285         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8514         building blocks of Hopper's kernels (sm_90a)
+//   8808    17. Small operations: resampling, embeddings, diffusion
+//   8811         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9011         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9365         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9871    18. Group norm
+//   9874         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10407         groupnorm_backward_whole: an image's slab in shared memory
+//  10783    19. Attention
+//  10888         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11427         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11565         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12242    20. Convolution
+//  12281         ConvOut: results, 4 channels of a pixel at a time
+//  12515         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12577         conv_halo: 3x3, stride 1, any GPU
+//  12981         conv_gather: any kernel size and stride, any GPU
+//  13242         conv_few: the first and the last layer
+//  13414         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  13986         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14105         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14565         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  14995         conv_weight_tma: weight gradients (sm_90a)
+//  15277    21. The optimiser
+//  15280         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15510    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15513         groupnorm_backward
+//  15648         attention: forward and, where a has dout, backward
+//  15709         convolution: forward and input gradient
+//  16162         convolution: weight gradients
+//  16498    23. The GPU: memory, copies, repeated work
+//  16715    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7344, run_program 7284, train 6683, run_step 6494, train_step 5538, load_batch 4652;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16447):
-//     step_gradients 5439: draw_levels 9291, forward_and_loss 5353, q_sample_forward 9478, unet_forward 2838,
-//     forward_layer 2824 (a function of the layer's kind), loss_forward_backward 9588, unet_backward 2903,
-//     sum_gradients 15148;
-//     judge_step 15195, update_slice 5504, adamw_update 15305, next_step 15201, record_step 15206;
-//     later collect_steps 6449
-//   pictures, from noise: sample_batch 4092, plan_route 3866, device_step 3909, euler_step 3672 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 15861 draws all of its roads):
-//     forward_conv 2073; conv_forward 15895, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15814 above that; conv_tiles 14372, with conv_tiles_kernel above it;
-//     Accumulators 8662; Wgmma 8265;
-//     on any other GPU pick_conv_halo_bf16 15603; conv_halo 12818, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8089
-//   why several GPUs compute the bits of one: step_gradients 5439
-//   a nonlinearity beside SiLU: Nonlinearity 282, Silu 7392, with_nonlinearity 7402 (a case); BEHIND_NORMS, in front of
-//     add_norm 2285, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3130
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 394, and beside each other edm_question 2976,
-//     ask 3010, frame_of 3020, sigma_draws 3026, has_steps_of_t 3032; the head of their section lists the changes
-//   a kind of layer: forward_linear 1994 and what stands beside it, with a list of all places in front of
-//     LayerKind 1966; add_resblock 2333 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7405, run_program 7345, train 6737, run_step 6546, train_step 5580, load_batch 4694;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16625):
+//     step_gradients 5481: draw_levels 9379, forward_and_loss 5395, q_sample_forward 9569, unet_forward 2880,
+//     forward_layer 2866 (a function of the layer's kind), loss_forward_backward 9679, unet_backward 2945,
+//     sum_gradients 15326;
+//     judge_step 15373, update_slice 5546, adamw_update 15483, next_step 15379, record_step 15384;
+//     later collect_steps 6500
+//   pictures, from noise: sample_batch 4134, plan_route 3908, device_step 3951, euler_step 3714 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16039 draws all of its roads):
+//     forward_conv 2107; conv_forward 16073, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 15992 above that; conv_tiles 14550, with conv_tiles_kernel above it;
+//     Accumulators 8742; Wgmma 8341;
+//     on any other GPU pick_conv_halo_bf16 15781; conv_halo 12968, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8159
+//   why several GPUs compute the bits of one: step_gradients 5481
+//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7453, with_nonlinearity 7463 (a case); BEHIND_NORMS, in front of
+//     add_norm 2320, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3172
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 398, and beside each other edm_question 3018,
+//     ask 3052, frame_of 3062, sigma_draws 3068, has_steps_of_t 3074; the head of their section lists the changes
+//   a kind of layer: forward_linear 2027 and what stands beside it, with a list of all places in front of
+//     LayerKind 1999; add_resblock 2370 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 225, ElementOf 7368; until they know it, nothing compiles: unpack 7753,
-//     pack 7781, FourOf 7833, mma 8089, with_act 7619, cast_params 15225, adamw_update 15305, tma_type 8394;
-//     which kernels take it: conv_product 15861, act_has_wgmma 7629; docs/READING.md says what at each
+//   an element type beside bf16: Element 226, ElementOf 7429; until they know it, nothing compiles: unpack 7818,
+//     pack 7846, FourOf 7898, mma 8159, with_act 7682, cast_params 15403, adamw_update 15483, tma_type 8472;
+//     which kernels take it: conv_product 16039, act_has_wgmma 7693; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
-//     unknown word ends in is unknown_word 1095, called by who does not know it
+//     unknown word ends in is unknown_word 1118, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
