@@ -2930,38 +2930,38 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 
 // =====================================================================================================================
 // 8. Diffusion: noise schedules, objectives, samplers
-// docs/DIFFUSION.md derives every formula of this section. Tables are computed in double, as guided-diffusion does, and
+// docs/DIFFUSION.md derives every formula of this section. Tables are computed in double, as in guided-diffusion, and
 // used in fp32.
 //
-// An objective says, for a sample with a certain amount of noise, four things, which a NoiseLevel holds:
+// For a sample with a given amount of noise, an objective defines four things, and a NoiseLevel holds their numbers:
 //   what the network is shown       signal x_0 + sigma noise
 //   what it is told                 t
 //   what it should answer           target_x0 x_0 + target_noise noise
 //   what its answer says about x_0  x0_x input + x0_out answer
-// So a new objective whose loss is a weighted square of the answer's error is a new way to fill NoiseLevels, and
-// neither kernels nor samplers know which one they work for.
+// If the loss of a new objective is a weighted square of the answer's error, the objective is only a new way to fill
+// NoiseLevels. Kernels and samplers do not depend on the objective.
 //
 // To add an objective, as edm and flow are, change these places:
 //
 //   1. common/flags.h: its word in the row of `objective`, and rows for its parameters, if it has any. A parameter that
-//      a model file has to keep is a row SAVED(slot, ...), and open_model no longer lists its slot as unused
+//      a model file has to keep is a row SAVED(slot, ...); remove its slot from open_model's list of unused slots
 //   2. Frame (section 1): its word
 //   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; how sigma is
 //      drawn in training (sigma_draws); which sigmas its samplers use (has_steps_of_t)
 //
-// For another quantity that the network predicts, with the levels of ddpm, change two: the row of `predict` in
+// To let the network predict another quantity, with the levels of ddpm, change two places: the row of `predict` in
 // common/flags.h, and ddpm_level.
 //
-// For another loss than the weighted square, do as ect does, whose loss also needs the network's answer at a second
-// noise level: common/flags.h; a parameter in Objective and make_objective; a branch in forward_and_loss (section 11),
-// which calls an operation of its own; that operation's prototype in section 2, its loops in dev/reference.h and its
-// kernel beside loss_forward_backward (section 17).
+// For a loss that is not the weighted square, follow the example of ect, whose loss also needs the network's answer at
+// a second noise level. Change common/flags.h, Objective and make_objective (a parameter), and forward_and_loss
+// (section 11; a branch that calls a new operation). Add the operation's prototype to section 2, its loops to
+// dev/reference.h, and its kernel beside loss_forward_backward (section 17).
 //
-// In the order in which they run: make_objective, once; then for each sample draw_level, which takes one of
-// ddpm_levels, or calls ask or student_level. Samplers ask level_at for the level of a sigma.
+// The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample: it
+// takes one of ddpm_levels, or calls ask or student_level. Samplers call level_at for the level of a sigma.
 
-// What the network is asked at some noise: members of a NoiseLevel. They are double, because ect subtracts such
-// numbers.
+// What the network is asked at a given sigma. The members have the meaning of those of NoiseLevel. They are double,
+// because ect subtracts such numbers from each other.
 struct Question {
     double t;
     double signal, sigma;
@@ -2969,10 +2969,10 @@ struct Question {
     double target_x0, target_noise;
 };
 
-// EDM (Karras et al. 2022, table 1): the network F sees c_in (x_0 + sigma noise) and is told log(sigma) / 4, and
-// D = c_skip (x_0 + sigma noise) + c_out F. The input has c_in already, so x0_x = c_skip / c_in. The loss is
-// lambda (D - x_0)^2 with lambda = 1 / c_out^2. That is the squared error of the network's own answer F against
-// (x_0 - c_skip (x_0 + sigma noise)) / c_out.
+// EDM (Karras et al. 2022, table 1): the network F sees c_in (x_0 + sigma noise) and is told log(sigma) / 4. The image
+// is then D = c_skip (x_0 + sigma noise) + c_out F. The network's input is already multiplied by c_in, so
+// x0_x = c_skip / c_in. The loss is lambda (D - x_0)^2 with lambda = 1 / c_out^2. That equals the squared error of the
+// network's answer F, whose target is (x_0 - c_skip (x_0 + sigma noise)) / c_out.
 HD static inline Question edm_question(double sigma, double sigma_data) {
     const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
     const double c_in = 1 / total;
@@ -2991,8 +2991,9 @@ HD static inline Question edm_question(double sigma, double sigma_data) {
     };
 }
 
-// Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise, the answer is noise - x_0, and so x_0 = x_t - t
-// answer. In all objectives here sigma is noise over signal: t / (1 - t). The network is told 1000 t.
+// Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise. The answer should be noise - x_0, and so
+// x_0 = x_t - t answer. In all objectives here, sigma is the noise's coefficient divided by the signal's, so here
+// sigma = t / (1 - t). The network is told 1000 t.
 HD static inline Question flow_question(double sigma) {
     const double t = sigma / (1 + sigma);
     return Question{
@@ -3006,29 +3007,30 @@ HD static inline Question flow_question(double sigma) {
     };
 }
 
-// Returns what a frame asks at any sigma. Nobody calls this for ddpm, whose levels are a table (ddpm_levels, level_at).
+// Returns the Question of a frame at any sigma. It is never called for ddpm, whose levels are a table (ddpm_levels,
+// level_at).
 HD static inline Question ask(Frame frame, double sigma, double sigma_data) {
     switch (frame) {
     case Frame::DDPM: break;
     case Frame::EDM: return edm_question(sigma, sigma_data);
     case Frame::FLOW: return flow_question(sigma);
     }
-    return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN}; // a step would find its loss not finite
+    return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN}; // so a training step would see that its loss is not finite
 }
 
-// Says which frame a model has, by its flags.
+// Returns the frame of a model, as its flags define it.
 static Frame frame_of(const Config& c) {
     const char* flag = c.objective == "ect" ? "ect_frame" : "objective";
     return meaning<Frame>(flag, c.frame(), {{"ddpm", Frame::DDPM}, {"edm", Frame::EDM}, {"flow", Frame::FLOW}});
 }
 
-// Says how sigma is drawn in training.
+// Returns how sigma is drawn in training.
 static SigmaDraws sigma_draws(const Config& c) {
     const SigmaDraws table{}, edm{c.P_mean, c.P_std, false}, flow{c.t_mean, c.t_std, c.t_std == 0};
     return meaning<SigmaDraws>("objective", c.objective, {{"ddpm", table}, {"edm", edm}, {"flow", flow}, {"ect", edm}});
 }
 
-// Says whether a sampler goes along equal steps of t = sigma / (1 + sigma); if not, along Karras's schedule.
+// Returns whether a sampler takes equal steps of t = sigma / (1 + sigma). Otherwise its sigmas are Karras's schedule.
 static bool has_steps_of_t(Frame frame) {
     switch (frame) {
     case Frame::DDPM: return false;
@@ -3050,11 +3052,11 @@ HD static inline NoiseLevel make_level(const Question& q) {
 }
 
 // Consistency tuning (Geng et al. 2024, "Consistency Models Made Easy"). A student and a teacher, which are the same
-// network, see the same image with the same noise: the student at sigma = t, the teacher at a smaller sigma r. Each
-// turns its answer into an image,
-//   x0_x input + x0_out answer = (x0_x signal) x_0 + (x0_x sigma) noise + x0_out answer,
-// and the student should make the teacher's image. So the target of the student's answer is a sum of x_0, noise and the
-// teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is the one of edm or flow.
+// network, see the same image with the same noise: the student at sigma = t, the teacher at a smaller sigma r. The
+// answer of each is turned into an image:
+//   x0_x input + x0_out answer = (x0_x signal) x_0 + (x0_x sigma) noise + x0_out answer
+// The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
+// noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is that of edm or flow.
 
 // r of a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, or 0 where that is negative, with
 // n(t) = 1 + k sigmoid(-b t). a begins at 1 and grows by 1 every d steps, so r comes closer and closer to t.
@@ -3064,7 +3066,7 @@ HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     return fmax(t * (1 - n / pow((double)tuning.q, a)), 0.0);
 }
 
-// Says how much the distance between a student at t and its teacher at r weighs.
+// Returns the weight in the loss of the distance between a student at t and its teacher at r.
 HD static inline double tuning_weight(const Objective& o, double t, double r) {
     switch (o.tuning.weight) {
     case TuningWeight::GAP: return 1 / (t - r);
@@ -3076,7 +3078,7 @@ HD static inline double tuning_weight(const Objective& o, double t, double r) {
 HD static inline NoiseLevel student_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     const Question nobody{.t = 0, .signal = 1, .sigma = 0, .x0_x = 1, .x0_out = 0, .target_x0 = 0, .target_noise = 0};
-    // At r = 0 there is no teacher: the image itself is x_0.
+    // At r = 0 there is no teacher. `nobody` stands for one whose image is x_0 itself.
     const Question teacher = r > 0 ? ask(o.frame, r, o.sigma_data) : nobody;
     Question student = ask(o.frame, t, o.sigma_data);
     const double x0 = teacher.x0_x * teacher.signal - student.x0_x * student.signal;
@@ -3089,8 +3091,8 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
     return level;
 }
 
-// Where r is 0 the teacher's answer is not used. The network computes all samples of a batch all the same, and is shown
-// the student's input there.
+// If a sample's r is 0, its teacher's answer is not used. But the network computes all samples of a batch, so for that
+// sample the network is shown the student's input.
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
@@ -3099,7 +3101,7 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     return make_level(teacher);
 }
 
-// alpha_bar (T): the products of 1 - beta up to each t.
+// Returns alpha_bar (T): alpha_bar[t] is the product of 1 - beta over all timesteps from 0 to t.
 //   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4), scaled for a T other than 1000
 //   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal
 //           2021, eq. 17)
@@ -3119,11 +3121,11 @@ static std::vector<double> alpha_bars(const Config& c) {
     return result;
 }
 
-// What --predict asks for.
+// The numbers of a NoiseLevel that depend on --predict.
 struct Prediction {
     double target_x0, target_noise; // as in NoiseLevel
     double x0_x, x0_out;            // as in NoiseLevel
-    double error;                   // the square of the answer's error where x_0 is wrong by 1
+    double error;                   // the square of the answer's error if x_0 is wrong by 1
 };
 
 // Makes the level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. A model of T timesteps is told t.
@@ -3142,7 +3144,7 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     level.target_noise = (float)p.target_noise;
     level.x0_x = (float)p.x0_x;
     level.x0_out = (float)p.x0_out;
-    // Min-SNR (Hang et al. 2023): an error of x_0 weighs min(snr, gamma).
+    // Min-SNR (Hang et al. 2023): the squared error of x_0 has the weight min(snr, gamma).
     level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
     return level;
 }
@@ -3159,7 +3161,7 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         level.importance = 1;
         level.quarter = 4 * t / T;
         // The variational bound compares q(x_s | x_t, x_0), s = t - 1, with the network's normal distribution. `small`
-        // is q's variance (Ho et al. 2020, eq. 7). At t = 0 that is 0, so the one of t = 1 is taken.
+        // is q's variance (Ho et al. 2020, eq. 7). At t = 0 this variance is 0, so the variance at t = 1 replaces it.
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1;
         const double beta = 1 - a / b, next = alpha_bar[1];
         double small = beta * (1 - b) / (1 - a);
@@ -3176,8 +3178,8 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
 }
 
 // Makes the objective that the model is trained on. The variational bound is a sum over all T timesteps. A step draws
-// only one of the T, so its term is multiplied by T. guided-diffusion counts the bound in bits, so it is divided by log
-// 2.
+// only one of the T, so its term is multiplied by T. In guided-diffusion the unit of the bound is the bit, so the bound
+// is divided by log 2.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0));
     Objective o{};
@@ -3198,21 +3200,22 @@ static Objective make_objective(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the level of a training sample, drawn, and its share of the loss
-// How noisy a sample of a training step is, and what its loss is made of. These functions are for one sample or one
-// value; dev/reference.h calls them in loops, and kernels call them in threads.
+// These functions compute how noisy a sample of a training step is, and what its loss consists of. Each works on one
+// sample or one value. dev/reference.h calls them in loops, and kernels call them in threads.
 
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
-// mean square of its latest HISTORY losses. A sample then counts `importance` times, which is 1 / (T times the
-// probability of its t), so that the mean over samples stays what it is with uniform t.
+// mean square of its latest HISTORY losses. A sample's loss is then multiplied by `importance`, which is 1 / (T times
+// the probability of its t). So the expected loss is the same as with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this part of the probability is divided equally among all t
 
-// Puts what a batch lost at t into t's row (HISTORY + 1): its latest losses, oldest first, and how many there are.
-// Returns the new weight of t, or -1 while it has fewer than HISTORY losses.
+// Adds the losses of a batch's samples at timestep t to the row of t. A row is HISTORY + 1 floats: the latest losses,
+// oldest first, and then the number of losses. Returns the new weight of t, or -1 while the row has fewer than HISTORY
+// losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
         const int n = (int)row[HISTORY];
-        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k]; // the oldest one goes
+        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k]; // drops the oldest loss
         row[n < HISTORY ? n : HISTORY - 1] = (float)fmin(loss[b] / levels[b].importance, FLT_MAX);
         row[HISTORY] = (float)(n < HISTORY ? n + 1 : n);
     }
@@ -3221,8 +3224,9 @@ HD static inline double remember_losses(float* row, int t, const NoiseLevel* lev
     return row[HISTORY] < HISTORY ? -1 : sqrt(sum / HISTORY);
 }
 
-// Divides [0, 1) into parts, one for each t, as long as its probability, and returns the level of the part that
-// contains u. While some t still lacks losses (its weight is below 0), all t have the same probability.
+// Divides [0, 1) into one part for each t. The length of a part is the probability of its t. Returns the level of the t
+// whose part contains u. While some t has fewer than HISTORY losses (its weight is below 0), all t have the same
+// probability.
 HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     double sum = 0, least = 0;
     for (int t = 0; t < o.steps; t++) {
@@ -3245,8 +3249,8 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     return level;
 }
 
-// Draws sigma from a log-normal distribution, for edm, ect, and a flow with --t_std. normal becomes the standard normal
-// number that sigma is made of; it tells in which quarter of the levels sigma lies.
+// Draws sigma from a log-normal distribution, for edm, ect, and a flow with --t_std. Writes to *normal the standard
+// normal number that sigma is computed from, which tells in which quarter of the levels sigma lies.
 HD static inline double draw_sigma(const Objective& o, const Words& words, float* normal) {
     float z[4];
     normals(z, words);
@@ -3254,14 +3258,14 @@ HD static inline double draw_sigma(const Objective& o, const Words& words, float
     return exp(o.draws.P_mean + (double)o.draws.P_std * z[0]);
 }
 
-// Says in which quarter of the standard normal distribution z lies: 0 to 3.
+// Returns in which quarter of the standard normal distribution z lies: 0 to 3.
 HD static inline int quarter_of_normal(float z) {
     constexpr float UPPER = 0.67448975f; // a quarter of the distribution lies above it
     if (z < 0) return z >= -UPPER;
     return 2 + (z >= UPPER);
 }
 
-// Draws the noise level of a sample, from its random words.
+// Draws the noise level of a sample. words: the sample's random words.
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     if (o.weights) return draw_weighted_level(o, words.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // all t have the same probability
@@ -3280,14 +3284,14 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     return level;
 }
 
-// Draws the level of a sample's teacher, from the same random words.
+// Returns the level of a sample's teacher. words: the random words that the student's level was drawn from.
 HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words) {
     float z;
     return teacher_level(o, draw_sigma(o, words, &z));
 }
 
 // A data file stores a value of an image as uint8_t (1 byte) or as a float in [-1, 1] (4 bytes). image_value returns
-// value i of images, in [-1, 1]. Nothing else reads values of images, so a third kind would be added here.
+// value i of images, in [-1, 1]. Only canvas_value reads such values itself; a third kind would be added to both.
 static bool knows_image_values(int bytes) { return bytes == 1 || bytes == 4; }
 HD static inline float image_value(const void* images, int bytes, size_t i) {
     if (bytes == 1) return ((const uint8_t*)images)[i] / 127.5f - 1.0f;
@@ -3295,16 +3299,19 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 }
 
 // --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with
-// Limited Data", appendix B): a training image is changed in six ways, each with its own probability p, and the network
-// is told how. So it learns that changed images are of another kind, and does not draw such images when it is told that
-// there is no change. The changes and their numbers:
-//   mirrored, upside down   0 or 1 each. Mirrored is always drawn, whatever p is
+// Limited Data", appendix B): a training image is changed in six ways. Each change is drawn by itself, with the same
+// probability p, except that an image is turned upside down with probability p / 2, and mirrored with probability 1 / 2
+// whatever p is. The network is told which changes were made. So it learns that changed images are of another kind, and
+// does not draw such images when it is told that there is no change. These are the changes, and after each semicolon
+// the numbers that the network is told (0 if there is no such change). z and z' are standard normal numbers, drawn for
+// each change:
+//   mirrored, upside down   in columns, in rows; 1 for each
 //   scaled                  by 2^(0.2 z); z
-//   turned                  by an angle; its cosine - 1, its sine
+//   turned                  by an angle; the angle's cosine - 1, its sine
 //   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z times the axis's cosine and sine
 //   shifted                 by an eighth of the image times (z, z'); z, z'
 
-// A matrix of 2 x 2: (x, y) -> (xx x + xy y, yx x + yy y).
+// A 2 x 2 matrix. It maps (x, y) to (xx x + xy y, yx x + yy y).
 struct Matrix2 {
     double xx, xy, yx, yy;
 };
@@ -3318,7 +3325,7 @@ HD static inline Matrix2 rotation(double angle) { return Matrix2{cos(angle), -si
 HD static inline double random_fraction(uint32_t word) { return word * 0x1p-32; }
 HD static inline double random_angle(uint32_t word) { return (2 * random_fraction(word) - 1) * M_PI; }
 
-// Draws the change of a sample's image, H x W, from four blocks of random words.
+// Draws the change of a sample's image, H x W. words: the sample's random words, four times four.
 HD static inline Augmentation draw_augmentation(double p, const Words words[4], int H, int W) {
     const uint32_t *const first = words[0].w, *const second = words[1].w, *const third = words[2].w;
     float z[4];
@@ -3333,8 +3340,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_x = shifts ? z[2] : 0;
     const double shift_y = shifts ? z[3] : 0;
 
-    // The map from a pixel of the changed image back to where it comes from: shift back, stretch back, turn, scale
-    // back.
+    // The map from a pixel of the changed image to the place in the image that it shows: shift back, stretch back,
+    // turn, scale back.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -3356,14 +3363,17 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
                         .y_1 = -(m.yx * right + m.yy * down)};
 }
 
-// The changed image is made at twice the resolution, so that turning it neither blurs it nor makes steps: the wavelet
-// filter sym6 doubles the image, which is then read at the places that the change says, linearly between its pixels,
-// and the same filter halves the result. Without a change that gives the image back. The first two steps together are
-// one sum over the pixels around a place, so the doubled image is never stored. Only the changed image at twice the
-// resolution is stored: the canvas, which has a margin of 6 for the filter. Beyond its border an image is continued by
-// its mirror image.
+// The changed image is made at twice the resolution, so that turning the image neither blurs it nor makes its edges
+// jagged. There are three steps:
+//   1. The wavelet filter sym6 doubles the size of the image.
+//   2. The doubled image is read at the places that the change maps the new pixels to. Between pixels it is
+//      interpolated linearly. The result is the canvas.
+//   3. The same filter halves the canvas.
+// Without a change, the result is the image itself. Steps 1 and 2 together are one sum over the pixels around a place,
+// so the doubled image is never stored. The canvas is stored, with a margin of 6 for the filter. Outside its border, an
+// image is continued by its mirror image.
 constexpr int FILTER = 12; // taps of sym6
-// The value at a place between two pixels of the doubled image depends on so many pixels of a row of the image.
+// A value of the doubled image, interpolated along a row, depends on this number of pixels of the image's row.
 constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // rows or columns of the canvas
 
@@ -3376,8 +3386,8 @@ HD static inline float sym6(int k) {
     return k >= 0 && k < FILTER ? taps[k] : 0.0f;
 }
 
-// Returns which pixel of a row stands at place n, if mirror images continue the row at both ends. flip: the row itself
-// is mirrored, too.
+// Returns which of a row's `size` pixels lies at place n, if mirror images continue the row at both ends. flip: the row
+// itself is mirrored, too.
 HD static inline int mirrored(int n, int size, bool flip) {
     if (n < 0 || n >= size) {
         const int period = 2 * size - 2;
@@ -3388,7 +3398,7 @@ HD static inline int mirrored(int n, int size, bool flip) {
     return flip ? size - 1 - n : n;
 }
 
-// The value of a doubled row, or column, at u: which pixels it is made of, and their weights.
+// The value of a doubled row (or column) at place u is a weighted sum of these pixels of the image.
 struct Around {
     int pixel[AROUND];
     float weight[AROUND];
@@ -3401,7 +3411,7 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     const bool odd = (i - 5) & 1;
     Around a;
     for (int j = 0; j < AROUND; j++) {
-        // In values i and i + 1 of the doubled row, this pixel is multiplied by these taps.
+        // This pixel is multiplied by the tap `here` in value i of the doubled row, and by `next` in value i + 1.
         const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
         const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
         a.weight[j] = (1 - part) * here + part * next;
@@ -3410,12 +3420,14 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     return a;
 }
 
-// Where in an image the canvas's value at row `fine_y` and column `fine_x` comes from. It is the same for all channels.
+// Which pixels of the image the canvas's value at row `fine_y` and column `fine_x` is made of. They are the same in all
+// channels.
 struct CanvasPlace {
     Around rows, columns;
 };
 HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int fine_x, int H, int W) {
-    // First the place in pixels from the centre, then where that comes from, then this place in the doubled image.
+    // (x, y): the place in the changed image, in pixels from the centre. (from_x, from_y): the place in the original
+    // image that is shown there. Last, that place is computed in pixels of the doubled image.
     const double x = (fine_x - W - 5) / 2.0;
     const double y = (fine_y - H - 5) / 2.0;
     const double from_x = a.x_x * x + a.x_y * y + a.x_1;
@@ -3424,7 +3436,7 @@ HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int
                        .columns = pixels_around(2 * from_x + W - 1, W, a.flip_x)};
 }
 
-// Returns the canvas's value there. channel: one channel of an image, (H, W); bytes: the size of a value, 1 or 4.
+// Returns the canvas's value at a place. channel: one channel of the image, (H, W); bytes: the size of a value, 1 or 4.
 HD static inline float canvas_value(const CanvasPlace& place, const void* channel, int bytes, int W) {
     float sum = 0;
     for (int i = 0; i < AROUND; i++) {
@@ -3437,8 +3449,8 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
         }
         sum += place.rows.weight[i] * of_row;
     }
-    // A byte means value / 127.5 - 1. The 49 weights here add up to a half (so -1 becomes -0.5), and the 144 of
-    // `halved` to 2.
+    // A byte stands for byte / 127.5 - 1. The 49 products of weights add up to 1 / 2 here, so the -1 becomes -0.5. (The
+    // 144 products of taps in `halved` add up to 2.)
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
@@ -3469,17 +3481,17 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
     return sum / (float)(factor * factor);
 }
 
-// The standard deviation of the noise on a picture is a part of the largest one, and this part is uniform in [0, 1).
-// (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with more or less noise
-// is not disturbed by the errors of a sampled one.)
-constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the block that it is drawn from, behind all blocks of the noise
+// The standard deviation of the noise on a picture is the largest one (--cond_noise) times a factor, which is uniform
+// in [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
+// amounts of noise is not disturbed by the errors of a sampled coarse picture.)
+constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the number of the factor's random words; the noise's are lower
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
-// Between which two numbers of a small row, or column, number i of the enlarged one lies. As in PyTorch's
-// F.interpolate(mode="bilinear", align_corners=False) the centres of pixels keep their places.
+// Number i of an enlarged row (or column) lies between the numbers `first` and `second` of the small row. As in
+// PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
 struct Between {
     int first, second;
-    float part; // how much the second one counts
+    float part; // the weight of the second number; the first has 1 - part
 };
 HD static inline Between place_in_small(int i, int factor, int size) {
     const float centre = ((float)i + 0.5f) / (float)factor - 0.5f;
@@ -3489,7 +3501,7 @@ HD static inline Between place_in_small(int i, int factor, int size) {
     return Between{first, second, place - (float)first};
 }
 
-// The value at (y, x) of channel c of a small picture (h, w, C) that is enlarged by a factor.
+// A small picture (h, w, C) is enlarged by a factor. Returns the value of its channel c at (y, x).
 HD static inline float enlarged(const float* small, int y, int x, int c, int factor, int C, int h, int w) {
     const Between row = place_in_small(y, factor, h);
     const Between column = place_in_small(x, factor, w);
@@ -3508,22 +3520,22 @@ HD static inline float grey_value(const void* images, int bytes, size_t i, int H
     return 0.299f * red + 0.587f * green + 0.114f * blue;
 }
 
-// What --cond mask leaves out: up to four holes, rectangles or strokes between two points. All is computed in whole
-// numbers, so that every device leaves out the same pixels.
+// What --cond mask leaves out: up to four holes. A hole is a rectangle, or a stroke between two points. All is computed
+// in integers, so that every device leaves out the same pixels.
 constexpr int HOLES = 4;
 struct Hole {
     bool is_there, is_stroke;
     int y0, x0, y1, x1; // the two points, which are corners of a rectangle
-    int radius;         // of a stroke, in pixels
+    int radius;         // the radius of a stroke, in pixels
 };
 struct Holes {
     Hole hole[HOLES];
 };
 
-// A random number from 0 to size - 1.
+// Turns a random word into an integer from 0 to size - 1.
 HD static inline int random_below(uint32_t word, int size) { return (int)((uint64_t)word * size >> 32); }
 
-// The holes of a sample, from two blocks of random words for each. The first one is always there.
+// Draws the holes of a sample. words: its random words, twice four for each hole. The first hole is always there.
 HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     Holes holes;
     for (int k = 0; k < HOLES; k++) {
@@ -3541,7 +3553,7 @@ HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     return holes;
 }
 
-// Is the distance of (y, x) from a stroke's line at most its radius?
+// Returns whether the distance of (y, x) from a stroke's line is at most the stroke's radius.
 HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t along_y = s.y1 - s.y0, along_x = s.x1 - s.x0;
     const int64_t from_y = y - s.y0, from_x = x - s.x0;
@@ -3568,27 +3580,28 @@ HD static inline bool is_in_hole(const Holes& holes, int y, int x) {
     return inside;
 }
 
-// The value of the mask's channel for a pixel. As in a mask's file, white is where the network has to paint.
+// Returns the value of a pixel in the mask's channel. As in a mask's file, it is white where the network has to paint.
 HD static inline float mask_value(bool hidden) { return hidden ? 1.0f : -1.0f; }
 
-// ect's loss of a sample (Geng et al. 2024): weight (sqrt(D + c^2) - c), the pseudo-Huber distance of the student's
-// image to the teacher's. D is the sum of their squared differences x0_out (out - target). slope: the derivative of the
-// loss by a value of out is slope (out - target).
+// The loss of a sample with --objective ect (Geng et al. 2024) is weight (sqrt(D + c^2) - c), the pseudo-Huber distance
+// between the student's image and the teacher's image. D is the sum of the squares of their differences, which are
+// x0_out (out - target). The derivative of the loss by a value of out is slope (out - target).
 struct TuningLoss {
     double value, slope;
 };
 HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, double c) {
     if (D == 0) return TuningLoss{0, 0};
     const double root = sqrt(D + c * c);
-    const double value = level.weight * D / (root + c); // = weight (root - c), in which nothing cancels
+    const double value = level.weight * D / (root + c); // = weight (root - c), but nothing cancels
     return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
 
-// One value's term of the variational bound, in nats, and its derivatives by d = output - target, the error of the
-// mean's half of the answer, and by v, the variance's half. The network's variance is exp(log_var + u) with
-// u = log_ratio + range (v + 1) / 2, so it lies between the two fixed variances (Nichol & Dhariwal 2021, eq. 15).
-//   t > 0   the divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
-//   t = 0   minus the log of the probability of the right one of 256 values
+// The term of one value in the variational bound, in nats, and its derivatives by d and by v. d = output - target is
+// the error of the answer's first half, which predicts the mean. v is the answer's second half, for the variance. The
+// network's variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. With v from -1 to 1, it lies between
+// the two fixed variances (Nichol & Dhariwal 2021, eq. 15). The term is:
+//   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
+//   t = 0   minus the log of the probability of the true value among the 256 values of a byte
 struct BoundTerm {
     float value, d_mean, d_variance;
 };
@@ -3605,16 +3618,17 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     const float slope = 0.5f * level.range; // du / dv
     const float u = level.log_ratio + slope * (v + 1);
     if (!level.first) {
-        // (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. In double: for high t, u is so small that of exp(-u) - 1 + u nothing
-        // but u^2 / 2 is left.
+        // The term is (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. It is computed in double: for high t, u is so small that
+        // exp(-u) - 1 + u is almost u^2 / 2.
         const double less = expm1(-(double)u); // exp(-u) - 1
         const double pull = (1 + less) * level.kl * d;
         const double value = 0.5 * (less + u + pull * d);
         const double d_variance = 0.5 * slope * (-less - pull * d);
         return BoundTerm{(float)value, (float)pull, (float)d_variance};
     }
-    // A value covers 1 / 255 to both sides of x_0, which lies x0_out * -d from the mean. The probability is the
-    // difference of the distribution function at both ends, in units of the deviation.
+    // A value of x_0 stands for the interval from x_0 - 1 / 255 to x_0 + 1 / 255, and x_0 - mean = -x0_out d. The
+    // probability is the difference of the distribution function at the interval's two ends, which are expressed in
+    // units of the standard deviation.
     const double centered = -(double)level.x0_out * d;
     const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the deviation
     const double high = inverse * (centered + 1.0 / 255);
@@ -3623,16 +3637,16 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     const double below_high = normal_cdf(high, &dense_high);
     const double below_low = normal_cdf(low, &dense_low);
     double p = below_high - below_low;
-    if (x0 > 0.999f) { // 255 stands for all that lies above, too
+    if (x0 > 0.999f) { // the value 255 also stands for all that is larger
         p = 1 - below_low;
         dense_high = 0;
     }
-    if (x0 < -0.999f) { // 0 stands for all that lies below, too
+    if (x0 < -0.999f) { // the value 0 also stands for all that is smaller
         p = below_high;
         dense_low = 0;
     }
     if (p < 1e-12) return BoundTerm{27.631021f, 0, 0}; // -log(1e-12), as guided-diffusion limits it
-    // The derivative of each end by u is -1/2 times the end.
+    // The derivative by u of each end of the interval (high, low) is -1 / 2 times that end.
     const double d_mean = (dense_high - dense_low) * inverse * level.x0_out / p;
     const double d_variance = (dense_high * high - dense_low * low) * 0.5 * slope / p;
     return BoundTerm{(float)-log(p), (float)d_mean, (float)d_variance};
@@ -3640,42 +3654,42 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samplers
-// A sampler makes an image out of noise in steps. All of them work on x = x_0 + sigma noise, whatever the model was
+// A sampler makes an image out of noise in steps. All samplers work on x = x_0 + sigma noise, whatever the model was
 // trained on. (A model of T timesteps is shown x_t = signal x; then sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
-// to step sigma falls, and at the end it is 0. In each step the network is asked, and its answer is turned into x0:
-// what it says about x_0, given x. Papers write D(x; sigma) for that. The slope of the ODE that takes noise
-// away is then
+// to step sigma falls, and at the end it is 0. In each step the network's answer is computed and turned into x0, its
+// estimate of x_0. Papers write D(x; sigma) for x0. The slope of the ODE that takes noise away is then
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
-// Each sampler is a function of one step below. There s is the sigma of x, n is the sigma of the next x, which is x',
-// and z is new noise. Every step is linear in these images and in m, one image that the sampler remembers:
+// Below, each sampler is a function that makes one of its steps. In it, s is the sigma of x, n is the sigma of the next
+// x, which is x', and z is new noise. Every step is linear in these images and in m, one image that the sampler
+// remembers:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
-// So such a function returns a few coefficients, a Move, and one kernel (sampler_step) takes every sampler's steps.
+// So such a function returns a few coefficients, a Move. One kernel (sampler_step) computes the steps of all samplers.
 //
-// In the order in which they run: make_sampler calls plan_sampler, which calls sampler_sigmas, plan_route and, for each
-// move, device_step; then sample_images calls sample_batch.
+// The functions, in the order in which they run: make_sampler calls plan_sampler, which calls sampler_sigmas,
+// plan_route and, for each move, device_step; then sample_images calls sample_batch.
 struct Move {
     double sigma;             // s
     double x, x0;             // coefficients of x'
-    double m = 0, noise = 0;  // the same
+    double m = 0, noise = 0;  // coefficients of x', too
     double m_x = 0, m_x0 = 0; // coefficients of m'
     double learned_low = 0;   // with a learned variance the network chooses the noise,
     double learned_high = 0;  // between these two; 0: the noise is .noise
-    double known_until = -1;  // with --inpaint: if a step ends here, its n (see keep_known); otherwise -1
+    double known_until = -1;  // with --inpaint: if this move is the last of its step, the step's n (see keep_known)
 };
 
-// Euler's method: x' = x + (n - s) (x - x0) / s. It is written as a mean of x and x0: where s is much larger than n, x
-// and the slope times n - s are large numbers that nearly cancel.
+// Euler's method: x' = x + (n - s) (x - x0) / s. The code writes x' as a weighted mean of x and x0 instead: if s is
+// much larger than n, the two terms of the formula are large numbers that nearly cancel.
 static Move euler_step(double s, double n) { return Move{.sigma = s, .x = n / s, .x0 = 1 - n / s}; }
 
-// Ho et al. 2020, eq. 7: the standard deviation of q(x_n | x_s, x_0), in this scale of x.
+// Ho et al. 2020, eq. 7: the standard deviation of q(x_n | x_s, x_0), where x = x_0 + sigma noise, as above.
 static double posterior_deviation(double s, double n) { return n * std::sqrt(s * s - n * n) / s; }
 
-// DDIM (Song et al. 2021, eq. 12 and 16). eta = 0 is Euler's method; with eta > 0 a step goes to a sigma below n, and
-// new noise raises it to n again.
+// DDIM (Song et al. 2021, eq. 12 and 16). With eta = 0 it is Euler's method. With eta > 0 a step goes to a sigma below
+// n, and new noise raises the sigma to n again.
 static Move ddim_step(double s, double n, double eta) {
     const double noise = eta * posterior_deviation(s, n);
     Move move = euler_step(s, std::sqrt(n * n - noise * noise));
@@ -3683,8 +3697,9 @@ static Move ddim_step(double s, double n, double eta) {
     return move;
 }
 
-// Ho et al. 2020, eq. 6 and 7: the mean of q(x_n | x_s, x_0), and noise of one of two variances (section 3.2 there), or
-// of one between them that the network chooses (Nichol & Dhariwal 2021, eq. 15). The last step adds none.
+// Ho et al. 2020, eq. 6 and 7: x' is the mean of q(x_n | x_s, x_0) plus noise. The variance of the noise is one of two
+// (section 3.2 of that paper), or the network chooses a variance between the two (Nichol & Dhariwal 2021, eq. 15). The
+// last step adds no noise.
 static Move ddpm_step(const Config& c, double s, double n) {
     const double small = posterior_deviation(s, n);
     double large = 0;
@@ -3698,10 +3713,12 @@ static Move ddpm_step(const Config& c, double s, double n) {
     return move;
 }
 
-// Heun's method (Karras et al. 2022, algorithm 1): the mean of the slopes at both ends, so two moves. The first one is
-// Euler's, to y, and remembers x0. The second one asks the network about y, and y0 is what it says:
+// Heun's method (Karras et al. 2022, algorithm 1) uses the mean of the slopes at both ends of the step. So a step is
+// two moves. The first move is Euler's step from x to y, and x0 is remembered. In the second move the network is asked
+// about y, and y0 is its estimate of x_0:
 //   x' = x + (n - s) ((x - x0) / s + (y - y0) / n) / 2 = y + (n - s) / (2 n) (x0 - y0)
-// They are the same, as (x - x0) / s = (y - x0) / n: y lies on the line from x to x0. A step to n = 0 is Euler's.
+// The two formulas are equal because (x - x0) / s = (y - x0) / n: y lies on the line from x to x0. A step to n = 0 is
+// Euler's step alone.
 static void add_heun_step(std::vector<Move>* moves, double s, double n) {
     Move to_y = euler_step(s, n);
     if (n > 0) to_y.m_x0 = 1;
@@ -3711,8 +3728,9 @@ static void add_heun_step(std::vector<Move>* moves, double s, double n) {
     moves->push_back(Move{.sigma = n, .x = 1, .x0 = -half, .m = half});
 }
 
-// DPM-Solver++(2M) (Lu et al. 2022, algorithm 2; lambda there is -log(sigma)): Euler's step with an x0 that is
-// extrapolated from this one and the last one, which was asked for at sigma_before; 0: there was none.
+// DPM-Solver++(2M) (Lu et al. 2022, algorithm 2; the paper's lambda is -log(sigma)): Euler's step with an x0 that is
+// extrapolated from this step's x0 and the x0 of the step before. sigma_before: the sigma at which the step before
+// began; 0: there is no step before.
 static Move dpmpp_2m_step(double sigma_before, double s, double n) {
     Move move = euler_step(s, n);
     if (n == 0) return move;
@@ -3725,12 +3743,11 @@ static Move dpmpp_2m_step(double sigma_before, double s, double n) {
     return move;
 }
 
-// Song et al. 2023, "Consistency Models", algorithm 1: each answer is an image; new noise is added to it, and that is
-// the next x.
+// Song et al. 2023, "Consistency Models", algorithm 1: the next x is x0 plus new noise.
 static Move consistency_step(double s, double n) { return Move{.sigma = s, .x = 0, .x0 = 1, .noise = n}; }
 
-// Karras et al. 2022, algorithm 2: before a step of euler or heun noise is added, which raises sigma by the factor
-// 1 + gamma.
+// Karras et al. 2022, algorithm 2: before a step of euler or heun, noise is added, which multiplies sigma by 1 + gamma.
+// Returns gamma.
 static double churn_gamma(const Config& c, double sigma, int N) {
     const bool churns = sigma >= c.S_min && sigma <= c.S_max;
     return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
@@ -3747,8 +3764,10 @@ static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     return steps;
 }
 
-// Returns the timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
-// "n1,n2,..." so many in each equal part of [0, T).
+// Returns the timesteps of a sampler in ascending order, as guided-diffusion's space_timesteps does. respacing:
+//   ""            all timesteps
+//   "ddimN"       N timesteps at equal distances, from 0 on
+//   "n1,n2,..."   [0, T) is divided into equal parts; n1 timesteps of the first part, n2 of the second, and so on
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     if (respacing.starts_with("ddim")) return strided_timesteps(T, respacing);
     const std::string flag = "--timestep_respacing " + respacing;
@@ -3758,7 +3777,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
          "must be a number of steps, ddim and a number, or numbers with commas");
 
     const int parts = (int)counts.size();
-    const int least = parts == 1; // if there are several parts, one may be left without steps
+    const int least = parts == 1; // the smallest count: if there are several parts, a part may keep no steps
     std::vector<int> steps;
     int start = 0; // where the part begins
     for (int i = 0; i < parts; i++) {
@@ -3788,10 +3807,11 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
     return std::pow(start + part * (end - start), c.rho);
 }
 
-// Returns the sigmas of a sampler: before each of its N steps, and 0 at the end. known: those of a model's T timesteps.
+// Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
+// timesteps. The samplers' sigmas are:
 //   ddpm, ddim    those of the timesteps that --timestep_respacing keeps
 //   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
-//   others        of a flow equal steps of its t = sigma / (1 + sigma), else Karras's schedule
+//   others        Karras's schedule; but for a model of flow, equal steps of t = sigma / (1 + sigma)
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size();
@@ -3806,7 +3826,7 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     const bool steps_of_t = has_steps_of_t(frame) && !consistency;
     double high = c.sigma_max;
     double low = consistency ? c.mid_t : c.sigma_min;
-    if (frame == Frame::DDPM) { // it only knows sigmas from that of its first timestep to that of its last
+    if (frame == Frame::DDPM) { // such a model is only trained on sigmas between those of its first and last timestep
         high = std::min(high, known.back());
         low = std::max(low, known.front());
     }
@@ -3818,25 +3838,26 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     return sigmas;
 }
 
-// A sampler's N steps as they are taken. With --inpaint some are taken again (Lugmayr et al. 2022, "RePaint"): whenever
-// the noise has fallen by --jump_length steps, the sampler goes back by as many steps, and it repeats this until each
-// step was taken --jump_n_sample times.
+// Returns the numbers of a sampler's N steps in the order in which they are taken. With --inpaint some are taken again
+// (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by so many steps, until it
+// has taken these steps --jump_n_sample times. Then it goes on with the next steps. The last step is taken once. The
+// first (N - 1) % jump_length steps are taken once, too.
 static std::vector<int> step_order(const Config& c, int N) {
-    std::map<int, int> again; // how often to go back from a level of noise; 0 is the lowest level
+    std::map<int, int> again; // how often to go back from a level of noise; 0 is the lowest level above no noise
     if (!c.inpaint.empty())
         for (int level = 0; level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
     std::vector<int> order;
     for (int level = N - 1; level >= 0; level--) {
         order.push_back(N - 1 - level);
-        int& left = again[level - 1]; // the step ends at the level below
+        int& left = again[level - 1]; // the step from `level` ends at the next lower level
         if (left > 0) level += c.jump_length;
         left--;
     }
     return order;
 }
 
-// With --start_from the first of N steps are left out. Returns the first step that is taken (Meng et al. 2022,
-// "SDEdit").
+// With --start_from only the last steps of the N are taken (Meng et al. 2022, "SDEdit"). Returns the number of the
+// first step that is taken.
 static int first_step(const Config& c, int N) {
     if (c.start_from.empty()) return 0;
     const int steps = (int)std::lround((double)c.strength * N);
@@ -3845,8 +3866,8 @@ static int first_step(const Config& c, int N) {
 
 // All moves of a sampler.
 struct Route {
-    double start = 0; // the first x is start * normals,
-    double churn = 0; // + churn * other normals
+    double start = 0; // the first x is start * normals + churn * other normals
+    double churn = 0;
     std::vector<Move> moves;
     int64_t first = 0; // the move that sampling begins with: the first one of step first_step
 };
@@ -3875,10 +3896,10 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
         if (i == first && i > last) route.first = (int64_t)route.moves.size();
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
-            // sqrt(s'^2 - s^2) with s' = s (1 + gamma), written so that it is 0 without churn
+            // This is sqrt(s'^2 - s^2) with s' = s (1 + gamma), but exactly 0 without churn.
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
             if (route.moves.empty()) route.churn = noise;
-            else route.moves.back().noise = noise; // it is added at the end of the step before
+            else route.moves.back().noise = noise; // the noise is added at the end of the step before
             s *= 1 + gamma;
         }
         const bool follows = i == last + 1 && i > first;
@@ -3889,12 +3910,13 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     return route;
 }
 
-// Makes the level of any sigma: what the network sees, and what its answer means. A model of T timesteps is told a t
-// between two of its own, linear in log(sigma).
+// Makes the level of any sigma: what the network sees, and what its answer means. A model of T timesteps (ddpm) is told
+// a t between two of its timesteps. The t is interpolated linearly in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& known, double sigma) {
     const Frame frame = frame_of(c);
     if (frame != Frame::DDPM) return make_level(ask(frame, sigma, c.sigma_data));
-    // known[i] <= sigma < known[i + 1]; beyond the ends: the first or the last two
+    // i is such that known[i] <= sigma < known[i + 1]. If sigma is below or above all of known, known[i] and
+    // known[i + 1] are the first two or the last two.
     const size_t last = known.size() - 1;
     const auto above = std::upper_bound(known.begin() + 1, known.begin() + last, sigma);
     const size_t i = (size_t)(above - known.begin()) - 1;
@@ -3904,8 +3926,8 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
     return ddpm_level(c, alpha_bar, std::min(std::max(t, 0.0), (double)last));
 }
 
-// A move as the device takes it: on the network's input u = signal x instead of x, since every sigma has a signal of
-// its own. then: the sigma of the next move, 0 after the last one.
+// Turns a move into a step of the device. A move works on x, but a step on the network's input u = signal x, where each
+// sigma has another signal. then: the sigma of the next move; 0 after the last move.
 static SamplerStep device_step(const Config& c, const std::vector<double>& known, const Move& move, double then) {
     auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
     const NoiseLevel level = level_at(c, known, move.sigma);
@@ -3916,7 +3938,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     step.t = level.t;
     step.x0_x = level.x0_x;
     step.x0_out = level.x0_out;
-    // x' and m' of u: x is u / signal, and u' is next x'.
+    // The coefficients of u' and m'. In the formulas of a Move, x is u / signal, and u' is next times x'.
     step.next_x = (float)(next * move.x / level.signal);
     step.next_x0 = (float)(next * move.x0);
     step.next_m = (float)(next * move.m);
@@ -3927,7 +3949,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
         step.log_sigma = (float)std::log(next * move.learned_low);
         step.range = (float)std::log(move.learned_high / move.learned_low);
     }
-    if (keeps_known) { // and then back to the sigma of an earlier step, if that comes next
+    if (keeps_known) { // and if an earlier step comes next, go back to the sigma at which it begins
         const double back = signal_at(then);
         const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise, in the scale of x
         step.known_x = (float)next;
@@ -3938,7 +3960,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     return step;
 }
 
-// A Route as numbers for the device: the coefficients of the network's first input, and those of every step.
+// A Route in the form that the device uses: the coefficients of the network's first input, and those of every step.
 struct SamplerPlan {
     // The network's first input is image * x_0 + start * normals + churn * other normals.
     float image, start, churn;
@@ -3955,7 +3977,7 @@ static SamplerPlan plan_sampler(const Config& c) {
     SamplerPlan plan{};
     plan.first = route.first;
 
-    // With --start_from the first x is the given image with noise of the first move's sigma.
+    // With --start_from the first x is the given image plus noise, whose sigma is that of the first move.
     const double from = moves[plan.first].sigma;
     const double signal = level_at(c, known, from).signal;
     const bool changes_images = !c.start_from.empty();
@@ -3970,27 +3992,28 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's memory. What is marked (device) lies there; sizes hold for any number of images.
+// A sampler's memory. Members marked (device) point to device memory. Their sizes do not depend on how many images are
+// sampled: B is the number of images in a batch.
 struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's
     Denoising denoising;
-    float* all;                    // (device) the ranks' images (ranks, B, H, W, C); null: there is one rank
+    float* all;                    // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
     int64_t* k;                    // (device) the step that comes next
     int64_t *zero, *one;           // (device) 0 and 1, as steps of random draws
-    float* t;                      // (device) (B)
+    float* t;                      // (device) (B): what the network is told of the noise
     int* labels;                   // (device) (B)
-    float* values;                 // (device) (B, num_values); null: there are none
-    std::vector<float> value_rows; // rows of cond_dim numbers, which the images take in turns
-    float* cond;                   // (device) (B, H, W, cond_channels); null: there are none
-    std::vector<float> pictures;   // on the host: (count, H, W, cond_channels), which the images take in turns
-    std::vector<float> truth; // on the host: the data's images that belong to them (count, H, W, C), for a run's grids
-    // With --start_from and --inpaint, on the host: the images (count, H, W, C) and masks, which take turns.
+    float* values;                 // (device) (B, num_values); null: the network reads no numbers
+    std::vector<float> value_rows; // rows of cond_dim numbers; when all are used, they are used again from the first on
+    float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
+    std::vector<float> pictures;   // on the host: (count, H, W, cond_channels); they are used again like value_rows
+    std::vector<float> truth;      // on the host: the data's images that pictures were made of, for a run's grids
+    // With --start_from and --inpaint, on the host: images (count, H, W, C) and masks; they are used again, too.
     std::vector<float> images, masks;
-    float *known, *mask; // (device) with --inpaint: those of a batch (B, H, W, C)
+    float *known, *mask; // (device) with --inpaint: the images and masks of a batch (B, H, W, C)
 };
 
-// B: how many images the network takes at a time. With guidance, every image is there twice.
+// B: the number of images in the network's batch. With guidance, the batch holds every image twice.
 static Sampler make_sampler(const Config& c, int B) {
     Sampler s{};
     s.plan = plan_sampler(c);
@@ -4005,7 +4028,8 @@ static Sampler make_sampler(const Config& c, int B) {
     s.value_rows = c.value_rows;
     if (c.cond_channels > 0) s.cond = device_alloc<float>((size_t)B * c.H * c.W * c.cond_channels);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
-    // --dynamic_threshold q: the limit is the value of rank ceil(q n) among an image's n values, counted from 1.
+    // --dynamic_threshold q: x0 is limited to the ceil(q n)-th smallest |x0| of an image's n values, or to 1 if 1 is
+    // larger. denoising.rank is the number ceil(q n), but counted from 0.
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
     bool remembers = false; // whether some step writes m
     for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
@@ -4018,22 +4042,23 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Returns the class of image number i of a seed: those of --classes take turns, or all.
+// Returns the class of image number i of a seed. The images take the classes of --classes in turns; without --classes,
+// all classes in turns.
 static int class_of_image(const Config& c, int64_t i) {
     if (!c.class_cond) return 0;
     const size_t listed = c.class_list.size();
     return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
 }
 
-// Returns the numbers of image i of a seed: the rows take turns.
+// Returns the numbers of image number i of a seed. The images take the rows of value_rows in turns.
 static std::span<const float> values_of_image(const Config& c, const Sampler& s, int64_t i) {
     const size_t K = c.cond_dim;
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
 }
 
-// With guidance the batch holds every image twice, and the network answers for the second copy without the condition:
-// without all that it has learnt to do without. These three put the condition of images first .. first + B - 1 where
-// the network reads it.
+// These three functions put the condition of images first .. first + B - 1 where the network reads it. With guidance
+// the batch holds every image twice, and the condition is left out for the second copy: the class, the numbers and the
+// picture, each of them only if it was sometimes left out in training.
 
 static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     std::vector<int> labels(B * copies);
@@ -4044,7 +4069,7 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }
 
-// The rest of a row is zeros: the numbers of an augmentation, which say that there is none.
+// A row has cond_dim numbers, and then the numbers of an augmentation. Those are zeros: the image is not changed.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
@@ -4065,12 +4090,13 @@ static void put_pictures(const Config& c, Sampler* s, int64_t first, int B, int 
     }
 }
 
-// With --start_from or --inpaint: puts the images that a batch begins with, or keeps, where the network reads and
-// keep_known does. x (copies B, n): the network's input.
+// With --start_from or --inpaint: puts a batch's given images into the network's input x (copies B, n), times
+// plan.image (which is 0 with --inpaint). With --inpaint it also puts the images and their masks where keep_known reads
+// them.
 static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
     const size_t bytes = n * sizeof(float);
     for (int b = 0; b < B; b++) {
-        // Images take turns, and so do masks.
+        // When all images (or masks) are used, they are used again from the first on.
         const size_t position = (size_t)(first + b) * n;
         const float* const given = &s->images[position % s->images.size()];
         if (s->known) {
@@ -4087,8 +4113,9 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
     }
 }
 
-// Draws images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. With guidance that
-// tensor holds each image twice: with its class, and behind all of these without. tell: is told how many are done.
+// Draws images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
+// tensor. With guidance, this tensor first holds all images with their conditions, and then the same images without.
+// tell is called after each step with the number of images done so far.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int HW = c.H * c.W;
@@ -4108,14 +4135,14 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     net->cond = s->cond;
     if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
-    const bool adds = !s->images.empty(); // noise to the images
+    const bool adds = !s->images.empty(); // noise is added to the given images
     for (int copy = 0; copy < copies; copy++) {
         float* const images = x + (size_t)copy * B * n;
         draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, adds);
         if (s->plan.churn > 0) draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->one), s->plan.churn, true);
     }
 
-    // The steps. The device counts them in s->k, so that all of them can be one graph.
+    // The steps. The device counts them in s->k, so that one recorded graph can be repeated for all steps.
     copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
     Graph graph;
     const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.first;
@@ -4129,7 +4156,8 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
             if (s->known) keep_known(x, s->known, s->mask, s->steps, known_noise, c.guided(), B, n);
             next_step(s->k);
         });
-        // The host only starts a GPU's work. It waits now and then, so that what it tells is true.
+        // The host only starts a GPU's work, and may be far ahead of the GPU. If progress is shown on a terminal, it
+        // waits for the GPU at every 16th step, so that the progress shown is true.
         int64_t reached;
         const bool waits = k % 16 == 15 && terminal_columns();
         if (waits) copy_to_host(&reached, s->k, sizeof reached);
@@ -4138,19 +4166,20 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     free_graph(&graph);
 }
 
-// Draws n images (n, H, W, C) in [-1, 1] on rank 0's host. Ranks take batches of up to net->B (guided: half) in turns.
+// Draws n images and returns them on rank 0 (n, H, W, C), with values around [-1, 1]. Ranks take batches in turns. A
+// batch is up to net->B images, with guidance up to half of that.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels; // values of an image
     const int N = world.size;
     const int room = c.guided() ? net->B / 2 : net->B;
     const int share = (n + N - 1) / N;
-    const int most = std::min(room, share); // images of a rank's batch
+    const int most = std::min(room, share); // the largest number of images in a rank's batch
     std::vector<float> images(world.rank ? 0 : n * size);
     float* const own = tensor_data<float>(net, net->input);
     const double start = now();
     double told = start;
-    auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
+    auto tell = [&](double done) { // shows the progress: on a terminal twice a second, elsewhere every ten seconds
         const double pause = terminal_columns() ? 0.5 : 10;
         if (now() - told < pause) return;
         told = now();
