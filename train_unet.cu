@@ -2944,7 +2944,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // To add an objective, as edm and flow are, change these places:
 //
 //   1. common/flags.h: its word in the row of `objective`, and rows for its parameters, if it has any. A parameter that
-//      a model file has to keep is a row SAVED(slot, ...); remove its slot from open_model's list of unused slots
+//      a model file has to keep is a row SAVED(slot, ...), and check_lists must no longer list its slot as unused
 //   2. Frame (section 1): its word
 //   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; how sigma is
 //      drawn in training (sigma_draws); which sigmas its samplers use (has_steps_of_t)
@@ -4202,67 +4202,69 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 
 // =====================================================================================================================
 // 9. Data: .bin files that may be larger than memory, the order of their images
-// A data file is a header, images (N, C, H, W) of uint8 or float32, labels (N), and numbers of each image (N, K)
-// (docs/FORMATS.md). It stays on the disk: a step reads its own images, which the system was asked to fetch some
-// batches earlier. Labels and numbers are kept in memory. unet.cu's files are read, too.
+// A data file consists of a header, images (N, C, H, W) of uint8 or float32, labels (N), and K numbers of each image
+// (N, K) (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. Some batches earlier, the
+// operating system was asked to fetch them into memory. Labels and numbers are kept in memory. The data files of
+// unet.cu are read, too.
 //
-// In the order in which they run: take_data_dir makes a data file of a folder of pictures, if --data_dir names one;
-// open_dataset checks the file, once; load_batch brings a step's images to the device, and calls image_at_position
-// and read_image for each of them.
+// The functions, in the order in which they run: take_data_dir makes a data file of a folder of pictures, if --data_dir
+// names a folder; open_dataset checks the file, once; load_batch sends a step's images to the device, and calls
+// image_at_position and read_image for each of them.
 
 constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
-constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
+constexpr size_t READ_AT_START = (size_t)4 << 30; // a file of up to this length is read and checked at the start
 constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance the system is asked to read
-constexpr int MOST_VALUES = 4096;                 // numbers an image, the limit of --cond_dim
-constexpr int MOST_NAME_BYTES = 1 << 20;          // of the numbers' names, all together
+constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
+constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together
 
-// All our files begin with these two slots. The slots of a data file follow.
+// All files of this program begin with these two slots. The slots of a data file follow.
 constexpr int SLOT_MAGIC = 0;
-constexpr int SLOT_VERSION = 1; // of the format
+constexpr int SLOT_VERSION = 1; // the version of the format
 constexpr int DATA_SLOT_COUNT = 2;
 constexpr int DATA_SLOT_CHANNELS = 3;
 constexpr int DATA_SLOT_HEIGHT = 4;
 constexpr int DATA_SLOT_WIDTH = 5;
 constexpr int DATA_SLOT_CLASSES = 6;
-constexpr int DATA_SLOT_BYTES = 7;      // of a value
-constexpr int DATA_SLOT_HEADER_CRC = 8; // the checksum of the header with 0 in this slot
-// the checksum of all behind the header (version 1) or of all behind the images (version 2)
+constexpr int DATA_SLOT_BYTES = 7;      // the size of a value of an image
+constexpr int DATA_SLOT_HEADER_CRC = 8; // the checksum of the header, computed with 0 in this slot
+// the checksum of all that follows the header (version 1), or of all that follows the images (version 2)
 constexpr int DATA_SLOT_BODY_CRC = 9;
-constexpr int DATA_SLOT_VALUES = 10; // numbers an image
-constexpr int DATA_SLOT_NAMES = 11;  // bytes of their names
-constexpr int DATA_SLOT_UNUSED = 12; // from here on slots are 0
+constexpr int DATA_SLOT_VALUES = 10; // K, how many numbers each image has
+constexpr int DATA_SLOT_NAMES = 11;  // the number of bytes of the numbers' names
+constexpr int DATA_SLOT_UNUSED = 12; // the first of the slots that are 0
 
 struct Dataset : InputFile {
-    // 1; or 2: it has a checksum of each image; or 0: it is a file of unet.cu's, which has no checksums
+    // 1: one checksum covers all images. 2: each image has a checksum. 0: a file of unet.cu, without checksums.
     int version = 0;
     int64_t count = 0; // N
     int C = 0, H = 0, W = 0;
     int classes = 0;                 // 0: images have no labels
-    int bytes = 1;                   // of a value: 1 (uint8) or 4 (float32)
-    int K = 0;                       // numbers an image
-    int name_bytes = 0;              // of their names
-    uint32_t header_crc = 0;         // it covers all other checksums, so it identifies the file's whole content
+    int bytes = 1;                   // the size of a value of an image: 1 (uint8) or 4 (float32)
+    int K = 0;                       // how many numbers each image has
+    int name_bytes = 0;              // the number of bytes of the numbers' names
+    uint32_t header_crc = 0;         // the header holds a checksum of the rest, so this identifies the whole content
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
-    std::vector<uint32_t> image_crc; // (N); empty if they are not known
+    std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty if they are not known
     int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
-    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte at which it begins in the file
-    // In a batch labels follow the images, at a multiple of 4 bytes.
+    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
+    // The bytes at which the parts of a batch begin. Labels follow the images, at a multiple of 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
-    size_t pictures_at(int B, const Config& c) const {                       // and the pictures follow the numbers
+    size_t pictures_at(int B, const Config& c) const {                       // pictures follow the numbers
         return values_at(B) + (size_t)B * c.num_values() * sizeof(float);
     }
     size_t batch_bytes(int B, const Config& c) const {
         return pictures_at(B, c) + (cond ? B * cond->image_bytes() : 0);
     }
-    // Behind the images come labels, numbers, names and checksums, all in words of 4 bytes. How many there are:
+    // In the file, the images are followed by labels, numbers, names and checksums, all in words of 4 bytes. These are
+    // the numbers of words:
     size_t label_words() const { return classes > 0 ? count : 0; }
     size_t value_words() const { return count * K; }
     size_t words_behind() const {
@@ -4271,16 +4273,16 @@ struct Dataset : InputFile {
     }
 };
 
-// Is no value infinite or NaN?
+// Returns whether no value is infinite or NaN.
 static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
-// Reads image i into memory at `to`. Returns true if it could be read, has its checksum and is valid. If not, d->error
-// says why.
+// Reads image i into memory at `to`. Returns true if it could be read and its checksum is right (or not known).
+// Otherwise d->error is the reason.
 static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
-    // A file that was right when it was opened may be changed, cut or damaged later.
+    // A file that was intact when it was opened may be changed, cut or damaged later.
     const char* why = d->try_read(to, n, d->image_at(i));
     const bool has_crc = !d->image_crc.empty();
     if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
@@ -4290,8 +4292,8 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     return false;
 }
 
-// Reads all images once. If their checksums are not known, it remembers them (image_crc).
-// Returns the checksum of all images together, or 0 if each image has its own.
+// Reads all images once. If their checksums are known, each image is compared with its checksum, and the result is 0.
+// If not, the checksum of each image is stored in image_crc, and the result is the checksum of all images together.
 static uint32_t check_images(Dataset* d) {
     std::vector<uint8_t> image(d->image_bytes());
     std::vector<uint32_t> found;
@@ -4306,8 +4308,8 @@ static uint32_t check_images(Dataset* d) {
     return all;
 }
 
-// Returns the header of a data file in the form of our own files. A header of unet.cu's has fewer fields, one slot
-// earlier; it is turned into our header, with version 0.
+// Returns the header of a data file. If the file is one of unet.cu, its header has fewer fields, each one slot earlier.
+// It is turned into a header of our format, with version 0.
 static Header data_header(const Dataset& d, const char* hint) {
     const int* s = d.header.slot;
     const int magic = s[SLOT_MAGIC];
@@ -4321,7 +4323,7 @@ static Header data_header(const Dataset& d, const char* hint) {
     return d.header;
 }
 
-// Reads what a header says of the images, and checks it.
+// Copies the fields of a header that describe the images, and checks them.
 static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
     auto field = [&](int slot, const char* name, int low, int high) {
         const int value = h.slot[slot];
@@ -4348,7 +4350,7 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
             d->name_bytes, hint);
 }
 
-// Reads the numbers and their names from what lies behind the images.
+// Takes the numbers and their names from `behind`, the words that follow the images in the file.
 static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
     const float* const numbers = (const float*)(behind.data() + d->label_words());
     const char* const names = (const char*)(numbers + d->value_words());
@@ -4360,9 +4362,9 @@ static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
             refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
 }
 
-// Reads what lies behind the images: the labels, if there are classes, numbers of the images and their names, if there
-// are any, and in version 2 each image's checksum.
-// body_crc: the checksum of all this and, in version 1, also of the images before it, as the header has it.
+// Reads what follows the images in the file: labels if there are classes, the images' numbers and their names if there
+// are numbers, and in version 2 each image's checksum.
+// body_crc: the header's checksum of all this; in version 1 it covers the images, too.
 static void read_behind_images(Dataset* d, uint32_t body_crc) {
     std::vector<int32_t> behind(d->words_behind());
     const size_t bytes = behind.size() * sizeof(int32_t);
@@ -4404,8 +4406,8 @@ static Dataset open_dataset(const std::string& path) {
     return d;
 }
 
-// Opens the pictures that the images of d are conditioned on. flag: the flag that names the file; path: "" if there are
-// none.
+// Opens the file of the pictures that the images of d are conditioned on. flag: the flag that names the file. path: its
+// path; "" if there are no pictures.
 static void open_pictures(Dataset* d, const char* flag, const std::string& path) {
     if (path.empty()) return;
     d->cond = std::make_shared<Dataset>(open_dataset(path));
@@ -4433,7 +4435,8 @@ static std::string data_file_beside(const std::string& folder) {
     return path + ".bin";
 }
 
-// Says whether a data file holds the pictures that the flags ask for, in the folder's newest state.
+// Returns whether a data file exists, has the size and the channels of the model's images, and is not older than the
+// folder's last change.
 static bool is_up_to_date(const std::string& path, const Config& c, int64_t changed) {
     if (!exists(path)) return false;
     InputFile file;
@@ -4450,7 +4453,7 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     return fits && changed <= nanoseconds(st.st_mtim);
 }
 
-// Returns the command that makes a data file of the pictures in --data_dir, word by word.
+// Returns the words of the command that makes a data file of the pictures in --data_dir.
 static std::vector<std::string> prepare_command(const Config& c, const std::string& program, const std::string& file) {
     const std::string size = size_text(c.H, c.W);
     const std::string channels = std::to_string(c.in_channels);
@@ -4458,7 +4461,7 @@ static std::vector<std::string> prepare_command(const Config& c, const std::stri
             "--image_size", size,    "--channels", channels};
 }
 
-// Returns the same command as a user would type it.
+// Returns the same command as one line that a user can type.
 static std::string prepare_command_line(const Config& c, const std::string& file) {
     std::string line;
     for (const std::string& word : prepare_command(c, "prepare_data.py", file)) line += " " + word;
@@ -4490,15 +4493,15 @@ static void prepare_folder(const Config& c, const std::string& file) {
          "there is no python3 in PATH, which prepares it; run " + by_hand + " where there is one");
     must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);
 
-    // The file gets the time of the folder's last change, not the time at which it was written, because it may lack a
-    // picture that was changed in between.
+    // The file's time is set to that of the folder's last change before the file was made. If a picture was changed
+    // while the file was made, the file is then older than the folder, and will be made again.
     constexpr int64_t SECOND = 1000000000; // in nanoseconds
     const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / SECOND, changed % SECOND}};
     utimensat(AT_FDCWD, file.c_str(), times, 0);
     printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
 }
 
-// Sets --data_file to the file that is made of --data_dir. Rank 0 makes the file, and the others wait.
+// Sets --data_file to the file that is made of --data_dir. Rank 0 makes the file, and the other ranks wait.
 static void take_data_dir(Config* c, const std::string& where) {
     const std::string error = parse_model(c);
     if (error.starts_with("--image_size")) refuse(where + error);
@@ -4511,8 +4514,8 @@ static void take_data_dir(Config* c, const std::string& where) {
     c->on_command_line.erase("data_dir");
 }
 
-// Reads the first images of a data file, at most `most` of them: (count, H, W, C) in [-1, 1]. A mask has one channel,
-// which is repeated for all C. flag: the flag that names the file.
+// Reads the first images of a data file, at most `most` of them. Returns them as (count, H, W, C) in [-1, 1]. If the
+// file has only one channel, as a mask has, it is repeated C times. flag: the flag that names the file.
 static std::vector<float> first_images(Dataset d, const char* flag, int C, int most) {
     const int HW = d.H * d.W;
     const int count = (int)std::min<int64_t>(d.count, most);
@@ -4521,9 +4524,9 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     for (int i = 0; i < count; i++) {
         // From (C, H, W) to (H, W, C), and from 0 ... 255 to [-1, 1].
         if (!read_image(&d, i, image.data())) refuse(d.error);
-        for (int element = 0; element < HW * C; element++) { // of the image as (H, W, C)
+        for (int element = 0; element < HW * C; element++) { // an element of the image as (H, W, C)
             const int pixel = element / C;
-            const int channel = element % C % d.C; // a mask's only one is repeated
+            const int channel = element % C % d.C; // a mask's only channel is repeated
             const int source = channel * HW + pixel;
             const float value = image_value(image.data(), d.bytes, source);
             images.push_back(value);
@@ -4534,7 +4537,7 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     return images;
 }
 
-// The same for a file that is opened only for this. channels: how many it must have.
+// Opens a file and returns first_images of it. channels: how many channels the file must have.
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels, int C) {
     const Dataset d = open_dataset(path);
     const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
@@ -4546,7 +4549,7 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
 
 // --- pictures that samples are conditioned on
 
-// A small picture (H / factor, W / factor, C), enlarged: (H, W, C).
+// Enlarges a small picture (H / factor, W / factor, C) to (H, W, C).
 static std::vector<float> enlarged_picture(const Config& c, const float* small) {
     const int C = c.in_channels;
     const int factor = c.picture_factor;
@@ -4556,8 +4559,8 @@ static std::vector<float> enlarged_picture(const Config& c, const float* small) 
     return picture;
 }
 
-// Makes the picture (H, W, K) that --cond asks for, of the image (C, H, W) of sample `number`, as in training. mask (H,
-// W): where the holes are; null: they are drawn.
+// Makes the picture (H, W, K) that --cond asks for, as in training. It is made of the image (C, H, W) of sample
+// `number`. mask (H, W): where the holes are; null: the holes are drawn.
 static std::vector<float> made_picture(const Config& c, const uint8_t* image, int bytes, int64_t number,
                                        const float* mask) {
     const int HW = c.H * c.W;
@@ -4591,8 +4594,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     return picture;
 }
 
-// Makes the pictures (count, H, W, K) that --cond asks for, of the first images of a file. masks: (count, H, W), used
-// in turns; empty: holes are drawn.
+// Makes the pictures (count, H, W, K) that --cond asks for. They are made of the first images of a file. masks: (count,
+// H, W), which the images take in turns; empty: the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
     std::vector<float> image(d.image_bytes() / sizeof(float) + 1); // its values are bytes or floats
@@ -4609,7 +4612,7 @@ static std::vector<float> made_pictures(const Config& c, Dataset d, int most, co
     return pictures;
 }
 
-// Returns the end of a sentence: what --cond takes beside images of the model's own size.
+// Returns the end of an error message: the pictures that --cond takes besides images of the model's size.
 static std::string other_pictures(const Config& c) {
     const int factor = c.picture_factor;
     if (c.picture_kind == PictureKind::LOWRES)
@@ -4617,8 +4620,8 @@ static std::string other_pictures(const Config& c) {
     return c.picture_kind == PictureKind::GRAY ? ", or grey ones" : "";
 }
 
-// Returns the pictures (count, H, W, K) for --sample, from --cond_file. With --cond they are made of that file's
-// images, unless it already holds such pictures: small ones are enlarged, and grey ones are taken as they are.
+// Returns the pictures (count, H, W, K) for --sample, from --cond_file. With --cond they are made of the file's images.
+// But if the file already holds small or grey pictures, small ones are only enlarged, and grey ones are not changed.
 static std::vector<float> sample_pictures(const Config& c) {
     const int K = c.cond_channels;
     if (c.picture_kind == PictureKind::FILE) return read_images(c, "cond_file", c.cond_file, K, K);
@@ -4644,12 +4647,13 @@ static std::vector<float> sample_pictures(const Config& c) {
     return pictures;
 }
 
-// Returns the first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see
-// step_gradients.
+// Returns the first sample of this rank's k-th microbatch. That is microbatch number k * ranks + rank of the step;
+// step_gradients explains why.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
-// stream is one shuffled epoch after the other; otherwise it is the file's own order, again and again.
+// stream consists of epochs; each is all images of the file, shuffled anew. Otherwise the stream is the file's images
+// in the order of the file, again and again.
 static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
     const int64_t epoch = position / d.count;
     const int64_t in_epoch = position % d.count;
@@ -4672,12 +4676,12 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     return false;
 }
 
-// Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, num_values), of which those
-// of an augmentation are still zeros, and the pictures (own, K, H, W) that the images are conditioned on. It is of B
-// samples, at positions first .. first + B - 1 of the stream, of which `own` are this rank's. In training these are its
-// microbatches, one behind the other, and some images lose their class and their numbers (--class_dropout). Outside of
-// training a rank has all B.
-// Result: whether all images could be used. If not, nothing was sent.
+// Sends a batch to the device: images (own, C, H, W), labels (own), numbers (own, num_values), and the pictures (own,
+// K, H, W) that the images are conditioned on. The numbers of an augmentation are still zeros. The batch is the samples
+// at positions first .. first + B - 1 of the stream; this rank sends `own` of them. In training, these are the rank's
+// microbatches, one after the other, and some images lose their class and their numbers (--class_dropout). Outside of
+// training the rank sends all B samples.
+// Returns whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
     const int own = training ? B / world.size : B;
@@ -4685,7 +4689,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
     auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
 
-    // Ask the system to fetch the images of later batches, unless it was asked before.
+    // Ask the operating system to fetch the images of later batches, unless it was asked before.
     const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
     for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
         for (int k = 0; k < own; k++) {
@@ -4694,12 +4698,12 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
                 if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
         }
 
-    // The host's buffer may be filled again only when the batch before has been sent from it.
+    // The host's buffer may only be filled again after the batch that it held before has been sent.
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
     float* values = (float*)(batch->host + d->values_at(own));
     uint8_t* pictures = batch->host + d->pictures_at(own, c);
-    // if its random word is below this, an image loses its class
+    // An image loses its class and numbers if its random word is below this.
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
     const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own; k++) {
@@ -4710,7 +4714,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
         const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);
         const bool left_out = random.w[0] < classless;
-        if (left_out) labels[k] = c.num_classes; // which stands for no class
+        if (left_out) labels[k] = c.num_classes; // this label stands for no class
         for (int j = 0; j < c.num_values(); j++) {
             const bool is_known = j < c.cond_dim && !left_out;
             values[k * c.num_values() + j] = is_known ? d->values[i * c.cond_dim + j] : 0;
@@ -4722,37 +4726,38 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 
 // =====================================================================================================================
 // 10. Model files: weights and checkpoints, initial weights
-// A model file is a header and then arrays of all parameters in fp32: the weights; with HAS_EMA their average; with
-// HAS_TRAINING AdamW's two moments, further averages, and --schedule_sampler's losses. In each array the tensors come
-// in the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
+// A model file consists of a header and then arrays in fp32. An array has a number for every parameter. First come the
+// weights. With HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two moments, further averages,
+// and the losses of --schedule_sampler follow. In each array the tensors are in the order and the layout of PyTorch's
+// state_dict (docs/FORMATS.md).
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
-// files (save_arrays), and section 13 takes flags from them (take_model_file).
+// model files (save_arrays), and section 13 reads flags from them (take_model_file).
 
 constexpr int MODEL_MAGIC = 20261121;
 constexpr int UNET_CU_MODEL_MAGIC = 12345678;
 
-// The bits of SLOT_CONTENTS: what the file has beside the weights.
+// The bits of SLOT_CONTENTS: what the file has besides the weights.
 constexpr int HAS_EMA = 1;
 constexpr int HAS_TRAINING = 2;
 
-// The slots of a header that are named here. Those of the flags are in common/flags.h; some of them are here, too,
-// because other slots depend on them. If something takes several slots, its name is that of the first one.
+// Slots of a header. The slots of flags are in common/flags.h. Some of these have a name here, too, because the code
+// below uses them. If something needs several slots, its name is that of the first slot.
 constexpr int SLOT_CONTENTS = 2;
-constexpr int SLOT_CRC = 3;    // of the whole file with 0 in this slot
+constexpr int SLOT_CRC = 3;    // the checksum of the whole file, computed with 0 in this slot
 constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
 constexpr int SLOT_HEIGHT = 6; // image_size
 constexpr int SLOT_WIDTH = 7;  //
 constexpr int SLOT_CLASS_COND = 14;
 constexpr int SLOT_NUM_CLASSES = 15;
 constexpr int SLOT_LEARN_SIGMA = 16;
-constexpr int SLOT_LEVELS = 22;      // how many channel_mult has
+constexpr int SLOT_LEVELS = 22;      // how many numbers channel_mult has
 constexpr int SLOT_MULT = 23;        // channel_mult, MOST_LEVELS floats
-constexpr int SLOT_RESOLUTIONS = 31; // how many attention_resolutions has
+constexpr int SLOT_RESOLUTIONS = 31; // how many numbers attention_resolutions has
 constexpr int SLOT_ATTENTION = 32;   // attention_resolutions, MOST_LEVELS numbers
 constexpr int SLOT_MAX_PERIOD = 40;
-constexpr int SLOT_DIFFUSION = 41; // diffusion_steps; up to SLOT_PATCH_SIZE flags are about the diffusion
+constexpr int SLOT_DIFFUSION = 41; // diffusion_steps; slots from here to SLOT_PATCH_SIZE are about the diffusion
 constexpr int SLOT_OBJECTIVE = 43;
 constexpr int SLOT_VLB_WEIGHT = 47;
 constexpr int SLOT_CLASS_DROPOUT = 50;
@@ -4761,8 +4766,8 @@ constexpr int SLOT_P_STD = 53;
 constexpr int SLOT_PATCH_SIZE = 56;
 constexpr int SLOT_COND_DIM = 58;
 constexpr int SLOT_COND_CHANNELS = 60;
-constexpr int SLOT_COND = 62; // the number of a PictureKind, and lowres's factor
-// From here on slots are about a run. Except the first two, they are used only with HAS_TRAINING.
+constexpr int SLOT_COND = 62; // the number of a PictureKind; the next slot is picture_factor
+// The slots from here on are about a run. Except the first two, they are used only with HAS_TRAINING.
 constexpr int SLOT_STEP = 64; // 8 bytes
 constexpr int SLOT_SEED = 66; // 8 bytes
 constexpr int SLOT_BATCH_SIZE = 68;
@@ -4771,16 +4776,16 @@ constexpr int SLOT_EMA_RATE = 79; // the rate of the first average
 constexpr int SLOT_UPDATES = 81;
 constexpr int SLOT_BAD_TOTAL = 82;
 constexpr int SLOT_BAD_IN_ROW = 83;
-constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many the data file has
+constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many images the data file has
 constexpr int SLOT_DATA_CRC = 86;   // the data file's header_crc
 constexpr int SLOT_UNUSED_TOO = 87; // one slot
 constexpr int SLOT_GUARD = 88;      // 40 bytes
-constexpr int SLOT_EMAS = 98;       // how many averages there are beside the first; their rates follow
+constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots are their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
-constexpr int SLOT_ECT = 107;       // with --objective ect: its flags
-constexpr int SLOT_ECT_END = 113;   // the first slot behind them
-constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file, and then cond_noise
-constexpr int SLOT_COND_END = 115;  // from here on, unused
+constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of its flags
+constexpr int SLOT_ECT_END = 113;   // the first slot after them
+constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot is cond_noise
+constexpr int SLOT_COND_END = 115;  // the first of the slots that are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
 constexpr int MOST_LEVELS = 8;      // the most levels of a model, and the most attention_resolutions
 
@@ -4793,7 +4798,7 @@ static std::string objective_of(const Header& h) {
 
 static bool is_ect(const Header& h) { return h.slot[SLOT_MAGIC] == MODEL_MAGIC && objective_of(h) == "ect"; }
 
-// Says whether a flag is in use with this header's settings. If it is not, its slot is 0.
+// Returns whether a flag is in use with this header's settings. If it is not in use, its slot is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
     const bool classes = h.slot[SLOT_CLASS_COND] == 1;
     if (f.slot == SLOT_NUM_CLASSES) return classes;
@@ -4804,15 +4809,15 @@ static bool slot_is_used(const Header& h, const Flag& f) {
     return ("|" + objectives + "|").find("|" + objective_of(h) + "|") != std::string::npos;
 }
 
-// Makes a header that holds the configuration (docs/FORMATS.md lists the slots). A word is stored as its number in the
-// flag's list. take_model_file reads the header.
+// Makes a header that holds the configuration (docs/FORMATS.md lists the slots). If a flag's value is a word, the
+// word's number in the flag's list is stored. take_model_file reads the header.
 static Header model_header(const Config& config, int contents, int64_t step) {
     Header h{{MODEL_MAGIC, 1, contents}}; // 1: the version of the format
     h.set(SLOT_STEP, step);
     h.set(SLOT_SEED, config.seed);
     h.slot[SLOT_HEIGHT] = config.H;
     h.slot[SLOT_WIDTH] = config.W;
-    for (const Flag& f : FLAGS) { // flags on which others depend come first
+    for (const Flag& f : FLAGS) { // slot_is_used reads the slots of earlier flags
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !(contents & HAS_TRAINING)) || !slot_is_used(h, f)) continue;
         const std::string value = flag_value(config, f);
@@ -4831,7 +4836,7 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     return h;
 }
 
-// Says whether two values of a flag mean the same: 64 and 64x64, 1,2 and 1,2.0, 8,16 and 16,8.
+// Returns whether two values of a flag mean the same, such as 64 and 64x64; "1,2" and "1,2.0"; "8,16" and "16,8".
 static bool same_value(const std::string& name, const std::string& a, const std::string& b) {
     auto parsed = [&](std::string list) {
         std::vector<float> v;
@@ -4844,16 +4849,17 @@ static bool same_value(const std::string& name, const std::string& a, const std:
     return a == b || (!parsed(a).empty() && parsed(a) == parsed(b));
 }
 
-// A model file that was checked. Its arrays are read later, when the network is built. They are numbered in the file's
-// order: 0 the weights, 1 the first average, 2 and 3 AdamW's moments, from 4 on further averages.
+// A model file that was checked. Its arrays are read later, when the network has been built. They are numbered in the
+// file's order: 0 is the weights, 1 is the first average, 2 and 3 are AdamW's moments, and from 4 on there are further
+// averages.
 struct ModelFile : InputFile {
-    // Says whether the file has all that these bits stand for (HAS_EMA, HAS_TRAINING).
+    // Returns whether the file has all that these bits stand for (HAS_EMA, HAS_TRAINING).
     bool has(int bits) const {
         const bool ours = header.slot[SLOT_MAGIC] == MODEL_MAGIC;
         return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
     }
 
-    // These say how many averages the file has, the rate of the k-th, and which array that is.
+    // These three return how many averages the file has, the rate of the k-th average, and the number of its array.
     int emas() const {
         if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
         return has(HAS_EMA);
@@ -4861,7 +4867,7 @@ struct ModelFile : InputFile {
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
 
-    // Says how many floats lie behind the arrays: --schedule_sampler's losses.
+    // Returns how many floats follow the arrays: the losses of --schedule_sampler.
     size_t history() const {
         const bool keeps_losses = has(HAS_TRAINING) && header.slot[SLOT_SAMPLER];
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
@@ -4879,7 +4885,7 @@ struct ModelFile : InputFile {
     }
 };
 
-// Ends the program if a field of a header is not a number from low to high.
+// Ends the program if the value of a header's field does not lie between low and high.
 static void check_field(const std::string& path, const char* field, int64_t value, int64_t low, int64_t high) {
     if (value < low || value > high)
         die("%s: its header is damaged (%s: %ld, where %ld to %ld is possible): move it away and use an earlier "
@@ -4892,7 +4898,7 @@ static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
     check_field(m.path, "attention resolutions", s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
-    // A list uses only the first of its slots.
+    // A list with fewer numbers than slots uses only its first slots.
     const bool training = s[SLOT_CONTENTS] & HAS_TRAINING;
     auto unused = [&](int first, int end) {
         check_unused(m.header, first, end, m.path, ": use an earlier checkpoint");
@@ -4941,12 +4947,12 @@ static ModelFile open_model(const std::string& path) {
     return m;
 }
 
-// Copies one parameter between our layout and PyTorch's. This is the only place where they differ: ours is (N, I, J,
-// block), theirs (N, J, I, block).
+// Copies one parameter between our layout and PyTorch's. Only for two kinds of parameters do the layouts differ: ours
+// is (N, I, J, block) and theirs is (N, J, I, block). The floats of a block lie side by side in both.
 //   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
 //   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
 //   old order of attention
-// to_file: from ours to theirs; otherwise back.
+// to_file: true: from our layout to PyTorch's; false: from PyTorch's to ours.
 static void permute_param(const Config& c, const Param& p, float* to, const float* from, bool to_file) {
     size_t N = 1, I = 1, J = 1; // with these values both layouts are the same
     if (p.heads && !c.use_new_attention_order) {
@@ -4968,14 +4974,14 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
             }
 }
 
-// Checks that a model file holds this network's weights, before memory is asked for.
+// Checks that the number of parameters in a model file is that of this network.
 static void check_size(const ModelFile& m, const UNet& net) {
     const size_t n = net.num_params;
     const int* s = m.header.slot;
     bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
     if (s[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC) {
-        // A header of unet.cu does not say how many parameters there are, so the file's size is compared with what they
-        // take. Moments may follow the weights (slots 8, 9). Slot 4 has the channels of the network's output.
+        // A header of unet.cu does not hold the number of parameters, so the file's size is compared with the size of
+        // all parameters. Moments may follow the weights (slots 8, 9). Slot 4 is the number of the output's channels.
         const size_t bytes = 1024 + n * sizeof(float);
         const bool has_moments = s[8] || s[9];
         const bool size_fits = m.size == bytes || (has_moments && m.size > bytes);
@@ -4984,12 +4990,12 @@ static void check_size(const ModelFile& m, const UNet& net) {
     if (!holds) die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
 
-// Says how n floats are divided among ranks (see Slice), and which part is this rank's. A single rank has all, in one
-// segment.
+// Returns how n floats are divided among ranks, and the slice of one rank (see Slice). A single rank owns all floats,
+// in one segment.
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
-    if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which takes a call for each
-    const size_t row = PIECE * segments * ranks;     // floats: a piece for every rank in every segment
+    if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
+    const size_t row = PIECE * segments * ranks;     // the floats of one piece for every rank in every segment
     const size_t pieces = (n + row - 1) / row;       // rounded up
     return Slice{n, segments, (int)pieces, rank, ranks};
 }
@@ -5007,8 +5013,8 @@ static void copy_slice(float* device, const std::vector<float>& flat, const Slic
 // Reads the k-th array of a model file, as a flat array.
 static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k) {
     std::vector<float> flat(net.flat_size); // an array in our layout
-    std::vector<float> tensor;              // one parameter of it in PyTorch's layout
-    // In the file there are no gaps between the tensors; in our flat arrays there are (place_params).
+    std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
+    // In the file, a tensor begins where the tensor before it ends. In our flat arrays there are gaps (place_params).
     size_t byte = 1024 + k * net.num_params * sizeof(float);
     for (const Param& p : net.params) {
         tensor.resize(p.size);
@@ -5021,24 +5027,28 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// --precision fp8: by what a group norm's output is multiplied before it is rounded to FP8, given the norm's weight and
-// bias (n channels). Before these, values have a standard deviation of 1, so |weight| + |bias| is a channel's size. Of
-// the largest size, 32 times as much must fit in FP8; what is larger becomes FP8_MAX. (The embedding's scale is not
-// known before; the 32 leave it room.) FP8 is floating point, so there is as much room below: 2^15 between the largest
-// number and the smallest normal one. The factor is a power of 2, with which nothing else is rounded.
+// --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to FP8. weight,
+// bias: those of the norm (n channels). Before they are applied, values have a standard deviation of 1, so
+// |weight| + |bias| estimates the size of a channel's values. The factor is such that 32 times the size of the largest
+// channel still fits in FP8. Larger values become FP8_MAX. (The 32 also leaves room for the embedding's scale, which is
+// not known here.) Small values keep their precision, because FP8 is a floating-point format: its largest number is
+// almost 2^15 times its smallest normal number. The factor is a power of 2, so multiplying by it rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
     if (size == 0) return 1;
     int exponent;
-    std::frexp(FP8_MAX / 32.0 / size, &exponent); // it lies between 2^(exponent - 1) and 2^exponent
+    std::frexp(FP8_MAX / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
     return (float)std::ldexp(1.0, exponent - 1);
 }
 
-// --precision fp8: rounds the weights of the convolutions that read FP8. weights is a flat array; the weights of an
-// output channel are divided by a scale, so that the largest of them becomes FP8_MAX. factors is one, too (the part of
-// it that is read in fp32). It has a norm's factor in the place of its first weight, and in the places of a
-// convolution's biases what turns the sums of each output channel into values: scale / factor.
+// --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in which parameters
+// have the same places as in a flat array:
+//   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
+//             of them becomes FP8_MAX
+//   factors   only the part of a flat array that is read in fp32. In the place of a norm's first weight it has the
+//             norm's factor (fp8_factor). In the place of a bias of a convolution it has scale / factor, which turns
+//             the sums of that output channel into values
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -5047,13 +5057,13 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
         if (conv.kind != &CONV || net.tensors[conv.x1].element != Element::FP8) continue;
         const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
         const Param* const norm_params = &net.params[norm.weight]; // weight, bias
-        const Param* const conv_params = &net.params[conv.weight]; // likewise
+        const Param* const conv_params = &net.params[conv.weight]; // weight, bias
         const int channels = norm_params->shape[0];
         const float factor = fp8_factor(&flat[norm_params[0].offset], &flat[norm_params[1].offset], channels);
         factors[norm_params->offset] = factor;
 
         const int outputs = conv_params->shape[0];
-        const size_t inputs = conv_params->size / outputs; // of all taps
+        const size_t inputs = conv_params->size / outputs; // the weights of an output channel, of all taps
         for (int c = 0; c < outputs; c++) {
             const size_t row = conv_params->offset + c * inputs;
             float largest = 0;
@@ -5066,8 +5076,8 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
     return {device_copy(weights), device_copy(factors)};
 }
 
-// Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout. So
-// train_unet.py draws the same weights. bound: uniform values lie between -bound and bound.
+// Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
+// train_unet.py can draw the same weights. bound: uniform values lie between -bound and bound.
 static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
     std::array<float, 4> v = {};
@@ -5084,12 +5094,15 @@ static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t
     return v;
 }
 
-// Returns initial weights, which are distributed as guided-diffusion's: convolutions and linear layers, with their
-// biases, are uniform in +-1 / sqrt(fan_in); class embeddings are standard normal; norms are 1 and 0; the last layer of
-// every block is zero.
+// Returns initial weights. Their distribution is that of guided-diffusion:
+//   convolutions, linear layers   weights and biases are uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in)
+//   class embeddings              weights are standard normal
+//   norms                         weights are 1, biases are 0
+//   last layers                   weights and biases are 0 in the last layer of each residual block, of each attention
+//                                 block, and of the network
 static std::vector<float> init_params(const UNet& net) {
     std::vector<float> flat(net.flat_size), value;
-    float bound = 0; // 1 / sqrt(fan_in): of a weight, and of the bias that follows it
+    float bound = 0; // 1 / sqrt(fan_in) of the latest weight; it is also used for the bias that follows the weight
     for (size_t k = 0; k < net.params.size(); k++) {
         const Param& p = net.params[k];
         const double fan_in = (double)p.size / p.shape[0];
