@@ -5129,20 +5129,20 @@ static std::vector<float> init_params(const UNet& net) {
 //                 \___ a microbatch: again for the next one, whose gradients are added ________________/
 //   host          reads images, replays all this as one graph, up to STEPS_AHEAD steps ahead of what the log has seen
 //
-// In the order in which they run: make_trainer, once; then for each step train_step, which calls load_batch,
-// step_gradients (and that forward_and_loss and unet_backward), judge_step and update_slice. validation_loss is called
-// now and then.
+// The functions, in the order in which they run: make_trainer runs once. Then train_step runs for each step. It calls
+// load_batch, step_gradients (which calls forward_and_loss and unet_backward), judge_step and update_slice. From time
+// to time validation_loss is called.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the learning rate, the verdict on a step, averages of the weights
-// These are computed on the device (a GPU, or the CPU), so that no step waits for the host.
+// The functions of this part run on the device (a GPU, or the CPU), so that no step waits for the host.
 
-// Returns the learning rate of a step (counted from 0), as a factor of --lr: it rises in warmup_steps, and then stays,
-// or falls to 0 along a line or half a cosine.
+// Returns the factor by which --lr is multiplied at a step (counted from 0). During warmup_steps it rises to 1. After
+// that it stays 1, or it falls to 0 along a line or along half a cosine.
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
     double warm = 1; // the factor of the warm-up
     if (h.warmup_steps > 0) warm = fmin(1.0, (double)(step + 1) / h.warmup_steps);
-    const double steps = fmax((double)(h.max_steps - h.warmup_steps), 1.0); // after the warm-up
+    const double steps = fmax((double)(h.max_steps - h.warmup_steps), 1.0); // the number of steps after the warm-up
     const double progress = fmin(fmax((step - h.warmup_steps) / steps, 0.0), 1.0);
     switch (h.lr_schedule) {
     case LrSchedule::CONSTANT: return warm;
@@ -5159,14 +5159,15 @@ HD static inline bool suspicious(double x, double n, double mean, double var) {
     return n >= 100 && x > 2 * mean + 10 * sqrt(var);
 }
 
-// Updates the mean and the variance of about the latest 1 / rate values.
+// Updates a running mean and variance with the value x. They describe about the latest 1 / rate values.
 HD static inline void running_moments(double* mean, double* var, double x, double rate) {
     const double d = x - *mean;
     *mean += rate * d;
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// Says whether a step is sane. If it is, the guard remembers what it was like.
+// Returns whether the loss and the gradient's norm of a step are not suspicious. If so, the guard's means and variances
+// are updated with them.
 HD static inline bool healthy(Guard* g, double loss, double norm) {
     if (suspicious(loss, g->n, g->mean_loss, g->var_loss)) return false;
     if (suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
@@ -5190,7 +5191,8 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
     }
 }
 
-// Completes the state of a step, which has its grad_norm already: its loss, and whether the weights may be changed.
+// Completes the state of a step, whose grad_norm is already set. Sets the losses, the learning rate, the counters of
+// steps, and `ok`: whether the weights may be changed.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
@@ -5204,24 +5206,25 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
 }
 
-// Returns a weight's average over all updates, including its newest value p. It is an exponential average or, with a
-// rate above 1, the average by a power function with that exponent (Karras et al. 2024, eq. 2). step: see power_step.
+// Returns a weight's new average over all updates. ema: its average before this update; p: the weight's newest value.
+// The average is exponential or, with a rate above 1, weighted by a power function with the rate as its exponent
+// (Karras et al. 2024, eq. 2). step: see power_step.
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
 
-// Returns the share of the newest weights in the average: 1 - rate or, for a power function, 1 - (1 - 1 /
-// updates)^(rate + 1).
+// Returns the share of the newest weights in the average. It is 1 - rate or, for a power function,
+// 1 - (1 - 1 / updates)^(rate + 1).
 HD static inline float power_step(float rate, int64_t updates) {
     return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
-// All that changes from step to step lies in device memory, so that a step can be recorded once and replayed. Two
-// batches take turns: one is copied to the device while the other one is trained on.
-// "Slice": this rank's part of a flat array of all parameters; if there is one rank, it is the whole array. micro: the
-// number of samples of a microbatch.
+// All that changes from step to step lies in device memory, so that a step can be recorded once and replayed. There is
+// memory for two batches: one is copied to the device while the model is trained on the other.
+// A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
+// the shapes below, B is the batch size, and micro is the number of samples in a microbatch.
 struct Trainer {
     UNet net;
     Dataset data;
@@ -5230,28 +5233,29 @@ struct Trainer {
     Slice own; // this rank's part of the flat arrays
 
     // Flat arrays of floats, one for each parameter.
-    float* params; // the weights in fp32; where ranks read a copy: only the first plain_size and the slice are valid
-    float* grads;  // the gradients of the current microbatch
-    act *copy, *ema_copy; // what the network reads: the weights, the average; see Weights
-    float* received;      // gradients of other ranks, for the slice; null: there are none
-    // This rank's slice of the sum of all gradients of the step. It lies in `received`, if there are several ranks;
-    // else in an array of its own, or, if the batch is one microbatch, in `grads`.
+    // The weights in fp32. With several ranks and a copy, only the first plain_size and this rank's slice are valid.
+    float* params;
+    float* grads;         // the gradients of the current microbatch
+    act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
+    float* received;      // the other ranks' gradients of this rank's slice; null: there is one rank
+    // This rank's slice of the sum of all gradients of the step. With several ranks it lies in `received`. With one
+    // rank it lies in its own array or, if the batch is one microbatch, in `grads`.
     float* sum;
-    // Slices.
+    // These arrays are slices.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
     double* squares;            // the sum of squares of each piece of `sum`, of all ranks
-    StepState *state, *records; // the state after the newest step, and after the latest RECORDS steps, for the log
-    Upload batch[2];            // images (B, C, H, W), and behind them labels (B) and numbers (B, num_values)
+    StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
+    Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
     float* target;              // (micro, H, W, C): what the network should answer
     float* t;                   // (B): what the network is told
     NoiseLevel* levels;         // (B)
     int* quarters;              // (B): in which quarter each noise level lies
-    double* loss;               // (B)
+    double* loss;               // (B): the loss of each sample
     // --augment
-    Augmentation* augmentations; // (micro); null: images are taken as they are
+    Augmentation* augmentations; // (micro); null: images are not changed
     float* canvas;               // (micro, C, fine_size(H), fine_size(W)), see augment_images
     float* augmented;            // (micro, C, H, W)
     // --cond_channels
@@ -5259,12 +5263,12 @@ struct Trainer {
     float* augmented_cond; // (micro, K, H, W), with --augment
     float* small;          // (micro, H / factor, W / factor, C), with --cond lowres
     // --objective ect
-    NoiseLevel* teachers; // (micro); null: there is no tuning
-    float* teacher_t;     // (micro)
-    int64_t* last_step;   // the run's last step, whose gap between student and teacher is used in validation
+    NoiseLevel* teachers; // (micro): the teachers' levels; null: there is no tuning
+    float* teacher_t;     // (micro): what the teacher is told
+    int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
-    float* history;  // (T, HISTORY + 1), see remember_losses; null: another sampler
-    double* weights; // (T)
+    float* history;  // (T, HISTORY + 1), see remember_losses; null: --schedule_sampler uniform
+    double* weights; // (T), see draw_weighted_level
 };
 constexpr int RECORDS = 128;
 
@@ -5285,21 +5289,21 @@ static AdamW optimiser_settings(const Config& c) {
     return h;
 }
 
-// Makes the network and all arrays of a trainer. They are zero; start_weights or restore fills them.
+// Makes the network and all arrays of a trainer. The arrays are zero; start_weights or restore fills them.
 static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
     tr.net = build_unet(c);
     tr.data = data;
-    const int copies = c.guided() ? 2 : 1; // of each image of a grid: with guidance the network computes it twice
+    const int copies = c.guided() ? 2 : 1; // with guidance, the network computes each image of a grid twice
     plan_memory(&tr.net, std::max(c.micro(), copies), true);
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // of a step, or of a batch of validation on all ranks
+    const int samples = std::max(c.batch_size, N * tr.net.B); // enough for a step, and for validation on all ranks
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), pieces = whole / PIECE;
     tr.grads = device_alloc<float>(whole);
-    // Ranks write these into each other's memory: weights, squares and losses in one piece, and the copy.
+    // Ranks write to each other's params, squares, loss and copy. The first three are allocated together.
     tr.params = (float*)open_alloc(whole * sizeof(float) + (pieces + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + pieces;
@@ -5311,7 +5315,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
-    // In fp32 the copy of the average is no array of its own, but the one in which whole_array gathers the average.
+    // In fp32 this makes no new array: ema_copy is then the array that whole_array returns for the average.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -5322,7 +5326,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.quarters = device_alloc<int>(samples);
     if (c.augment > 0) {
         const size_t pixels = (size_t)tr.net.B * c.H * c.W;
-        const size_t planes = (size_t)tr.net.B * std::max(c.in_channels, c.cond_channels); // of one of them at a time
+        // The canvas is used first for the images and then for the pictures.
+        const size_t planes = (size_t)tr.net.B * std::max(c.in_channels, c.cond_channels);
         tr.augmentations = device_alloc<Augmentation>(tr.net.B);
         tr.canvas = device_alloc<float>(planes * fine_size(c.H) * fine_size(c.W));
         tr.augmented = device_alloc<float>(pixels * c.in_channels);
@@ -5342,7 +5347,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
         meaning<bool>("schedule_sampler", c.schedule_sampler, {{"uniform", false}, {"loss-second-moment", true}});
     if (!by_losses) return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
-    tr.weights = device_alloc<double>(c.diffusion_steps); // zeros: all t have the same probability
+    tr.weights = device_alloc<double>(c.diffusion_steps); // while they are zeros, all t have the same probability
     tr.objective.weights = tr.weights;
     return tr;
 }
@@ -5353,11 +5358,12 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 // The images of a batch, or the pictures that they are conditioned on, on the device.
 struct Pixels {
     const void* data; // (B, channels, H, W)
-    int bytes;        // of a value, 1 or 4
+    int bytes;        // the size of a value, 1 or 4
 };
 
-// --augment: changes B images of this many channels. The changes are a function of the key alone, so the pictures
-// beside the images change as they do. told: the first image's numbers of its change. out: where the result goes.
+// --augment: changes B images, each of `channels` channels, and returns the result, which is written to `out`. The
+// changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers of
+// the first image's change are written. Without --augment, the images are returned as they are.
 static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int channels, int B, RandomKey key) {
     const Config& c = tr->net.config;
     if (!c.augment) return images;
@@ -5367,8 +5373,8 @@ static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int
     return Pixels{out, sizeof(float)};
 }
 
-// Puts B pictures where the network reads them (net->cond): with --cond they are made of the images, otherwise they are
-// `pictures`. In training they are mirrored as the images are, and some are left out.
+// Puts B pictures where the network reads them (net->cond). With --cond they are made of the images; otherwise they are
+// copied from `pictures`. In training, a picture is mirrored if its image is mirrored, and some pictures are left out.
 static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
     const Config& c = tr->net.config;
     const int C = c.in_channels;
@@ -5388,10 +5394,11 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
     }
 }
 
-// Computes the loss of samples first .. first + B - 1 of a step. images: their images (of 1 or 4 bytes a value). Their
-// levels have been drawn, and net has their labels and numbers. Writes the loss to tr->loss + first and its gradient to
-// output_gradient; in training that is the gradient of a mean over the step's whole batch. Validation has its own
-// random draws, without dropout and flips. With --objective ect the teacher is asked first, with the same draws.
+// Computes the loss of samples first .. first + B - 1 of a step. images: their images; bytes: the size of a value.
+// Before the call, their levels have been drawn, and their labels and numbers have been set in net. Writes the losses
+// to tr->loss + first, and the gradient of the loss to output_gradient. In training, that is the gradient of the mean
+// over the step's whole batch. Validation uses other random draws, and neither dropout nor flips. With --objective ect,
+// the teacher's answer is computed first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -5405,10 +5412,10 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     const bool flips = training && c.random_flip;
     float* const x = tensor_data<float>(net, net->input);
     float* const out = tensor_data<float>(net, net->output);
-    // Shows the network the images at these levels. teacher: the teacher's answer, which is a part of the target, or
-    // null.
+    // Adds noise to the images, as `levels` defines it, and computes the network's answer. teacher: the teacher's
+    // answer, which is a part of the target; null: there is no teacher.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
-        q_sample_forward(x, tr->target, levels, teacher, images, // then the random draws
+        q_sample_forward(x, tr->target, levels, teacher, images, // the next line begins with the random draws
                          flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
         net->t = t;
         unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
@@ -5432,9 +5439,9 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// Called if there are several ranks. Every rank sends its parts of the first n elements of a flat array to all others.
-// bytes: the size of PIECE elements of this array. slice: where this rank's parts lie, one behind the other, or null if
-// they are already in their places in the flat array.
+// With several ranks: every rank sends its parts of the first n elements of a flat array to all other ranks.
+// bytes: the size of PIECE elements of this array. slice: this rank's parts, one after the other; null: they are
+// already in their places in the flat array.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -5446,43 +5453,43 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     end_exchange();
 }
 
-// Computes the gradient of a step, in tr->sum: this rank's slice of it.
+// Computes this rank's slice of the gradient of a step. The result is in tr->sum.
 //
 // Why N ranks compute the same bits as one. Sums of floats depend on their order, so the results of a run on N ranks
 // could be rounded differently from those of a run on one rank. They are not, because everything that is computed
 // depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must have the same
 // microbatch. Without --microbatch it is a rank's share of the batch, which depends on N.)
 //
-// 1. The same draws. Noise, noise levels, flips, dropout, and which image a sample is: each is a function of the seed,
-//    the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
+// 1. The same draws. Noise, noise levels, flips, dropout, and the choice of a sample's image: each is a function of the
+//    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
 // 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
-//    the same number of images, so its gradient is the same on every rank. The loss is divided by the size of the whole
-//    batch before the backward pass: no later factor depends on N.
+//    the same number of images. So its gradient is the same whichever rank computes it. The loss is divided by the size
+//    of the whole batch before the backward pass, and no later factor depends on N.
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
-//    computes them one after the other and adds each one to the sum. Of N ranks, rank r computes g(r), g(N + r), g(2 N
-//    + r), ... (first_sample): so in round k of the loop below the ranks hold g(k N) to g(k N + N - 1), which come next
-//    in the sum. All of them send each part of their gradients to the rank that owns this part, and it adds them up, in
-//    the order of the ranks, to what it has (sum_gradients). Every float is summed by one rank in the same order as
-//    before. A microbatch's gradient is never added inside the kernels that compute it: each of them would add in its
-//    own order.
+//    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
+//    g(N + r), g(2 N + r), ... (first_sample). So in round k of the loop below, the ranks hold g(k N) to
+//    g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to the rank that
+//    owns this part. The owner adds its own part and those that it receives to its sum, in the order of the ranks
+//    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
+//    kernels that compute a microbatch's gradient never add it to the sum, because each of them would add in another
+//    order.
 // 4. The same norm. The squares are summed by pieces of PIECE floats at fixed places of the flat array. A piece belongs
-//    to one rank, which sums it in an order that does not depend on which other pieces belong to it. All ranks get the
-//    sums of all pieces and add them up in the order of the array (judge_step). Another N pads the array to another
-//    length, but the padding is zero, and x + 0 = x.
-// 5. The same decision. Every rank has the loss of every sample in the order of the samples, and the norm. So all ranks
-//    compute the same verdict on the step, the same clipping and the same statistics, without a message.
+//    to one rank. The order in which the rank sums it does not depend on the rank's other pieces. All ranks receive the
+//    sums of all pieces and add them up in the order of the array (judge_step). The length of the padded array depends
+//    on N, but the padding is zero, and x + 0 = x.
+// 5. The same decision. Every rank has the loss of every sample, in the order of the samples, and the norm. So all
+//    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
 //    The owner sends the new weight to all ranks.
 //
-// The conditions: the same microbatch and batch, and the same kind of device. Without --microbatch the microbatch is a
-// rank's share of the batch, which does depend on N; but a run that is resumed on another number of ranks keeps its
-// microbatch (check_run).
+// This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
+// another number of ranks keeps its microbatch (check_run).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro();
     const int N = world.size;
-    const int images = c.batch_size / N; // images of this rank
+    const int images = c.batch_size / N; // the number of this rank's images
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"});
@@ -5494,7 +5501,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
         const RandomKey key{seed, 0, step, first};
-        // on a single rank, the first microbatch's gradients begin the sum
+        // On a single rank, the gradients of the first microbatch are written to the sum directly.
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
             mark({"draw t, noise; q_sample"});
@@ -5524,8 +5531,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
                 all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), lane);
             }
         };
-        // With NCCL the gradients are sent at the end, because it would take multiprocessors from the kernels that
-        // follow.
+        // With NCCL the gradients are sent after the backward pass, because NCCL would take multiprocessors from the
+        // kernels of that pass.
         unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, world.direct ? send : nullptr);
         if (N > 1) {
             mark({"gradients to their ranks"});
@@ -5541,8 +5548,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
 
-// Does the optimiser's part of a step, for this rank's slice. Then all ranks exchange their new weights, in the form in
-// which kernels read them: in fp32, or as a copy (all but the first plain_size).
+// Does the optimiser's part of a step, for this rank's slice. Then all ranks exchange their new weights in the form
+// that kernels read: the first plain_size in fp32, and the others in the copy.
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
@@ -5566,8 +5573,8 @@ static void update_slice(Trainer* tr) {
     end_exchange();
 }
 
-// Returns the whole of an array of which each rank has a slice, or params. It lies where the gradients were, until the
-// next step.
+// Returns the whole of an array. Each rank has a slice of it, which is gathered in tr.grads, where it stays until the
+// next step. Only the weights (params) are completed in their own array.
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
@@ -5576,7 +5583,8 @@ static float* whole_array(const Trainer& tr, float* array) {
     return flat;
 }
 
-// Starts a step of training. step: how many steps were started before it. Returns false if its data can't be read.
+// Starts a training step. step: the number of steps that were started before. Returns false if the step's images can't
+// be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     const int B = c.batch_size;
@@ -5600,22 +5608,22 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Returns the mean loss of a data set's first images, or NaN if they can't be read. t and noise are the same every
-// time, so that the curve is smooth. ect's gap between student and teacher is always that of the run's last step, for
-// the same reason.
+// Returns the mean loss of a data set's first images, or NaN if they can't be read. t and noise are the same in every
+// call, so that the losses of different calls can be compared. For the same reason, the gap between student and teacher
+// (--objective ect) is always that of the run's last step.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
-    const int most = tr->net.B; // images of a rank's batch
+    const int most = tr->net.B; // the largest number of images in a rank's batch
     const int N = world.size;
     std::vector<double> losses(count);
-    static int64_t* const zero = device_alloc<int64_t>(1); // kept until the next time
+    static int64_t* const zero = device_alloc<int64_t>(1); // zero and batch are allocated once and used by all calls
     static Upload batch = make_upload(val->batch_bytes(most, c));
     val->asked = 0; // ask for its pages again: the system may have dropped them since the last time
     Objective objective = tr->objective;
     objective.weights = nullptr;
     objective.tuning.step = tr->last_step;
-    for (int i = 0; i < count; i += N * most) { // a batch for each rank
+    for (int i = 0; i < count; i += N * most) { // each rank takes one batch
         come_to("a batch of validation");
         const int first = world.rank * most;
         const int B = std::min(most, count - i - first); // below 1 if none is left for this rank
