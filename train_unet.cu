@@ -2939,7 +2939,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   what it should answer           target_x0 x_0 + target_noise noise
 //   what its answer says about x_0  x0_x input + x0_out answer
 // If the loss of a new objective is a weighted square of the answer's error, the objective is only a new way to fill
-// NoiseLevels. Kernels and samplers do not depend on the objective.
+// NoiseLevels. Then the kernels and the samplers' steps need no change.
 //
 // To add an objective, as edm and flow are, change these places:
 //
@@ -3058,8 +3058,8 @@ HD static inline NoiseLevel make_level(const Question& q) {
 // The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
 // noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is that of edm or flow.
 
-// r of a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, or 0 where that is negative, with
-// n(t) = 1 + k sigmoid(-b t). a begins at 1 and grows by 1 every d steps, so r comes closer and closer to t.
+// Returns the teacher's sigma r for a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, or 0 if that
+// is negative, with n(t) = 1 + k sigmoid(-b t). a begins at 1 and grows by 1 every d steps, so r approaches t.
 HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     const double a = 1 + (double)(*tuning.step / tuning.d);
     const double n = 1 + tuning.k / (1 + exp(tuning.b * t));
@@ -3208,9 +3208,9 @@ static Objective make_objective(const Config& c) {
 // the probability of its t). So the expected loss is the same as with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this part of the probability is divided equally among all t
 
-// Adds the losses of a batch's samples at timestep t to the row of t. A row is HISTORY + 1 floats: the latest losses,
-// oldest first, and then the number of losses. Returns the new weight of t, or -1 while the row has fewer than HISTORY
-// losses.
+// Adds the losses of a batch's samples at timestep t to the row of t, without their factor `importance`. A row is
+// HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns the new weight of t, or
+// -1 while the row has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
@@ -3237,7 +3237,7 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     const double even = EVEN_SHARE / o.steps, rest = (1 - EVEN_SHARE) / sum;
     int t = -1;
     double p = 0;     // the probability of t
-    double below = 0; // the sum of the probabilities of all up to t
+    double below = 0; // the sum of the probabilities of all timesteps up to t
     do {
         t++;
         p = o.weights[t] * rest + even;
@@ -3321,11 +3321,11 @@ HD static inline Matrix2 product(const Matrix2& a, const Matrix2& b) {
 }
 HD static inline Matrix2 rotation(double angle) { return Matrix2{cos(angle), -sin(angle), sin(angle), cos(angle)}; }
 
-// These turn a random word into a number in [0, 1), and into an angle in [-pi, pi).
+// These two functions turn a random word into a number in [0, 1), and into an angle in [-pi, pi).
 HD static inline double random_fraction(uint32_t word) { return word * 0x1p-32; }
 HD static inline double random_angle(uint32_t word) { return (2 * random_fraction(word) - 1) * M_PI; }
 
-// Draws the change of a sample's image, H x W. words: the sample's random words, four times four.
+// Draws the change of a sample's image, H x W. words: the sample's 16 random words.
 HD static inline Augmentation draw_augmentation(double p, const Words words[4], int H, int W) {
     const uint32_t *const first = words[0].w, *const second = words[1].w, *const third = words[2].w;
     float z[4];
@@ -3340,8 +3340,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_x = shifts ? z[2] : 0;
     const double shift_y = shifts ? z[3] : 0;
 
-    // The map from a pixel of the changed image to the place in the image that it shows: shift back, stretch back,
-    // turn, scale back.
+    // The map from a pixel of the changed image to the place in the image that it shows. It does, in this order: shift
+    // back, stretch back, turn, scale back.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -3407,7 +3407,7 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     const double below = floor(u);
     const int i = (int)below;
     const float part = (float)(u - below);
-    const int first = (i - 5) >> 1; // rounded down, also if it is negative
+    const int first = (i - 5) >> 1; // (i - 5) / 2, rounded down even if it is negative
     const bool odd = (i - 5) & 1;
     Around a;
     for (int j = 0; j < AROUND; j++) {
@@ -3469,7 +3469,7 @@ HD static inline float halved(const float* canvas, int y, int x, int W) {
 // --- pictures that are made of images (--cond)
 
 // A channel that is W wide is divided into squares of factor x factor pixels. Returns the mean of square (y, x). flip:
-// x counts from the right.
+// x is counted from the right edge.
 HD static inline float square_mean(const void* channel, int bytes, int y, int x, int factor, int W, bool flip) {
     float sum = 0;
     for (int i = 0; i < factor; i++)
@@ -3484,7 +3484,7 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
 // The standard deviation of the noise on a picture is the largest one (--cond_noise) times a factor, which is uniform
 // in [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
-constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the number of the factor's random words; the noise's are lower
+constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // philox's `block` for the factor; those of the noise are lower
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
 // Number i of an enlarged row (or column) lies between the numbers `first` and `second` of the small row. As in
@@ -3512,7 +3512,7 @@ HD static inline float enlarged(const float* small, int y, int x, int c, int fac
     return (1 - row.part) * above + row.part * below;
 }
 
-// Returns a pixel's grey value (ITU-R BT.601). Its three channels lie HW numbers apart.
+// Returns the grey value of pixel i (ITU-R BT.601). The pixel's three channels lie HW numbers apart.
 HD static inline float grey_value(const void* images, int bytes, size_t i, int HW) {
     const float red = image_value(images, bytes, i);
     const float green = image_value(images, bytes, i + HW);
@@ -3535,7 +3535,7 @@ struct Holes {
 // Turns a random word into an integer from 0 to size - 1.
 HD static inline int random_below(uint32_t word, int size) { return (int)((uint64_t)word * size >> 32); }
 
-// Draws the holes of a sample. words: its random words, twice four for each hole. The first hole is always there.
+// Draws the holes of a sample. words: the sample's random words, eight for each hole. The first hole is always there.
 HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     Holes holes;
     for (int k = 0; k < HOLES; k++) {
@@ -3592,7 +3592,7 @@ struct TuningLoss {
 HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, double c) {
     if (D == 0) return TuningLoss{0, 0};
     const double root = sqrt(D + c * c);
-    const double value = level.weight * D / (root + c); // = weight (root - c), but nothing cancels
+    const double value = level.weight * D / (root + c); // = weight (root - c), without cancellation
     return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
 
@@ -3630,10 +3630,10 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     // probability is the difference of the distribution function at the interval's two ends, which are expressed in
     // units of the standard deviation.
     const double centered = -(double)level.x0_out * d;
-    const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the deviation
+    const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the standard deviation
     const double high = inverse * (centered + 1.0 / 255);
     const double low = inverse * (centered - 1.0 / 255);
-    double dense_high, dense_low; // the density at both ends
+    double dense_high, dense_low; // the density at the two ends
     const double below_high = normal_cdf(high, &dense_high);
     const double below_low = normal_cdf(low, &dense_low);
     double p = below_high - below_low;
@@ -3753,7 +3753,7 @@ static double churn_gamma(const Config& c, double sigma, int N) {
     return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
 }
 
-// "ddimN": returns every k-th timestep from 0 on, where k is such that there are N of them.
+// For --timestep_respacing ddimN: returns N timesteps, every k-th from 0 on. k is chosen so that there are N of them.
 static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     const int wanted = std::clamp(atoi(&respacing[strlen("ddim")]), 2, T);
     const int stride = (T + wanted - 1) / wanted;
@@ -3799,7 +3799,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     return steps;
 }
 
-// Returns sigma i of N of Karras et al. 2022, eq. 5, from high to low.
+// Returns sigma number i of the N sigmas of Karras's schedule (Karras et al. 2022, eq. 5), which fall from high to low.
 static double karras_sigma(const Config& c, double high, double low, int i, int N) {
     const double start = std::pow(high, 1.0 / c.rho);
     const double end = std::pow(low, 1.0 / c.rho);
@@ -3869,10 +3869,11 @@ struct Route {
     double start = 0; // the first x is start * normals + churn * other normals
     double churn = 0;
     std::vector<Move> moves;
-    int64_t first = 0; // the move that sampling begins with: the first one of step first_step
+    int64_t first = 0; // the move that sampling begins with: the first move of the step that first_step returns
 };
 
-// Adds the moves of a step from sigma s to n. before: the sigma at which the step before it began; 0: there was none.
+// Adds the moves of a step from sigma s to n. before: the sigma at which the step before this one began; 0: there is no
+// step before that could be used.
 static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
     if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
     else if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
@@ -3886,7 +3887,7 @@ static void add_step(std::vector<Move>* moves, const Config& c, double before, d
 
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
-    const bool variance_1 = c.goes_by_timesteps(); // the first x_t has variance 1, as in guided-diffusion
+    const bool variance_1 = c.goes_by_timesteps(); // the first x_t gets variance 1, as in guided-diffusion
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
     const int first = first_step(c, N);
@@ -3949,7 +3950,9 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
         step.log_sigma = (float)std::log(next * move.learned_low);
         step.range = (float)std::log(move.learned_high / move.learned_low);
     }
-    if (keeps_known) { // and if an earlier step comes next, go back to the sigma at which it begins
+    // keep_known replaces the known part of x by the given image plus noise of sigma `end`. If an earlier step comes
+    // next, it then adds noise to all of x, to go back to the sigma at which that step begins.
+    if (keeps_known) {
         const double back = signal_at(then);
         const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise, in the scale of x
         step.known_x = (float)next;
@@ -3996,13 +3999,13 @@ static SamplerPlan plan_sampler(const Config& c) {
 // sampled: B is the number of images in a batch.
 struct Sampler {
     SamplerPlan plan;
-    SamplerStep* steps; // (device) the plan's
+    SamplerStep* steps; // (device) the plan's steps
     Denoising denoising;
     float* all;                    // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
     int64_t* k;                    // (device) the step that comes next
-    int64_t *zero, *one;           // (device) 0 and 1, as steps of random draws
+    int64_t *zero, *one;           // (device) the numbers 0 and 1, which random draws use as their step
     float* t;                      // (device) (B): what the network is told of the noise
-    int* labels;                   // (device) (B)
+    int* labels;                   // (device) (B): the classes
     float* values;                 // (device) (B, num_values); null: the network reads no numbers
     std::vector<float> value_rows; // rows of cond_dim numbers; when all are used, they are used again from the first on
     float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
@@ -4017,7 +4020,7 @@ struct Sampler {
 static Sampler make_sampler(const Config& c, int B) {
     Sampler s{};
     s.plan = plan_sampler(c);
-    const size_t n = (size_t)c.H * c.W * c.in_channels; // values of an image
+    const size_t n = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
     s.steps = device_copy(s.plan.steps);
     s.k = device_alloc<int64_t>(1);
     s.zero = device_alloc<int64_t>(1);
@@ -4074,7 +4077,7 @@ static void put_values(const Config& c, Sampler* s, int64_t first, int B, int co
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
     for (int i = 0; i < B * copies && c.cond_dim > 0; i++) {
-        const bool left_out = i >= B && c.class_dropout > 0; // then they are zeros
+        const bool left_out = i >= B && c.class_dropout > 0; // then the image's numbers are zeros
         if (!left_out) std::ranges::copy(values_of_image(c, *s, first + i % B), values.begin() + i * row_size);
     }
     copy_to_device(s->values, values.data(), values.size() * sizeof(float));
@@ -4170,7 +4173,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
 // batch is up to net->B images, with guidance up to half of that.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
-    const size_t size = (size_t)c.H * c.W * c.in_channels; // values of an image
+    const size_t size = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
     const int N = world.size;
     const int room = c.guided() ? net->B / 2 : net->B;
     const int share = (n + N - 1) / N;
@@ -4207,9 +4210,9 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 // operating system was asked to fetch them into memory. Labels and numbers are kept in memory. The data files of
 // unet.cu are read, too.
 //
-// The functions, in the order in which they run: take_data_dir makes a data file of a folder of pictures, if --data_dir
-// names a folder; open_dataset checks the file, once; load_batch sends a step's images to the device, and calls
-// image_at_position and read_image for each of them.
+// The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
+// file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
+// image_at_position and read_image for each image.
 
 constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
@@ -4726,10 +4729,10 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 
 // =====================================================================================================================
 // 10. Model files: weights and checkpoints, initial weights
-// A model file consists of a header and then arrays in fp32. An array has a number for every parameter. First come the
-// weights. With HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two moments, further averages,
-// and the losses of --schedule_sampler follow. In each array the tensors are in the order and the layout of PyTorch's
-// state_dict (docs/FORMATS.md).
+// A model file consists of a header and then arrays in fp32, which have a number for every parameter. The first array
+// is the weights. With HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two moments and further
+// averages follow, and after all arrays the losses of --schedule_sampler. In each array the tensors are in the order
+// and the layout of PyTorch's state_dict (docs/FORMATS.md).
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
@@ -4789,7 +4792,7 @@ constexpr int SLOT_COND_END = 115;  // the first of the slots that are unused, u
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
 constexpr int MOST_LEVELS = 8;      // the most levels of a model, and the most attention_resolutions
 
-// Returns the objective that a header names, or "" if the file is damaged.
+// Returns the objective whose number a header holds, or "" if the file is damaged.
 static std::string objective_of(const Header& h) {
     const std::vector<std::string> words = choices(*find_flag("objective"));
     const size_t number = h.slot[SLOT_OBJECTIVE];
@@ -4893,7 +4896,7 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks how long the header's lists are, and that every slot without a meaning in this file is 0.
+// Checks the lengths of the header's lists, and that every slot is 0 that has no meaning in this file.
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
@@ -4919,7 +4922,7 @@ static ModelFile open_model(const std::string& path) {
     const int* s = m.header.slot;
     const int magic = s[SLOT_MAGIC];
     const int version = s[SLOT_VERSION];
-    if (magic == UNET_CU_MODEL_MAGIC) return m; // such a file has no checksum; its size is checked when it is read
+    if (magic == UNET_CU_MODEL_MAGIC) return m; // a file of unet.cu has no checksum; check_size checks its size
     const char* hint = "python train_unet.py --convert makes one from .pt and .safetensors";
     must(magic == MODEL_MAGIC, path,
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
@@ -5004,7 +5007,7 @@ static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
 static void copy_slice(float* device, const std::vector<float>& flat, const Slice& own) {
     for (int s = 0; s < own.segments; s++) {
         const size_t first = own.at(s, own.rank);
-        if (first >= own.n) continue; // the rest is padding
+        if (first >= own.n) continue; // this part is padding
         const size_t count = std::min(own.each(), own.n - first);
         copy_to_device(device + s * own.each(), flat.data() + first, count * sizeof(float));
     }
@@ -5152,8 +5155,9 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
     ALL_CASES_RETURN
 }
 
-// A loss or a norm is suspicious if it is not finite. After 100 steps it is also suspicious if it is larger than twice
-// the running mean plus ten standard deviations: healthy training does not reach that.
+// A loss or a norm is suspicious if it is not finite. After 100 healthy steps it is also suspicious if it is larger
+// than twice the running mean plus ten standard deviations. In healthy training, losses and norms do not become so
+// large.
 HD static inline bool suspicious(double x, double n, double mean, double var) {
     if (!(fabs(x) <= DBL_MAX)) return true;
     return n >= 100 && x > 2 * mean + 10 * sqrt(var);
@@ -5166,8 +5170,8 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// Returns whether the loss and the gradient's norm of a step are not suspicious. If so, the guard's means and variances
-// are updated with them.
+// Returns whether a step is healthy: neither its loss nor its gradient's norm is suspicious. If it is healthy, the
+// guard's means and variances are updated with the two.
 HD static inline bool healthy(Guard* g, double loss, double norm) {
     if (suspicious(loss, g->n, g->mean_loss, g->var_loss)) return false;
     if (suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
@@ -5208,7 +5212,7 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 
 // Returns a weight's new average over all updates. ema: its average before this update; p: the weight's newest value.
 // The average is exponential or, with a rate above 1, weighted by a power function with the rate as its exponent
-// (Karras et al. 2024, eq. 2). step: see power_step.
+// (Karras et al. 2024, eq. 2). step: what power_step returns.
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
@@ -5619,7 +5623,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     std::vector<double> losses(count);
     static int64_t* const zero = device_alloc<int64_t>(1); // zero and batch are allocated once and used by all calls
     static Upload batch = make_upload(val->batch_bytes(most, c));
-    val->asked = 0; // ask for its pages again: the system may have dropped them since the last time
+    val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
     Objective objective = tr->objective;
     objective.weights = nullptr;
     objective.tuning.step = tr->last_step;
