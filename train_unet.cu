@@ -4010,7 +4010,7 @@ struct Sampler {
     std::vector<float> value_rows; // rows of cond_dim numbers; when all are used, they are used again from the first on
     float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
     std::vector<float> pictures;   // on the host: (count, H, W, cond_channels); they are used again like value_rows
-    std::vector<float> truth;      // on the host: the data's images that pictures were made of, for a run's grids
+    std::vector<float> truth;      // on the host: the data's images that the pictures belong to, for a run's grids
     // With --start_from and --inpaint, on the host: images (count, H, W, C) and masks; they are used again, too.
     std::vector<float> images, masks;
     float *known, *mask; // (device) with --inpaint: the images and masks of a batch (B, H, W, C)
