@@ -2972,38 +2972,38 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 
 // =====================================================================================================================
 // 8. Diffusion: noise schedules, objectives, samplers
-// docs/DIFFUSION.md derives every formula of this section. Tables are computed in double, as guided-diffusion does, and
+// docs/DIFFUSION.md derives every formula of this section. Tables are computed in double, as in guided-diffusion, and
 // used in fp32.
 //
-// An objective says, for a sample with a certain amount of noise, four things, which a NoiseLevel holds:
+// For a sample with a given amount of noise, an objective defines four things, and a NoiseLevel holds their numbers:
 //   what the network is shown       signal x_0 + sigma noise
 //   what it is told                 t
 //   what it should answer           target_x0 x_0 + target_noise noise
 //   what its answer says about x_0  x0_x input + x0_out answer
-// So a new objective whose loss is a weighted square of the answer's error is a new way to fill NoiseLevels, and
-// neither kernels nor samplers know which one they work for.
+// If the loss of a new objective is a weighted square of the answer's error, the objective is only a new way to fill
+// NoiseLevels. Then the kernels and the samplers' steps need no change.
 //
 // To add an objective, as edm and flow are, change these places:
 //
 //   1. common/flags.h: its word in the row of `objective`, and rows for its parameters, if it has any. A parameter that
-//      a model file has to keep is a row SAVED(slot, ...), and open_model no longer lists its slot as unused
+//      a model file has to keep is a row SAVED(slot, ...), and check_lists must no longer list its slot as unused
 //   2. Frame (section 1): its word
 //   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; how sigma is
 //      drawn in training (sigma_draws); which sigmas its samplers use (has_steps_of_t)
 //
-// For another quantity that the network predicts, with the levels of ddpm, change two: the row of `predict` in
+// To let the network predict another quantity, with the levels of ddpm, change two places: the row of `predict` in
 // common/flags.h, and ddpm_level.
 //
-// For another loss than the weighted square, do as ect does, whose loss also needs the network's answer at a second
-// noise level: common/flags.h; a parameter in Objective and make_objective; a branch in forward_and_loss (section 11),
-// which calls an operation of its own; that operation's prototype in section 2, its loops in dev/reference.h and its
-// kernel beside loss_forward_backward (section 17).
+// For a loss that is not the weighted square, follow the example of ect, whose loss also needs the network's answer at
+// a second noise level. Change common/flags.h, Objective and make_objective (a parameter), and forward_and_loss
+// (section 11; a branch that calls a new operation). Add the operation's prototype to section 2, its loops to
+// dev/reference.h, and its kernel beside loss_forward_backward (section 17).
 //
-// In the order in which they run: make_objective, once; then for each sample draw_level, which takes one of
-// ddpm_levels, or calls ask or student_level. Samplers ask level_at for the level of a sigma.
+// The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample: it
+// takes one of ddpm_levels, or calls ask or student_level. Samplers call level_at for the level of a sigma.
 
-// What the network is asked at some noise: members of a NoiseLevel. They are double, because ect subtracts such
-// numbers.
+// What the network is asked at a given sigma. The members have the meaning of those of NoiseLevel. They are double,
+// because ect subtracts such numbers from each other.
 struct Question {
     double t;
     double signal, sigma;
@@ -3011,10 +3011,10 @@ struct Question {
     double target_x0, target_noise;
 };
 
-// EDM (Karras et al. 2022, table 1): the network F sees c_in (x_0 + sigma noise) and is told log(sigma) / 4, and
-// D = c_skip (x_0 + sigma noise) + c_out F. The input has c_in already, so x0_x = c_skip / c_in. The loss is
-// lambda (D - x_0)^2 with lambda = 1 / c_out^2. That is the squared error of the network's own answer F against
-// (x_0 - c_skip (x_0 + sigma noise)) / c_out.
+// EDM (Karras et al. 2022, table 1): the network F sees c_in (x_0 + sigma noise) and is told log(sigma) / 4. The image
+// is then D = c_skip (x_0 + sigma noise) + c_out F. The network's input is already multiplied by c_in, so
+// x0_x = c_skip / c_in. The loss is lambda (D - x_0)^2 with lambda = 1 / c_out^2. That equals the squared error of the
+// network's answer F, whose target is (x_0 - c_skip (x_0 + sigma noise)) / c_out.
 HD static inline Question edm_question(double sigma, double sigma_data) {
     const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
     const double c_in = 1 / total;
@@ -3033,8 +3033,9 @@ HD static inline Question edm_question(double sigma, double sigma_data) {
     };
 }
 
-// Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise, the answer is noise - x_0, and so x_0 = x_t - t
-// answer. In all objectives here sigma is noise over signal: t / (1 - t). The network is told 1000 t.
+// Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise. The answer should be noise - x_0, and so
+// x_0 = x_t - t answer. In all objectives here, sigma is the noise's coefficient divided by the signal's, so here
+// sigma = t / (1 - t). The network is told 1000 t.
 HD static inline Question flow_question(double sigma) {
     const double t = sigma / (1 + sigma);
     return Question{
@@ -3048,29 +3049,30 @@ HD static inline Question flow_question(double sigma) {
     };
 }
 
-// Returns what a frame asks at any sigma. Nobody calls this for ddpm, whose levels are a table (ddpm_levels, level_at).
+// Returns the Question of a frame at any sigma. It is never called for ddpm, whose levels are a table (ddpm_levels,
+// level_at).
 HD static inline Question ask(Frame frame, double sigma, double sigma_data) {
     switch (frame) {
     case Frame::DDPM: break;
     case Frame::EDM: return edm_question(sigma, sigma_data);
     case Frame::FLOW: return flow_question(sigma);
     }
-    return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN}; // a step would find its loss not finite
+    return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN}; // so a training step would see that its loss is not finite
 }
 
-// Says which frame a model has, by its flags.
+// Returns the frame of a model, as its flags define it.
 static Frame frame_of(const Config& c) {
     const char* flag = c.objective == "ect" ? "ect_frame" : "objective";
     return meaning<Frame>(flag, c.frame(), {{"ddpm", Frame::DDPM}, {"edm", Frame::EDM}, {"flow", Frame::FLOW}});
 }
 
-// Says how sigma is drawn in training.
+// Returns how sigma is drawn in training.
 static SigmaDraws sigma_draws(const Config& c) {
     const SigmaDraws table{}, edm{c.P_mean, c.P_std, false}, flow{c.t_mean, c.t_std, c.t_std == 0};
     return meaning<SigmaDraws>("objective", c.objective, {{"ddpm", table}, {"edm", edm}, {"flow", flow}, {"ect", edm}});
 }
 
-// Says whether a sampler goes along equal steps of t = sigma / (1 + sigma); if not, along Karras's schedule.
+// Returns whether a sampler takes equal steps of t = sigma / (1 + sigma). Otherwise its sigmas are Karras's schedule.
 static bool has_steps_of_t(Frame frame) {
     switch (frame) {
     case Frame::DDPM: return false;
@@ -3092,21 +3094,21 @@ HD static inline NoiseLevel make_level(const Question& q) {
 }
 
 // Consistency tuning (Geng et al. 2024, "Consistency Models Made Easy"). A student and a teacher, which are the same
-// network, see the same image with the same noise: the student at sigma = t, the teacher at a smaller sigma r. Each
-// turns its answer into an image,
-//   x0_x input + x0_out answer = (x0_x signal) x_0 + (x0_x sigma) noise + x0_out answer,
-// and the student should make the teacher's image. So the target of the student's answer is a sum of x_0, noise and the
-// teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is the one of edm or flow.
+// network, see the same image with the same noise: the student at sigma = t, the teacher at a smaller sigma r. The
+// answer of each is turned into an image:
+//   x0_x input + x0_out answer = (x0_x signal) x_0 + (x0_x sigma) noise + x0_out answer
+// The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
+// noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is that of edm or flow.
 
-// r of a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, or 0 where that is negative, with
-// n(t) = 1 + k sigmoid(-b t). a begins at 1 and grows by 1 every d steps, so r comes closer and closer to t.
+// Returns the teacher's sigma r for a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, or 0 if that
+// is negative, with n(t) = 1 + k sigmoid(-b t). a begins at 1 and grows by 1 every d steps, so r approaches t.
 HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     const double a = 1 + (double)(*tuning.step / tuning.d);
     const double n = 1 + tuning.k / (1 + exp(tuning.b * t));
     return fmax(t * (1 - n / pow((double)tuning.q, a)), 0.0);
 }
 
-// Says how much the distance between a student at t and its teacher at r weighs.
+// Returns the weight in the loss of the distance between a student at t and its teacher at r.
 HD static inline double tuning_weight(const Objective& o, double t, double r) {
     switch (o.tuning.weight) {
     case TuningWeight::GAP: return 1 / (t - r);
@@ -3118,7 +3120,7 @@ HD static inline double tuning_weight(const Objective& o, double t, double r) {
 HD static inline NoiseLevel student_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     const Question nobody{.t = 0, .signal = 1, .sigma = 0, .x0_x = 1, .x0_out = 0, .target_x0 = 0, .target_noise = 0};
-    // At r = 0 there is no teacher: the image itself is x_0.
+    // At r = 0 there is no teacher. `nobody` stands for one whose image is x_0 itself.
     const Question teacher = r > 0 ? ask(o.frame, r, o.sigma_data) : nobody;
     Question student = ask(o.frame, t, o.sigma_data);
     const double x0 = teacher.x0_x * teacher.signal - student.x0_x * student.signal;
@@ -3131,8 +3133,8 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
     return level;
 }
 
-// Where r is 0 the teacher's answer is not used. The network computes all samples of a batch all the same, and is shown
-// the student's input there.
+// If a sample's r is 0, its teacher's answer is not used. But the network computes all samples of a batch, so for that
+// sample the network is shown the student's input.
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
@@ -3141,7 +3143,7 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     return make_level(teacher);
 }
 
-// alpha_bar (T): the products of 1 - beta up to each t.
+// Returns alpha_bar (T): alpha_bar[t] is the product of 1 - beta over all timesteps from 0 to t.
 //   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4), scaled for a T other than 1000
 //   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal
 //           2021, eq. 17)
@@ -3161,11 +3163,11 @@ static std::vector<double> alpha_bars(const Config& c) {
     return result;
 }
 
-// What --predict asks for.
+// The numbers of a NoiseLevel that depend on --predict.
 struct Prediction {
     double target_x0, target_noise; // as in NoiseLevel
     double x0_x, x0_out;            // as in NoiseLevel
-    double error;                   // the square of the answer's error where x_0 is wrong by 1
+    double error;                   // the square of the answer's error if x_0 is wrong by 1
 };
 
 // Makes the level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. A model of T timesteps is told t.
@@ -3184,7 +3186,7 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     level.target_noise = (float)p.target_noise;
     level.x0_x = (float)p.x0_x;
     level.x0_out = (float)p.x0_out;
-    // Min-SNR (Hang et al. 2023): an error of x_0 weighs min(snr, gamma).
+    // Min-SNR (Hang et al. 2023): the squared error of x_0 has the weight min(snr, gamma).
     level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
     return level;
 }
@@ -3201,7 +3203,7 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         level.importance = 1;
         level.quarter = 4 * t / T;
         // The variational bound compares q(x_s | x_t, x_0), s = t - 1, with the network's normal distribution. `small`
-        // is q's variance (Ho et al. 2020, eq. 7). At t = 0 that is 0, so the one of t = 1 is taken.
+        // is q's variance (Ho et al. 2020, eq. 7). At t = 0 this variance is 0, so the variance at t = 1 replaces it.
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1;
         const double beta = 1 - a / b, next = alpha_bar[1];
         double small = beta * (1 - b) / (1 - a);
@@ -3218,8 +3220,8 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
 }
 
 // Makes the objective that the model is trained on. The variational bound is a sum over all T timesteps. A step draws
-// only one of the T, so its term is multiplied by T. guided-diffusion counts the bound in bits, so it is divided by log
-// 2.
+// only one of the T, so its term is multiplied by T. In guided-diffusion the unit of the bound is the bit, so the bound
+// is divided by log 2.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0));
     Objective o{};
@@ -3240,21 +3242,22 @@ static Objective make_objective(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the level of a training sample, drawn, and its share of the loss
-// How noisy a sample of a training step is, and what its loss is made of. These functions are for one sample or one
-// value; dev/reference.h calls them in loops, and kernels call them in threads.
+// These functions compute how noisy a sample of a training step is, and what its loss consists of. Each works on one
+// sample or one value. dev/reference.h calls them in loops, and kernels call them in threads.
 
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
-// mean square of its latest HISTORY losses. A sample then counts `importance` times, which is 1 / (T times the
-// probability of its t), so that the mean over samples stays what it is with uniform t.
+// mean square of its latest HISTORY losses. A sample's loss is then multiplied by `importance`, which is 1 / (T times
+// the probability of its t). So the expected loss is the same as with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this part of the probability is divided equally among all t
 
-// Puts what a batch lost at t into t's row (HISTORY + 1): its latest losses, oldest first, and how many there are.
-// Returns the new weight of t, or -1 while it has fewer than HISTORY losses.
+// Adds the losses of a batch's samples at timestep t to the row of t, without their factor `importance`. A row is
+// HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns the new weight of t, or
+// -1 while the row has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
         const int n = (int)row[HISTORY];
-        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k]; // the oldest one goes
+        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k]; // drops the oldest loss
         row[n < HISTORY ? n : HISTORY - 1] = (float)fmin(loss[b] / levels[b].importance, FLT_MAX);
         row[HISTORY] = (float)(n < HISTORY ? n + 1 : n);
     }
@@ -3263,8 +3266,9 @@ HD static inline double remember_losses(float* row, int t, const NoiseLevel* lev
     return row[HISTORY] < HISTORY ? -1 : sqrt(sum / HISTORY);
 }
 
-// Divides [0, 1) into parts, one for each t, as long as its probability, and returns the level of the part that
-// contains u. While some t still lacks losses (its weight is below 0), all t have the same probability.
+// Divides [0, 1) into one part for each t. The length of a part is the probability of its t. Returns the level of the t
+// whose part contains u. While some t has fewer than HISTORY losses (its weight is below 0), all t have the same
+// probability.
 HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     double sum = 0, least = 0;
     for (int t = 0; t < o.steps; t++) {
@@ -3275,7 +3279,7 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     const double even = EVEN_SHARE / o.steps, rest = (1 - EVEN_SHARE) / sum;
     int t = -1;
     double p = 0;     // the probability of t
-    double below = 0; // the sum of the probabilities of all up to t
+    double below = 0; // the sum of the probabilities of all timesteps up to t
     do {
         t++;
         p = o.weights[t] * rest + even;
@@ -3287,8 +3291,8 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     return level;
 }
 
-// Draws sigma from a log-normal distribution, for edm, ect, and a flow with --t_std. normal becomes the standard normal
-// number that sigma is made of; it tells in which quarter of the levels sigma lies.
+// Draws sigma from a log-normal distribution, for edm, ect, and a flow with --t_std. Writes to *normal the standard
+// normal number that sigma is computed from, which tells in which quarter of the levels sigma lies.
 HD static inline double draw_sigma(const Objective& o, const Words& words, float* normal) {
     float z[4];
     normals(z, words);
@@ -3296,14 +3300,14 @@ HD static inline double draw_sigma(const Objective& o, const Words& words, float
     return exp(o.draws.P_mean + (double)o.draws.P_std * z[0]);
 }
 
-// Says in which quarter of the standard normal distribution z lies: 0 to 3.
+// Returns in which quarter of the standard normal distribution z lies: 0 to 3.
 HD static inline int quarter_of_normal(float z) {
     constexpr float UPPER = 0.67448975f; // a quarter of the distribution lies above it
     if (z < 0) return z >= -UPPER;
     return 2 + (z >= UPPER);
 }
 
-// Draws the noise level of a sample, from its random words.
+// Draws the noise level of a sample. words: the sample's random words.
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     if (o.weights) return draw_weighted_level(o, words.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // all t have the same probability
@@ -3322,14 +3326,14 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     return level;
 }
 
-// Draws the level of a sample's teacher, from the same random words.
+// Returns the level of a sample's teacher. words: the random words that the student's level was drawn from.
 HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words) {
     float z;
     return teacher_level(o, draw_sigma(o, words, &z));
 }
 
 // A data file stores a value of an image as uint8_t (1 byte) or as a float in [-1, 1] (4 bytes). image_value returns
-// value i of images, in [-1, 1]. Nothing else reads values of images, so a third kind would be added here.
+// value i of images, in [-1, 1]. Only canvas_value reads such values itself; a third kind would be added to both.
 static bool knows_image_values(int bytes) { return bytes == 1 || bytes == 4; }
 HD static inline float image_value(const void* images, int bytes, size_t i) {
     if (bytes == 1) return ((const uint8_t*)images)[i] / 127.5f - 1.0f;
@@ -3337,16 +3341,19 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 }
 
 // --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with
-// Limited Data", appendix B): a training image is changed in six ways, each with its own probability p, and the network
-// is told how. So it learns that changed images are of another kind, and does not draw such images when it is told that
-// there is no change. The changes and their numbers:
-//   mirrored, upside down   0 or 1 each. Mirrored is always drawn, whatever p is
+// Limited Data", appendix B): a training image is changed in six ways. Each change is drawn by itself, with the same
+// probability p, except that an image is turned upside down with probability p / 2, and mirrored with probability 1 / 2
+// whatever p is. The network is told which changes were made. So it learns that changed images are of another kind, and
+// does not draw such images when it is told that there is no change. These are the changes, and after each semicolon
+// the numbers that the network is told (0 if there is no such change). z and z' are standard normal numbers, drawn for
+// each change:
+//   mirrored, upside down   in columns, in rows; 1 for each
 //   scaled                  by 2^(0.2 z); z
-//   turned                  by an angle; its cosine - 1, its sine
+//   turned                  by an angle; the angle's cosine - 1, its sine
 //   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z times the axis's cosine and sine
 //   shifted                 by an eighth of the image times (z, z'); z, z'
 
-// A matrix of 2 x 2: (x, y) -> (xx x + xy y, yx x + yy y).
+// A 2 x 2 matrix. It maps (x, y) to (xx x + xy y, yx x + yy y).
 struct Matrix2 {
     double xx, xy, yx, yy;
 };
@@ -3356,11 +3363,11 @@ HD static inline Matrix2 product(const Matrix2& a, const Matrix2& b) {
 }
 HD static inline Matrix2 rotation(double angle) { return Matrix2{cos(angle), -sin(angle), sin(angle), cos(angle)}; }
 
-// These turn a random word into a number in [0, 1), and into an angle in [-pi, pi).
+// These two functions turn a random word into a number in [0, 1), and into an angle in [-pi, pi).
 HD static inline double random_fraction(uint32_t word) { return word * 0x1p-32; }
 HD static inline double random_angle(uint32_t word) { return (2 * random_fraction(word) - 1) * M_PI; }
 
-// Draws the change of a sample's image, H x W, from four blocks of random words.
+// Draws the change of a sample's image, H x W. words: the sample's 16 random words.
 HD static inline Augmentation draw_augmentation(double p, const Words words[4], int H, int W) {
     const uint32_t *const first = words[0].w, *const second = words[1].w, *const third = words[2].w;
     float z[4];
@@ -3375,8 +3382,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_x = shifts ? z[2] : 0;
     const double shift_y = shifts ? z[3] : 0;
 
-    // The map from a pixel of the changed image back to where it comes from: shift back, stretch back, turn, scale
-    // back.
+    // The map from a pixel of the changed image to the place in the image that it shows. It does, in this order: shift
+    // back, stretch back, turn, scale back.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -3398,14 +3405,17 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
                         .y_1 = -(m.yx * right + m.yy * down)};
 }
 
-// The changed image is made at twice the resolution, so that turning it neither blurs it nor makes steps: the wavelet
-// filter sym6 doubles the image, which is then read at the places that the change says, linearly between its pixels,
-// and the same filter halves the result. Without a change that gives the image back. The first two steps together are
-// one sum over the pixels around a place, so the doubled image is never stored. Only the changed image at twice the
-// resolution is stored: the canvas, which has a margin of 6 for the filter. Beyond its border an image is continued by
-// its mirror image.
+// The changed image is made at twice the resolution, so that turning the image neither blurs it nor makes its edges
+// jagged. There are three steps:
+//   1. The wavelet filter sym6 doubles the size of the image.
+//   2. The doubled image is read at the places that the change maps the new pixels to. Between pixels it is
+//      interpolated linearly. The result is the canvas.
+//   3. The same filter halves the canvas.
+// Without a change, the result is the image itself. Steps 1 and 2 together are one sum over the pixels around a place,
+// so the doubled image is never stored. The canvas is stored, with a margin of 6 for the filter. Outside its border, an
+// image is continued by its mirror image.
 constexpr int FILTER = 12; // taps of sym6
-// The value at a place between two pixels of the doubled image depends on so many pixels of a row of the image.
+// A value of the doubled image, interpolated along a row, depends on this number of pixels of the image's row.
 constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // rows or columns of the canvas
 
@@ -3418,8 +3428,8 @@ HD static inline float sym6(int k) {
     return k >= 0 && k < FILTER ? taps[k] : 0.0f;
 }
 
-// Returns which pixel of a row stands at place n, if mirror images continue the row at both ends. flip: the row itself
-// is mirrored, too.
+// Returns which of a row's `size` pixels lies at place n, if mirror images continue the row at both ends. flip: the row
+// itself is mirrored, too.
 HD static inline int mirrored(int n, int size, bool flip) {
     if (n < 0 || n >= size) {
         const int period = 2 * size - 2;
@@ -3430,7 +3440,7 @@ HD static inline int mirrored(int n, int size, bool flip) {
     return flip ? size - 1 - n : n;
 }
 
-// The value of a doubled row, or column, at u: which pixels it is made of, and their weights.
+// The value of a doubled row (or column) at place u is a weighted sum of these pixels of the image.
 struct Around {
     int pixel[AROUND];
     float weight[AROUND];
@@ -3439,11 +3449,11 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     const double below = floor(u);
     const int i = (int)below;
     const float part = (float)(u - below);
-    const int first = (i - 5) >> 1; // rounded down, also if it is negative
+    const int first = (i - 5) >> 1; // (i - 5) / 2, rounded down even if it is negative
     const bool odd = (i - 5) & 1;
     Around a;
     for (int j = 0; j < AROUND; j++) {
-        // In values i and i + 1 of the doubled row, this pixel is multiplied by these taps.
+        // This pixel is multiplied by the tap `here` in value i of the doubled row, and by `next` in value i + 1.
         const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
         const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
         a.weight[j] = (1 - part) * here + part * next;
@@ -3452,12 +3462,14 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     return a;
 }
 
-// Where in an image the canvas's value at row `fine_y` and column `fine_x` comes from. It is the same for all channels.
+// Which pixels of the image the canvas's value at row `fine_y` and column `fine_x` is made of. They are the same in all
+// channels.
 struct CanvasPlace {
     Around rows, columns;
 };
 HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int fine_x, int H, int W) {
-    // First the place in pixels from the centre, then where that comes from, then this place in the doubled image.
+    // (x, y): the place in the changed image, in pixels from the centre. (from_x, from_y): the place in the original
+    // image that is shown there. Last, that place is computed in pixels of the doubled image.
     const double x = (fine_x - W - 5) / 2.0;
     const double y = (fine_y - H - 5) / 2.0;
     const double from_x = a.x_x * x + a.x_y * y + a.x_1;
@@ -3466,7 +3478,7 @@ HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int
                        .columns = pixels_around(2 * from_x + W - 1, W, a.flip_x)};
 }
 
-// Returns the canvas's value there. channel: one channel of an image, (H, W); bytes: the size of a value, 1 or 4.
+// Returns the canvas's value at a place. channel: one channel of the image, (H, W); bytes: the size of a value, 1 or 4.
 HD static inline float canvas_value(const CanvasPlace& place, const void* channel, int bytes, int W) {
     float sum = 0;
     for (int i = 0; i < AROUND; i++) {
@@ -3479,8 +3491,8 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
         }
         sum += place.rows.weight[i] * of_row;
     }
-    // A byte means value / 127.5 - 1. The 49 weights here add up to a half (so -1 becomes -0.5), and the 144 of
-    // `halved` to 2.
+    // A byte stands for byte / 127.5 - 1. The 49 products of weights add up to 1 / 2 here, so the -1 becomes -0.5. (The
+    // 144 products of taps in `halved` add up to 2.)
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
@@ -3499,7 +3511,7 @@ HD static inline float halved(const float* canvas, int y, int x, int W) {
 // --- pictures that are made of images (--cond)
 
 // A channel that is W wide is divided into squares of factor x factor pixels. Returns the mean of square (y, x). flip:
-// x counts from the right.
+// x is counted from the right edge.
 HD static inline float square_mean(const void* channel, int bytes, int y, int x, int factor, int W, bool flip) {
     float sum = 0;
     for (int i = 0; i < factor; i++)
@@ -3511,17 +3523,17 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
     return sum / (float)(factor * factor);
 }
 
-// The standard deviation of the noise on a picture is a part of the largest one, and this part is uniform in [0, 1).
-// (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with more or less noise
-// is not disturbed by the errors of a sampled one.)
-constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the block that it is drawn from, behind all blocks of the noise
+// The standard deviation of the noise on a picture is the largest one (--cond_noise) times a factor, which is uniform
+// in [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
+// amounts of noise is not disturbed by the errors of a sampled coarse picture.)
+constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // philox's `block` for the factor; those of the noise are lower
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
-// Between which two numbers of a small row, or column, number i of the enlarged one lies. As in PyTorch's
-// F.interpolate(mode="bilinear", align_corners=False) the centres of pixels keep their places.
+// Number i of an enlarged row (or column) lies between the numbers `first` and `second` of the small row. As in
+// PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
 struct Between {
     int first, second;
-    float part; // how much the second one counts
+    float part; // the weight of the second number; the first has 1 - part
 };
 HD static inline Between place_in_small(int i, int factor, int size) {
     const float centre = ((float)i + 0.5f) / (float)factor - 0.5f;
@@ -3531,7 +3543,7 @@ HD static inline Between place_in_small(int i, int factor, int size) {
     return Between{first, second, place - (float)first};
 }
 
-// The value at (y, x) of channel c of a small picture (h, w, C) that is enlarged by a factor.
+// A small picture (h, w, C) is enlarged by a factor. Returns the value of its channel c at (y, x).
 HD static inline float enlarged(const float* small, int y, int x, int c, int factor, int C, int h, int w) {
     const Between row = place_in_small(y, factor, h);
     const Between column = place_in_small(x, factor, w);
@@ -3542,7 +3554,7 @@ HD static inline float enlarged(const float* small, int y, int x, int c, int fac
     return (1 - row.part) * above + row.part * below;
 }
 
-// Returns a pixel's grey value (ITU-R BT.601). Its three channels lie HW numbers apart.
+// Returns the grey value of pixel i (ITU-R BT.601). The pixel's three channels lie HW numbers apart.
 HD static inline float grey_value(const void* images, int bytes, size_t i, int HW) {
     const float red = image_value(images, bytes, i);
     const float green = image_value(images, bytes, i + HW);
@@ -3550,22 +3562,22 @@ HD static inline float grey_value(const void* images, int bytes, size_t i, int H
     return 0.299f * red + 0.587f * green + 0.114f * blue;
 }
 
-// What --cond mask leaves out: up to four holes, rectangles or strokes between two points. All is computed in whole
-// numbers, so that every device leaves out the same pixels.
+// What --cond mask leaves out: up to four holes. A hole is a rectangle, or a stroke between two points. All is computed
+// in integers, so that every device leaves out the same pixels.
 constexpr int HOLES = 4;
 struct Hole {
     bool is_there, is_stroke;
     int y0, x0, y1, x1; // the two points, which are corners of a rectangle
-    int radius;         // of a stroke, in pixels
+    int radius;         // the radius of a stroke, in pixels
 };
 struct Holes {
     Hole hole[HOLES];
 };
 
-// A random number from 0 to size - 1.
+// Turns a random word into an integer from 0 to size - 1.
 HD static inline int random_below(uint32_t word, int size) { return (int)((uint64_t)word * size >> 32); }
 
-// The holes of a sample, from two blocks of random words for each. The first one is always there.
+// Draws the holes of a sample. words: the sample's random words, eight for each hole. The first hole is always there.
 HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     Holes holes;
     for (int k = 0; k < HOLES; k++) {
@@ -3583,7 +3595,7 @@ HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     return holes;
 }
 
-// Is the distance of (y, x) from a stroke's line at most its radius?
+// Returns whether the distance of (y, x) from a stroke's line is at most the stroke's radius.
 HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t along_y = s.y1 - s.y0, along_x = s.x1 - s.x0;
     const int64_t from_y = y - s.y0, from_x = x - s.x0;
@@ -3610,27 +3622,28 @@ HD static inline bool is_in_hole(const Holes& holes, int y, int x) {
     return inside;
 }
 
-// The value of the mask's channel for a pixel. As in a mask's file, white is where the network has to paint.
+// Returns the value of a pixel in the mask's channel. As in a mask's file, it is white where the network has to paint.
 HD static inline float mask_value(bool hidden) { return hidden ? 1.0f : -1.0f; }
 
-// ect's loss of a sample (Geng et al. 2024): weight (sqrt(D + c^2) - c), the pseudo-Huber distance of the student's
-// image to the teacher's. D is the sum of their squared differences x0_out (out - target). slope: the derivative of the
-// loss by a value of out is slope (out - target).
+// The loss of a sample with --objective ect (Geng et al. 2024) is weight (sqrt(D + c^2) - c), the pseudo-Huber distance
+// between the student's image and the teacher's image. D is the sum of the squares of their differences, which are
+// x0_out (out - target). The derivative of the loss by a value of out is slope (out - target).
 struct TuningLoss {
     double value, slope;
 };
 HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, double c) {
     if (D == 0) return TuningLoss{0, 0};
     const double root = sqrt(D + c * c);
-    const double value = level.weight * D / (root + c); // = weight (root - c), in which nothing cancels
+    const double value = level.weight * D / (root + c); // = weight (root - c), without cancellation
     return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
 
-// One value's term of the variational bound, in nats, and its derivatives by d = output - target, the error of the
-// mean's half of the answer, and by v, the variance's half. The network's variance is exp(log_var + u) with
-// u = log_ratio + range (v + 1) / 2, so it lies between the two fixed variances (Nichol & Dhariwal 2021, eq. 15).
-//   t > 0   the divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
-//   t = 0   minus the log of the probability of the right one of 256 values
+// The term of one value in the variational bound, in nats, and its derivatives by d and by v. d = output - target is
+// the error of the answer's first half, which predicts the mean. v is the answer's second half, for the variance. The
+// network's variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. With v from -1 to 1, it lies between
+// the two fixed variances (Nichol & Dhariwal 2021, eq. 15). The term is:
+//   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
+//   t = 0   minus the log of the probability of the true value among the 256 values of a byte
 struct BoundTerm {
     float value, d_mean, d_variance;
 };
@@ -3647,34 +3660,35 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     const float slope = 0.5f * level.range; // du / dv
     const float u = level.log_ratio + slope * (v + 1);
     if (!level.first) {
-        // (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. In double: for high t, u is so small that of exp(-u) - 1 + u nothing
-        // but u^2 / 2 is left.
+        // The term is (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. It is computed in double: for high t, u is so small that
+        // exp(-u) - 1 + u is almost u^2 / 2.
         const double less = expm1(-(double)u); // exp(-u) - 1
         const double pull = (1 + less) * level.kl * d;
         const double value = 0.5 * (less + u + pull * d);
         const double d_variance = 0.5 * slope * (-less - pull * d);
         return BoundTerm{(float)value, (float)pull, (float)d_variance};
     }
-    // A value covers 1 / 255 to both sides of x_0, which lies x0_out * -d from the mean. The probability is the
-    // difference of the distribution function at both ends, in units of the deviation.
+    // A value of x_0 stands for the interval from x_0 - 1 / 255 to x_0 + 1 / 255, and x_0 - mean = -x0_out d. The
+    // probability is the difference of the distribution function at the interval's two ends, which are expressed in
+    // units of the standard deviation.
     const double centered = -(double)level.x0_out * d;
-    const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the deviation
+    const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the standard deviation
     const double high = inverse * (centered + 1.0 / 255);
     const double low = inverse * (centered - 1.0 / 255);
-    double dense_high, dense_low; // the density at both ends
+    double dense_high, dense_low; // the density at the two ends
     const double below_high = normal_cdf(high, &dense_high);
     const double below_low = normal_cdf(low, &dense_low);
     double p = below_high - below_low;
-    if (x0 > 0.999f) { // 255 stands for all that lies above, too
+    if (x0 > 0.999f) { // the value 255 also stands for all that is larger
         p = 1 - below_low;
         dense_high = 0;
     }
-    if (x0 < -0.999f) { // 0 stands for all that lies below, too
+    if (x0 < -0.999f) { // the value 0 also stands for all that is smaller
         p = below_high;
         dense_low = 0;
     }
     if (p < 1e-12) return BoundTerm{27.631021f, 0, 0}; // -log(1e-12), as guided-diffusion limits it
-    // The derivative of each end by u is -1/2 times the end.
+    // The derivative by u of each end of the interval (high, low) is -1 / 2 times that end.
     const double d_mean = (dense_high - dense_low) * inverse * level.x0_out / p;
     const double d_variance = (dense_high * high - dense_low * low) * 0.5 * slope / p;
     return BoundTerm{(float)-log(p), (float)d_mean, (float)d_variance};
@@ -3682,42 +3696,42 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samplers
-// A sampler makes an image out of noise in steps. All of them work on x = x_0 + sigma noise, whatever the model was
+// A sampler makes an image out of noise in steps. All samplers work on x = x_0 + sigma noise, whatever the model was
 // trained on. (A model of T timesteps is shown x_t = signal x; then sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
-// to step sigma falls, and at the end it is 0. In each step the network is asked, and its answer is turned into x0:
-// what it says about x_0, given x. Papers write D(x; sigma) for that. The slope of the ODE that takes noise
-// away is then
+// to step sigma falls, and at the end it is 0. In each step the network's answer is computed and turned into x0, its
+// estimate of x_0. Papers write D(x; sigma) for x0. The slope of the ODE that takes noise away is then
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
-// Each sampler is a function of one step below. There s is the sigma of x, n is the sigma of the next x, which is x',
-// and z is new noise. Every step is linear in these images and in m, one image that the sampler remembers:
+// Below, each sampler is a function that makes one of its steps. In it, s is the sigma of x, n is the sigma of the next
+// x, which is x', and z is new noise. Every step is linear in these images and in m, one image that the sampler
+// remembers:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
-// So such a function returns a few coefficients, a Move, and one kernel (sampler_step) takes every sampler's steps.
+// So such a function returns a few coefficients, a Move. One kernel (sampler_step) computes the steps of all samplers.
 //
-// In the order in which they run: make_sampler calls plan_sampler, which calls sampler_sigmas, plan_route and, for each
-// move, device_step; then sample_images calls sample_batch.
+// The functions, in the order in which they run: make_sampler calls plan_sampler, which calls sampler_sigmas,
+// plan_route and, for each move, device_step; then sample_images calls sample_batch.
 struct Move {
     double sigma;             // s
     double x, x0;             // coefficients of x'
-    double m = 0, noise = 0;  // the same
+    double m = 0, noise = 0;  // coefficients of x', too
     double m_x = 0, m_x0 = 0; // coefficients of m'
     double learned_low = 0;   // with a learned variance the network chooses the noise,
     double learned_high = 0;  // between these two; 0: the noise is .noise
-    double known_until = -1;  // with --inpaint: if a step ends here, its n (see keep_known); otherwise -1
+    double known_until = -1;  // with --inpaint: if this move is the last of its step, the step's n (see keep_known)
 };
 
-// Euler's method: x' = x + (n - s) (x - x0) / s. It is written as a mean of x and x0: where s is much larger than n, x
-// and the slope times n - s are large numbers that nearly cancel.
+// Euler's method: x' = x + (n - s) (x - x0) / s. The code writes x' as a weighted mean of x and x0 instead: if s is
+// much larger than n, the two terms of the formula are large numbers that nearly cancel.
 static Move euler_step(double s, double n) { return Move{.sigma = s, .x = n / s, .x0 = 1 - n / s}; }
 
-// Ho et al. 2020, eq. 7: the standard deviation of q(x_n | x_s, x_0), in this scale of x.
+// Ho et al. 2020, eq. 7: the standard deviation of q(x_n | x_s, x_0), where x = x_0 + sigma noise, as above.
 static double posterior_deviation(double s, double n) { return n * std::sqrt(s * s - n * n) / s; }
 
-// DDIM (Song et al. 2021, eq. 12 and 16). eta = 0 is Euler's method; with eta > 0 a step goes to a sigma below n, and
-// new noise raises it to n again.
+// DDIM (Song et al. 2021, eq. 12 and 16). With eta = 0 it is Euler's method. With eta > 0 a step goes to a sigma below
+// n, and new noise raises the sigma to n again.
 static Move ddim_step(double s, double n, double eta) {
     const double noise = eta * posterior_deviation(s, n);
     Move move = euler_step(s, std::sqrt(n * n - noise * noise));
@@ -3725,8 +3739,9 @@ static Move ddim_step(double s, double n, double eta) {
     return move;
 }
 
-// Ho et al. 2020, eq. 6 and 7: the mean of q(x_n | x_s, x_0), and noise of one of two variances (section 3.2 there), or
-// of one between them that the network chooses (Nichol & Dhariwal 2021, eq. 15). The last step adds none.
+// Ho et al. 2020, eq. 6 and 7: x' is the mean of q(x_n | x_s, x_0) plus noise. The variance of the noise is one of two
+// (section 3.2 of that paper), or the network chooses a variance between the two (Nichol & Dhariwal 2021, eq. 15). The
+// last step adds no noise.
 static Move ddpm_step(const Config& c, double s, double n) {
     const double small = posterior_deviation(s, n);
     double large = 0;
@@ -3740,10 +3755,12 @@ static Move ddpm_step(const Config& c, double s, double n) {
     return move;
 }
 
-// Heun's method (Karras et al. 2022, algorithm 1): the mean of the slopes at both ends, so two moves. The first one is
-// Euler's, to y, and remembers x0. The second one asks the network about y, and y0 is what it says:
+// Heun's method (Karras et al. 2022, algorithm 1) uses the mean of the slopes at both ends of the step. So a step is
+// two moves. The first move is Euler's step from x to y, and x0 is remembered. In the second move the network is asked
+// about y, and y0 is its estimate of x_0:
 //   x' = x + (n - s) ((x - x0) / s + (y - y0) / n) / 2 = y + (n - s) / (2 n) (x0 - y0)
-// They are the same, as (x - x0) / s = (y - x0) / n: y lies on the line from x to x0. A step to n = 0 is Euler's.
+// The two formulas are equal because (x - x0) / s = (y - x0) / n: y lies on the line from x to x0. A step to n = 0 is
+// Euler's step alone.
 static void add_heun_step(std::vector<Move>* moves, double s, double n) {
     Move to_y = euler_step(s, n);
     if (n > 0) to_y.m_x0 = 1;
@@ -3753,8 +3770,9 @@ static void add_heun_step(std::vector<Move>* moves, double s, double n) {
     moves->push_back(Move{.sigma = n, .x = 1, .x0 = -half, .m = half});
 }
 
-// DPM-Solver++(2M) (Lu et al. 2022, algorithm 2; lambda there is -log(sigma)): Euler's step with an x0 that is
-// extrapolated from this one and the last one, which was asked for at sigma_before; 0: there was none.
+// DPM-Solver++(2M) (Lu et al. 2022, algorithm 2; the paper's lambda is -log(sigma)): Euler's step with an x0 that is
+// extrapolated from this step's x0 and the x0 of the step before. sigma_before: the sigma at which the step before
+// began; 0: there is no step before.
 static Move dpmpp_2m_step(double sigma_before, double s, double n) {
     Move move = euler_step(s, n);
     if (n == 0) return move;
@@ -3767,18 +3785,17 @@ static Move dpmpp_2m_step(double sigma_before, double s, double n) {
     return move;
 }
 
-// Song et al. 2023, "Consistency Models", algorithm 1: each answer is an image; new noise is added to it, and that is
-// the next x.
+// Song et al. 2023, "Consistency Models", algorithm 1: the next x is x0 plus new noise.
 static Move consistency_step(double s, double n) { return Move{.sigma = s, .x = 0, .x0 = 1, .noise = n}; }
 
-// Karras et al. 2022, algorithm 2: before a step of euler or heun noise is added, which raises sigma by the factor
-// 1 + gamma.
+// Karras et al. 2022, algorithm 2: before a step of euler or heun, noise is added, which multiplies sigma by 1 + gamma.
+// Returns gamma.
 static double churn_gamma(const Config& c, double sigma, int N) {
     const bool churns = sigma >= c.S_min && sigma <= c.S_max;
     return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
 }
 
-// "ddimN": returns every k-th timestep from 0 on, where k is such that there are N of them.
+// For --timestep_respacing ddimN: returns N timesteps, every k-th from 0 on. k is chosen so that there are N of them.
 static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     const int wanted = std::clamp(atoi(&respacing[strlen("ddim")]), 2, T);
     const int stride = (T + wanted - 1) / wanted;
@@ -3789,8 +3806,10 @@ static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     return steps;
 }
 
-// Returns the timesteps of a sampler, ascending (guided-diffusion's space_timesteps): "" all, "ddimN" every (T / N)-th,
-// "n1,n2,..." so many in each equal part of [0, T).
+// Returns the timesteps of a sampler in ascending order, as guided-diffusion's space_timesteps does. respacing:
+//   ""            all timesteps
+//   "ddimN"       N timesteps at equal distances, from 0 on
+//   "n1,n2,..."   [0, T) is divided into equal parts; n1 timesteps of the first part, n2 of the second, and so on
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     if (respacing.starts_with("ddim")) return strided_timesteps(T, respacing);
     const std::string flag = "--timestep_respacing " + respacing;
@@ -3800,7 +3819,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
          "must be a number of steps, ddim and a number, or numbers with commas");
 
     const int parts = (int)counts.size();
-    const int least = parts == 1; // if there are several parts, one may be left without steps
+    const int least = parts == 1; // the smallest count: if there are several parts, a part may keep no steps
     std::vector<int> steps;
     int start = 0; // where the part begins
     for (int i = 0; i < parts; i++) {
@@ -3822,7 +3841,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     return steps;
 }
 
-// Returns sigma i of N of Karras et al. 2022, eq. 5, from high to low.
+// Returns sigma number i of the N sigmas of Karras's schedule (Karras et al. 2022, eq. 5), which fall from high to low.
 static double karras_sigma(const Config& c, double high, double low, int i, int N) {
     const double start = std::pow(high, 1.0 / c.rho);
     const double end = std::pow(low, 1.0 / c.rho);
@@ -3830,10 +3849,11 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
     return std::pow(start + part * (end - start), c.rho);
 }
 
-// Returns the sigmas of a sampler: before each of its N steps, and 0 at the end. known: those of a model's T timesteps.
+// Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
+// timesteps. The samplers' sigmas are:
 //   ddpm, ddim    those of the timesteps that --timestep_respacing keeps
 //   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
-//   others        of a flow equal steps of its t = sigma / (1 + sigma), else Karras's schedule
+//   others        Karras's schedule; but for a model of flow, equal steps of t = sigma / (1 + sigma)
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size();
@@ -3848,7 +3868,7 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     const bool steps_of_t = has_steps_of_t(frame) && !consistency;
     double high = c.sigma_max;
     double low = consistency ? c.mid_t : c.sigma_min;
-    if (frame == Frame::DDPM) { // it only knows sigmas from that of its first timestep to that of its last
+    if (frame == Frame::DDPM) { // such a model is only trained on sigmas between those of its first and last timestep
         high = std::min(high, known.back());
         low = std::max(low, known.front());
     }
@@ -3860,25 +3880,26 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     return sigmas;
 }
 
-// A sampler's N steps as they are taken. With --inpaint some are taken again (Lugmayr et al. 2022, "RePaint"): whenever
-// the noise has fallen by --jump_length steps, the sampler goes back by as many steps, and it repeats this until each
-// step was taken --jump_n_sample times.
+// Returns the numbers of a sampler's N steps in the order in which they are taken. With --inpaint some are taken again
+// (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by so many steps, until it
+// has taken these steps --jump_n_sample times. Then it goes on with the next steps. The last step is taken once. The
+// first (N - 1) % jump_length steps are taken once, too.
 static std::vector<int> step_order(const Config& c, int N) {
-    std::map<int, int> again; // how often to go back from a level of noise; 0 is the lowest level
+    std::map<int, int> again; // how often to go back from a level of noise; 0 is the lowest level above no noise
     if (!c.inpaint.empty())
         for (int level = 0; level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
     std::vector<int> order;
     for (int level = N - 1; level >= 0; level--) {
         order.push_back(N - 1 - level);
-        int& left = again[level - 1]; // the step ends at the level below
+        int& left = again[level - 1]; // the step from `level` ends at the next lower level
         if (left > 0) level += c.jump_length;
         left--;
     }
     return order;
 }
 
-// With --start_from the first of N steps are left out. Returns the first step that is taken (Meng et al. 2022,
-// "SDEdit").
+// With --start_from only the last steps of the N are taken (Meng et al. 2022, "SDEdit"). Returns the number of the
+// first step that is taken.
 static int first_step(const Config& c, int N) {
     if (c.start_from.empty()) return 0;
     const int steps = (int)std::lround((double)c.strength * N);
@@ -3887,13 +3908,14 @@ static int first_step(const Config& c, int N) {
 
 // All moves of a sampler.
 struct Route {
-    double start = 0; // the first x is start * normals,
-    double churn = 0; // + churn * other normals
+    double start = 0; // the first x is start * normals + churn * other normals
+    double churn = 0;
     std::vector<Move> moves;
-    int64_t first = 0; // the move that sampling begins with: the first one of step first_step
+    int64_t first = 0; // the move that sampling begins with: the first move of the step that first_step returns
 };
 
-// Adds the moves of a step from sigma s to n. before: the sigma at which the step before it began; 0: there was none.
+// Adds the moves of a step from sigma s to n. before: the sigma at which the step before this one began; 0: there is no
+// step before that could be used.
 static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
     if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
     else if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
@@ -3907,7 +3929,7 @@ static void add_step(std::vector<Move>* moves, const Config& c, double before, d
 
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
-    const bool variance_1 = c.goes_by_timesteps(); // the first x_t has variance 1, as in guided-diffusion
+    const bool variance_1 = c.goes_by_timesteps(); // the first x_t gets variance 1, as in guided-diffusion
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
     const int first = first_step(c, N);
@@ -3917,10 +3939,10 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
         if (i == first && i > last) route.first = (int64_t)route.moves.size();
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
-            // sqrt(s'^2 - s^2) with s' = s (1 + gamma), written so that it is 0 without churn
+            // This is sqrt(s'^2 - s^2) with s' = s (1 + gamma), but exactly 0 without churn.
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
             if (route.moves.empty()) route.churn = noise;
-            else route.moves.back().noise = noise; // it is added at the end of the step before
+            else route.moves.back().noise = noise; // the noise is added at the end of the step before
             s *= 1 + gamma;
         }
         const bool follows = i == last + 1 && i > first;
@@ -3931,12 +3953,13 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     return route;
 }
 
-// Makes the level of any sigma: what the network sees, and what its answer means. A model of T timesteps is told a t
-// between two of its own, linear in log(sigma).
+// Makes the level of any sigma: what the network sees, and what its answer means. A model of T timesteps (ddpm) is told
+// a t between two of its timesteps. The t is interpolated linearly in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& known, double sigma) {
     const Frame frame = frame_of(c);
     if (frame != Frame::DDPM) return make_level(ask(frame, sigma, c.sigma_data));
-    // known[i] <= sigma < known[i + 1]; beyond the ends: the first or the last two
+    // i is such that known[i] <= sigma < known[i + 1]. If sigma is below or above all of known, known[i] and
+    // known[i + 1] are the first two or the last two.
     const size_t last = known.size() - 1;
     const auto above = std::upper_bound(known.begin() + 1, known.begin() + last, sigma);
     const size_t i = (size_t)(above - known.begin()) - 1;
@@ -3946,8 +3969,8 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
     return ddpm_level(c, alpha_bar, std::min(std::max(t, 0.0), (double)last));
 }
 
-// A move as the device takes it: on the network's input u = signal x instead of x, since every sigma has a signal of
-// its own. then: the sigma of the next move, 0 after the last one.
+// Turns a move into a step of the device. A move works on x, but a step on the network's input u = signal x, where each
+// sigma has another signal. then: the sigma of the next move; 0 after the last move.
 static SamplerStep device_step(const Config& c, const std::vector<double>& known, const Move& move, double then) {
     auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
     const NoiseLevel level = level_at(c, known, move.sigma);
@@ -3958,7 +3981,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     step.t = level.t;
     step.x0_x = level.x0_x;
     step.x0_out = level.x0_out;
-    // x' and m' of u: x is u / signal, and u' is next x'.
+    // The coefficients of u' and m'. In the formulas of a Move, x is u / signal, and u' is next times x'.
     step.next_x = (float)(next * move.x / level.signal);
     step.next_x0 = (float)(next * move.x0);
     step.next_m = (float)(next * move.m);
@@ -3969,7 +3992,9 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
         step.log_sigma = (float)std::log(next * move.learned_low);
         step.range = (float)std::log(move.learned_high / move.learned_low);
     }
-    if (keeps_known) { // and then back to the sigma of an earlier step, if that comes next
+    // keep_known replaces the known part of x by the given image plus noise of sigma `end`. If an earlier step comes
+    // next, it then adds noise to all of x, to go back to the sigma at which that step begins.
+    if (keeps_known) {
         const double back = signal_at(then);
         const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise, in the scale of x
         step.known_x = (float)next;
@@ -3980,7 +4005,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     return step;
 }
 
-// A Route as numbers for the device: the coefficients of the network's first input, and those of every step.
+// A Route in the form that the device uses: the coefficients of the network's first input, and those of every step.
 struct SamplerPlan {
     // The network's first input is image * x_0 + start * normals + churn * other normals.
     float image, start, churn;
@@ -3997,7 +4022,7 @@ static SamplerPlan plan_sampler(const Config& c) {
     SamplerPlan plan{};
     plan.first = route.first;
 
-    // With --start_from the first x is the given image with noise of the first move's sigma.
+    // With --start_from the first x is the given image plus noise, whose sigma is that of the first move.
     const double from = moves[plan.first].sigma;
     const double signal = level_at(c, known, from).signal;
     const bool changes_images = !c.start_from.empty();
@@ -4012,31 +4037,32 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's memory. What is marked (device) lies there; sizes hold for any number of images.
+// A sampler's memory. Members marked (device) point to device memory. Their sizes do not depend on how many images are
+// sampled: B is the number of images in a batch.
 struct Sampler {
     SamplerPlan plan;
-    SamplerStep* steps; // (device) the plan's
+    SamplerStep* steps; // (device) the plan's steps
     Denoising denoising;
-    float* all;                    // (device) the ranks' images (ranks, B, H, W, C); null: there is one rank
+    float* all;                    // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
     int64_t* k;                    // (device) the step that comes next
-    int64_t *zero, *one;           // (device) 0 and 1, as steps of random draws
-    float* t;                      // (device) (B)
-    int* labels;                   // (device) (B)
-    float* values;                 // (device) (B, num_values); null: there are none
-    std::vector<float> value_rows; // rows of cond_dim numbers, which the images take in turns
-    float* cond;                   // (device) (B, H, W, cond_channels); null: there are none
-    std::vector<float> pictures;   // on the host: (count, H, W, cond_channels), which the images take in turns
-    std::vector<float> truth; // on the host: the data's images that belong to them (count, H, W, C), for a run's grids
-    // With --start_from and --inpaint, on the host: the images (count, H, W, C) and masks, which take turns.
+    int64_t *zero, *one;           // (device) the numbers 0 and 1, which random draws use as their step
+    float* t;                      // (device) (B): what the network is told of the noise
+    int* labels;                   // (device) (B): the classes
+    float* values;                 // (device) (B, num_values); null: the network reads no numbers
+    std::vector<float> value_rows; // rows of cond_dim numbers; when all are used, they are used again from the first on
+    float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
+    std::vector<float> pictures;   // on the host: (count, H, W, cond_channels); they are used again like value_rows
+    std::vector<float> truth;      // on the host: the data's images that the pictures belong to, for a run's grids
+    // With --start_from and --inpaint, on the host: images (count, H, W, C) and masks; they are used again, too.
     std::vector<float> images, masks;
-    float *known, *mask; // (device) with --inpaint: those of a batch (B, H, W, C)
+    float *known, *mask; // (device) with --inpaint: the images and masks of a batch (B, H, W, C)
 };
 
-// B: how many images the network takes at a time. With guidance, every image is there twice.
+// B: the number of images in the network's batch. With guidance, the batch holds every image twice.
 static Sampler make_sampler(const Config& c, int B) {
     Sampler s{};
     s.plan = plan_sampler(c);
-    const size_t n = (size_t)c.H * c.W * c.in_channels; // values of an image
+    const size_t n = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
     s.steps = device_copy(s.plan.steps);
     s.k = device_alloc<int64_t>(1);
     s.zero = device_alloc<int64_t>(1);
@@ -4047,7 +4073,8 @@ static Sampler make_sampler(const Config& c, int B) {
     s.value_rows = c.value_rows;
     if (c.cond_channels > 0) s.cond = device_alloc<float>((size_t)B * c.H * c.W * c.cond_channels);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
-    // --dynamic_threshold q: the limit is the value of rank ceil(q n) among an image's n values, counted from 1.
+    // --dynamic_threshold q: x0 is limited to the ceil(q n)-th smallest |x0| of an image's n values, or to 1 if 1 is
+    // larger. denoising.rank is the number ceil(q n), but counted from 0.
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
     bool remembers = false; // whether some step writes m
     for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
@@ -4060,22 +4087,23 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Returns the class of image number i of a seed: those of --classes take turns, or all.
+// Returns the class of image number i of a seed. The images take the classes of --classes in turns; without --classes,
+// all classes in turns.
 static int class_of_image(const Config& c, int64_t i) {
     if (!c.class_cond) return 0;
     const size_t listed = c.class_list.size();
     return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
 }
 
-// Returns the numbers of image i of a seed: the rows take turns.
+// Returns the numbers of image number i of a seed. The images take the rows of value_rows in turns.
 static std::span<const float> values_of_image(const Config& c, const Sampler& s, int64_t i) {
     const size_t K = c.cond_dim;
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
 }
 
-// With guidance the batch holds every image twice, and the network answers for the second copy without the condition:
-// without all that it has learnt to do without. These three put the condition of images first .. first + B - 1 where
-// the network reads it.
+// These three functions put the condition of images first .. first + B - 1 where the network reads it. With guidance
+// the batch holds every image twice, and the condition is left out for the second copy: the class, the numbers and the
+// picture, each of them only if it was sometimes left out in training.
 
 static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     std::vector<int> labels(B * copies);
@@ -4086,12 +4114,12 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }
 
-// The rest of a row is zeros: the numbers of an augmentation, which say that there is none.
+// A row has cond_dim numbers, and then the numbers of an augmentation. Those are zeros: the image is not changed.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
     for (int i = 0; i < B * copies && c.cond_dim > 0; i++) {
-        const bool left_out = i >= B && c.class_dropout > 0; // then they are zeros
+        const bool left_out = i >= B && c.class_dropout > 0; // then the image's numbers are zeros
         if (!left_out) std::ranges::copy(values_of_image(c, *s, first + i % B), values.begin() + i * row_size);
     }
     copy_to_device(s->values, values.data(), values.size() * sizeof(float));
@@ -4107,12 +4135,13 @@ static void put_pictures(const Config& c, Sampler* s, int64_t first, int B, int 
     }
 }
 
-// With --start_from or --inpaint: puts the images that a batch begins with, or keeps, where the network reads and
-// keep_known does. x (copies B, n): the network's input.
+// With --start_from or --inpaint: puts a batch's given images into the network's input x (copies B, n), times
+// plan.image (which is 0 with --inpaint). With --inpaint it also puts the images and their masks where keep_known reads
+// them.
 static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
     const size_t bytes = n * sizeof(float);
     for (int b = 0; b < B; b++) {
-        // Images take turns, and so do masks.
+        // When all images (or masks) are used, they are used again from the first on.
         const size_t position = (size_t)(first + b) * n;
         const float* const given = &s->images[position % s->images.size()];
         if (s->known) {
@@ -4129,8 +4158,9 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
     }
 }
 
-// Draws images first .. first + B - 1 of a seed, the same whatever B is, left in net's input tensor. With guidance that
-// tensor holds each image twice: with its class, and behind all of these without. tell: is told how many are done.
+// Draws images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
+// tensor. With guidance, this tensor first holds all images with their conditions, and then the same images without.
+// tell is called after each step with the number of images done so far.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int HW = c.H * c.W;
@@ -4150,14 +4180,14 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     net->cond = s->cond;
     if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
-    const bool adds = !s->images.empty(); // noise to the images
+    const bool adds = !s->images.empty(); // noise is added to the given images
     for (int copy = 0; copy < copies; copy++) {
         float* const images = x + (size_t)copy * B * n;
         draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, adds);
         if (s->plan.churn > 0) draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->one), s->plan.churn, true);
     }
 
-    // The steps. The device counts them in s->k, so that all of them can be one graph.
+    // The steps. The device counts them in s->k, so that one recorded graph can be repeated for all steps.
     copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
     Graph graph;
     const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.first;
@@ -4171,7 +4201,8 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
             if (s->known) keep_known(x, s->known, s->mask, s->steps, known_noise, c.guided(), B, n);
             next_step(s->k);
         });
-        // The host only starts a GPU's work. It waits now and then, so that what it tells is true.
+        // The host only starts a GPU's work, and may be far ahead of the GPU. If progress is shown on a terminal, it
+        // waits for the GPU at every 16th step, so that the progress shown is true.
         int64_t reached;
         const bool waits = k % 16 == 15 && terminal_columns();
         if (waits) copy_to_host(&reached, s->k, sizeof reached);
@@ -4180,19 +4211,20 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     free_graph(&graph);
 }
 
-// Draws n images (n, H, W, C) in [-1, 1] on rank 0's host. Ranks take batches of up to net->B (guided: half) in turns.
+// Draws n images and returns them on rank 0 (n, H, W, C), with values around [-1, 1]. Ranks take batches in turns. A
+// batch is up to net->B images, with guidance up to half of that.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
-    const size_t size = (size_t)c.H * c.W * c.in_channels; // values of an image
+    const size_t size = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
     const int N = world.size;
     const int room = c.guided() ? net->B / 2 : net->B;
     const int share = (n + N - 1) / N;
-    const int most = std::min(room, share); // images of a rank's batch
+    const int most = std::min(room, share); // the largest number of images in a rank's batch
     std::vector<float> images(world.rank ? 0 : n * size);
     float* const own = tensor_data<float>(net, net->input);
     const double start = now();
     double told = start;
-    auto tell = [&](double done) { // on a terminal twice a second, elsewhere every ten seconds
+    auto tell = [&](double done) { // shows the progress: on a terminal twice a second, elsewhere every ten seconds
         const double pause = terminal_columns() ? 0.5 : 10;
         if (now() - told < pause) return;
         told = now();
@@ -4215,67 +4247,69 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 
 // =====================================================================================================================
 // 9. Data: .bin files that may be larger than memory, the order of their images
-// A data file is a header, images (N, C, H, W) of uint8 or float32, labels (N), and numbers of each image (N, K)
-// (docs/FORMATS.md). It stays on the disk: a step reads its own images, which the system was asked to fetch some
-// batches earlier. Labels and numbers are kept in memory. unet.cu's files are read, too.
+// A data file consists of a header, images (N, C, H, W) of uint8 or float32, labels (N), and K numbers of each image
+// (N, K) (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. Some batches earlier, the
+// operating system was asked to fetch them into memory. Labels and numbers are kept in memory. The data files of
+// unet.cu are read, too.
 //
-// In the order in which they run: take_data_dir makes a data file of a folder of pictures, if --data_dir names one;
-// open_dataset checks the file, once; load_batch brings a step's images to the device, and calls image_at_position
-// and read_image for each of them.
+// The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
+// file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
+// image_at_position and read_image for each image.
 
 constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
-constexpr size_t READ_AT_START = (size_t)4 << 30; // up to this length a file is read, and so checked, at the start
+constexpr size_t READ_AT_START = (size_t)4 << 30; // a file of up to this length is read and checked at the start
 constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance the system is asked to read
-constexpr int MOST_VALUES = 4096;                 // numbers an image, the limit of --cond_dim
-constexpr int MOST_NAME_BYTES = 1 << 20;          // of the numbers' names, all together
+constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
+constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together
 
-// All our files begin with these two slots. The slots of a data file follow.
+// All files of this program begin with these two slots. The slots of a data file follow.
 constexpr int SLOT_MAGIC = 0;
-constexpr int SLOT_VERSION = 1; // of the format
+constexpr int SLOT_VERSION = 1; // the version of the format
 constexpr int DATA_SLOT_COUNT = 2;
 constexpr int DATA_SLOT_CHANNELS = 3;
 constexpr int DATA_SLOT_HEIGHT = 4;
 constexpr int DATA_SLOT_WIDTH = 5;
 constexpr int DATA_SLOT_CLASSES = 6;
-constexpr int DATA_SLOT_BYTES = 7;      // of a value
-constexpr int DATA_SLOT_HEADER_CRC = 8; // the checksum of the header with 0 in this slot
-// the checksum of all behind the header (version 1) or of all behind the images (version 2)
+constexpr int DATA_SLOT_BYTES = 7;      // the size of a value of an image
+constexpr int DATA_SLOT_HEADER_CRC = 8; // the checksum of the header, computed with 0 in this slot
+// the checksum of all that follows the header (version 1), or of all that follows the images (version 2)
 constexpr int DATA_SLOT_BODY_CRC = 9;
-constexpr int DATA_SLOT_VALUES = 10; // numbers an image
-constexpr int DATA_SLOT_NAMES = 11;  // bytes of their names
-constexpr int DATA_SLOT_UNUSED = 12; // from here on slots are 0
+constexpr int DATA_SLOT_VALUES = 10; // K, how many numbers each image has
+constexpr int DATA_SLOT_NAMES = 11;  // the number of bytes of the numbers' names
+constexpr int DATA_SLOT_UNUSED = 12; // the first of the slots that are 0
 
 struct Dataset : InputFile {
-    // 1; or 2: it has a checksum of each image; or 0: it is a file of unet.cu's, which has no checksums
+    // 1: one checksum covers all images. 2: each image has a checksum. 0: a file of unet.cu, without checksums.
     int version = 0;
     int64_t count = 0; // N
     int C = 0, H = 0, W = 0;
     int classes = 0;                 // 0: images have no labels
-    int bytes = 1;                   // of a value: 1 (uint8) or 4 (float32)
-    int K = 0;                       // numbers an image
-    int name_bytes = 0;              // of their names
-    uint32_t header_crc = 0;         // it covers all other checksums, so it identifies the file's whole content
+    int bytes = 1;                   // the size of a value of an image: 1 (uint8) or 4 (float32)
+    int K = 0;                       // how many numbers each image has
+    int name_bytes = 0;              // the number of bytes of the numbers' names
+    uint32_t header_crc = 0;         // the header holds a checksum of the rest, so this identifies the whole content
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
-    std::vector<uint32_t> image_crc; // (N); empty if they are not known
+    std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty if they are not known
     int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
-    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte at which it begins in the file
-    // In a batch labels follow the images, at a multiple of 4 bytes.
+    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
+    // The bytes at which the parts of a batch begin. Labels follow the images, at a multiple of 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
-    size_t pictures_at(int B, const Config& c) const {                       // and the pictures follow the numbers
+    size_t pictures_at(int B, const Config& c) const {                       // pictures follow the numbers
         return values_at(B) + (size_t)B * c.num_values() * sizeof(float);
     }
     size_t batch_bytes(int B, const Config& c) const {
         return pictures_at(B, c) + (cond ? B * cond->image_bytes() : 0);
     }
-    // Behind the images come labels, numbers, names and checksums, all in words of 4 bytes. How many there are:
+    // In the file, the images are followed by labels, numbers, names and checksums, all in words of 4 bytes. These are
+    // the numbers of words:
     size_t label_words() const { return classes > 0 ? count : 0; }
     size_t value_words() const { return count * K; }
     size_t words_behind() const {
@@ -4284,16 +4318,16 @@ struct Dataset : InputFile {
     }
 };
 
-// Is no value infinite or NaN?
+// Returns whether no value is infinite or NaN.
 static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
-// Reads image i into memory at `to`. Returns true if it could be read, has its checksum and is valid. If not, d->error
-// says why.
+// Reads image i into memory at `to`. Returns true if it could be read and its checksum is right (or not known).
+// Otherwise d->error is the reason.
 static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
-    // A file that was right when it was opened may be changed, cut or damaged later.
+    // A file that was intact when it was opened may be changed, cut or damaged later.
     const char* why = d->try_read(to, n, d->image_at(i));
     const bool has_crc = !d->image_crc.empty();
     if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
@@ -4303,8 +4337,8 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     return false;
 }
 
-// Reads all images once. If their checksums are not known, it remembers them (image_crc).
-// Returns the checksum of all images together, or 0 if each image has its own.
+// Reads all images once. If their checksums are known, each image is compared with its checksum, and the result is 0.
+// If not, the checksum of each image is stored in image_crc, and the result is the checksum of all images together.
 static uint32_t check_images(Dataset* d) {
     std::vector<uint8_t> image(d->image_bytes());
     std::vector<uint32_t> found;
@@ -4319,8 +4353,8 @@ static uint32_t check_images(Dataset* d) {
     return all;
 }
 
-// Returns the header of a data file in the form of our own files. A header of unet.cu's has fewer fields, one slot
-// earlier; it is turned into our header, with version 0.
+// Returns the header of a data file. If the file is one of unet.cu, its header has fewer fields, each one slot earlier.
+// It is turned into a header of our format, with version 0.
 static Header data_header(const Dataset& d, const char* hint) {
     const int* s = d.header.slot;
     const int magic = s[SLOT_MAGIC];
@@ -4334,7 +4368,7 @@ static Header data_header(const Dataset& d, const char* hint) {
     return d.header;
 }
 
-// Reads what a header says of the images, and checks it.
+// Copies the fields of a header that describe the images, and checks them.
 static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
     auto field = [&](int slot, const char* name, int low, int high) {
         const int value = h.slot[slot];
@@ -4361,7 +4395,7 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
             d->name_bytes, hint);
 }
 
-// Reads the numbers and their names from what lies behind the images.
+// Takes the numbers and their names from `behind`, the words that follow the images in the file.
 static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
     const float* const numbers = (const float*)(behind.data() + d->label_words());
     const char* const names = (const char*)(numbers + d->value_words());
@@ -4373,9 +4407,9 @@ static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
             refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
 }
 
-// Reads what lies behind the images: the labels, if there are classes, numbers of the images and their names, if there
-// are any, and in version 2 each image's checksum.
-// body_crc: the checksum of all this and, in version 1, also of the images before it, as the header has it.
+// Reads what follows the images in the file: labels if there are classes, the images' numbers and their names if there
+// are numbers, and in version 2 each image's checksum.
+// body_crc: the header's checksum of all this; in version 1 it covers the images, too.
 static void read_behind_images(Dataset* d, uint32_t body_crc) {
     std::vector<int32_t> behind(d->words_behind());
     const size_t bytes = behind.size() * sizeof(int32_t);
@@ -4417,8 +4451,8 @@ static Dataset open_dataset(const std::string& path) {
     return d;
 }
 
-// Opens the pictures that the images of d are conditioned on. flag: the flag that names the file; path: "" if there are
-// none.
+// Opens the file of the pictures that the images of d are conditioned on. flag: the flag that names the file. path: its
+// path; "" if there are no pictures.
 static void open_pictures(Dataset* d, const char* flag, const std::string& path) {
     if (path.empty()) return;
     d->cond = std::make_shared<Dataset>(open_dataset(path));
@@ -4446,7 +4480,8 @@ static std::string data_file_beside(const std::string& folder) {
     return path + ".bin";
 }
 
-// Says whether a data file holds the pictures that the flags ask for, in the folder's newest state.
+// Returns whether a data file exists, has the size and the channels of the model's images, and is not older than the
+// folder's last change.
 static bool is_up_to_date(const std::string& path, const Config& c, int64_t changed) {
     if (!exists(path)) return false;
     InputFile file;
@@ -4463,7 +4498,7 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     return fits && changed <= nanoseconds(st.st_mtim);
 }
 
-// Returns the command that makes a data file of the pictures in --data_dir, word by word.
+// Returns the words of the command that makes a data file of the pictures in --data_dir.
 static std::vector<std::string> prepare_command(const Config& c, const std::string& program, const std::string& file) {
     const std::string size = size_text(c.H, c.W);
     const std::string channels = std::to_string(c.in_channels);
@@ -4471,7 +4506,7 @@ static std::vector<std::string> prepare_command(const Config& c, const std::stri
             "--image_size", size,    "--channels", channels};
 }
 
-// Returns the same command as a user would type it.
+// Returns the same command as one line that a user can type.
 static std::string prepare_command_line(const Config& c, const std::string& file) {
     std::string line;
     for (const std::string& word : prepare_command(c, "prepare_data.py", file)) line += " " + word;
@@ -4503,15 +4538,15 @@ static void prepare_folder(const Config& c, const std::string& file) {
          "there is no python3 in PATH, which prepares it; run " + by_hand + " where there is one");
     must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);
 
-    // The file gets the time of the folder's last change, not the time at which it was written, because it may lack a
-    // picture that was changed in between.
+    // The file's time is set to that of the folder's last change before the file was made. If a picture was changed
+    // while the file was made, the file is then older than the folder, and will be made again.
     constexpr int64_t SECOND = 1000000000; // in nanoseconds
     const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / SECOND, changed % SECOND}};
     utimensat(AT_FDCWD, file.c_str(), times, 0);
     printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
 }
 
-// Sets --data_file to the file that is made of --data_dir. Rank 0 makes the file, and the others wait.
+// Sets --data_file to the file that is made of --data_dir. Rank 0 makes the file, and the other ranks wait.
 static void take_data_dir(Config* c, const std::string& where) {
     const std::string error = parse_model(c);
     if (error.starts_with("--image_size")) refuse(where + error);
@@ -4524,8 +4559,8 @@ static void take_data_dir(Config* c, const std::string& where) {
     c->on_command_line.erase("data_dir");
 }
 
-// Reads the first images of a data file, at most `most` of them: (count, H, W, C) in [-1, 1]. A mask has one channel,
-// which is repeated for all C. flag: the flag that names the file.
+// Reads the first images of a data file, at most `most` of them. Returns them as (count, H, W, C) in [-1, 1]. If the
+// file has only one channel, as a mask has, it is repeated C times. flag: the flag that names the file.
 static std::vector<float> first_images(Dataset d, const char* flag, int C, int most) {
     const int HW = d.H * d.W;
     const int count = (int)std::min<int64_t>(d.count, most);
@@ -4534,9 +4569,9 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     for (int i = 0; i < count; i++) {
         // From (C, H, W) to (H, W, C), and from 0 ... 255 to [-1, 1].
         if (!read_image(&d, i, image.data())) refuse(d.error);
-        for (int element = 0; element < HW * C; element++) { // of the image as (H, W, C)
+        for (int element = 0; element < HW * C; element++) { // an element of the image as (H, W, C)
             const int pixel = element / C;
-            const int channel = element % C % d.C; // a mask's only one is repeated
+            const int channel = element % C % d.C; // a mask's only channel is repeated
             const int source = channel * HW + pixel;
             const float value = image_value(image.data(), d.bytes, source);
             images.push_back(value);
@@ -4547,7 +4582,7 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     return images;
 }
 
-// The same for a file that is opened only for this. channels: how many it must have.
+// Opens a file and returns first_images of it. channels: how many channels the file must have.
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels, int C) {
     const Dataset d = open_dataset(path);
     const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
@@ -4559,7 +4594,7 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
 
 // --- pictures that samples are conditioned on
 
-// A small picture (H / factor, W / factor, C), enlarged: (H, W, C).
+// Enlarges a small picture (H / factor, W / factor, C) to (H, W, C).
 static std::vector<float> enlarged_picture(const Config& c, const float* small) {
     const int C = c.in_channels;
     const int factor = c.picture_factor;
@@ -4569,8 +4604,8 @@ static std::vector<float> enlarged_picture(const Config& c, const float* small) 
     return picture;
 }
 
-// Makes the picture (H, W, K) that --cond asks for, of the image (C, H, W) of sample `number`, as in training. mask (H,
-// W): where the holes are; null: they are drawn.
+// Makes the picture (H, W, K) that --cond asks for, as in training. It is made of the image (C, H, W) of sample
+// `number`. mask (H, W): where the holes are; null: the holes are drawn.
 static std::vector<float> made_picture(const Config& c, const uint8_t* image, int bytes, int64_t number,
                                        const float* mask) {
     const int HW = c.H * c.W;
@@ -4604,8 +4639,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     return picture;
 }
 
-// Makes the pictures (count, H, W, K) that --cond asks for, of the first images of a file. masks: (count, H, W), used
-// in turns; empty: holes are drawn.
+// Makes the pictures (count, H, W, K) that --cond asks for. They are made of the first images of a file. masks: (count,
+// H, W), which the images take in turns; empty: the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
     std::vector<float> image(d.image_bytes() / sizeof(float) + 1); // its values are bytes or floats
@@ -4622,7 +4657,7 @@ static std::vector<float> made_pictures(const Config& c, Dataset d, int most, co
     return pictures;
 }
 
-// Returns the end of a sentence: what --cond takes beside images of the model's own size.
+// Returns the end of an error message: the pictures that --cond takes besides images of the model's size.
 static std::string other_pictures(const Config& c) {
     const int factor = c.picture_factor;
     if (c.picture_kind == PictureKind::LOWRES)
@@ -4630,8 +4665,8 @@ static std::string other_pictures(const Config& c) {
     return c.picture_kind == PictureKind::GRAY ? ", or grey ones" : "";
 }
 
-// Returns the pictures (count, H, W, K) for --sample, from --cond_file. With --cond they are made of that file's
-// images, unless it already holds such pictures: small ones are enlarged, and grey ones are taken as they are.
+// Returns the pictures (count, H, W, K) for --sample, from --cond_file. With --cond they are made of the file's images.
+// But if the file already holds small or grey pictures, small ones are only enlarged, and grey ones are not changed.
 static std::vector<float> sample_pictures(const Config& c) {
     const int K = c.cond_channels;
     if (c.picture_kind == PictureKind::FILE) return read_images(c, "cond_file", c.cond_file, K, K);
@@ -4657,12 +4692,13 @@ static std::vector<float> sample_pictures(const Config& c) {
     return pictures;
 }
 
-// Returns the first sample of this rank's k-th microbatch: it is the step's (k * ranks + rank)-th. Why so: see
-// step_gradients.
+// Returns the first sample of this rank's k-th microbatch. That is microbatch number k * ranks + rank of the step;
+// step_gradients explains why.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
-// stream is one shuffled epoch after the other; otherwise it is the file's own order, again and again.
+// stream consists of epochs; each is all images of the file, shuffled anew. Otherwise the stream is the file's images
+// in the order of the file, again and again.
 static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
     const int64_t epoch = position / d.count;
     const int64_t in_epoch = position % d.count;
@@ -4685,12 +4721,12 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     return false;
 }
 
-// Sends a batch to the device: images (own, C, H, W), then labels (own) and numbers (own, num_values), of which those
-// of an augmentation are still zeros, and the pictures (own, K, H, W) that the images are conditioned on. It is of B
-// samples, at positions first .. first + B - 1 of the stream, of which `own` are this rank's. In training these are its
-// microbatches, one behind the other, and some images lose their class and their numbers (--class_dropout). Outside of
-// training a rank has all B.
-// Result: whether all images could be used. If not, nothing was sent.
+// Sends a batch to the device: images (own, C, H, W), labels (own), numbers (own, num_values), and the pictures (own,
+// K, H, W) that the images are conditioned on. The numbers of an augmentation are still zeros. The batch is the samples
+// at positions first .. first + B - 1 of the stream; this rank sends `own` of them. In training, these are the rank's
+// microbatches, one after the other, and some images lose their class and their numbers (--class_dropout). Outside of
+// training the rank sends all B samples.
+// Returns whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
     const int own = training ? B / world.size : B;
@@ -4698,7 +4734,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
     auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
 
-    // Ask the system to fetch the images of later batches, unless it was asked before.
+    // Ask the operating system to fetch the images of later batches, unless it was asked before.
     const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
     for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
         for (int k = 0; k < own; k++) {
@@ -4707,12 +4743,12 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
                 if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
         }
 
-    // The host's buffer may be filled again only when the batch before has been sent from it.
+    // The host's buffer may only be filled again after the batch that it held before has been sent.
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own));
     float* values = (float*)(batch->host + d->values_at(own));
     uint8_t* pictures = batch->host + d->pictures_at(own, c);
-    // if its random word is below this, an image loses its class
+    // An image loses its class and numbers if its random word is below this.
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
     const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own; k++) {
@@ -4723,7 +4759,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
         const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);
         const bool left_out = random.w[0] < classless;
-        if (left_out) labels[k] = c.num_classes; // which stands for no class
+        if (left_out) labels[k] = c.num_classes; // this label stands for no class
         for (int j = 0; j < c.num_values(); j++) {
             const bool is_known = j < c.cond_dim && !left_out;
             values[k * c.num_values() + j] = is_known ? d->values[i * c.cond_dim + j] : 0;
@@ -4735,37 +4771,38 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 
 // =====================================================================================================================
 // 10. Model files: weights and checkpoints, initial weights
-// A model file is a header and then arrays of all parameters in fp32: the weights; with HAS_EMA their average; with
-// HAS_TRAINING AdamW's two moments, further averages, and --schedule_sampler's losses. In each array the tensors come
-// in the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
+// A model file consists of a header and then arrays in fp32, which have a number for every parameter. The first array
+// is the weights. With HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two moments and further
+// averages follow, and after all arrays the losses of --schedule_sampler. In each array the tensors are in the order
+// and the layout of PyTorch's state_dict (docs/FORMATS.md).
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
-// files (save_arrays), and section 13 takes flags from them (take_model_file).
+// model files (save_arrays), and section 13 reads flags from them (take_model_file).
 
 constexpr int MODEL_MAGIC = 20261121;
 constexpr int UNET_CU_MODEL_MAGIC = 12345678;
 
-// The bits of SLOT_CONTENTS: what the file has beside the weights.
+// The bits of SLOT_CONTENTS: what the file has besides the weights.
 constexpr int HAS_EMA = 1;
 constexpr int HAS_TRAINING = 2;
 
-// The slots of a header that are named here. Those of the flags are in common/flags.h; some of them are here, too,
-// because other slots depend on them. If something takes several slots, its name is that of the first one.
+// Slots of a header. The slots of flags are in common/flags.h. Some of these have a name here, too, because the code
+// below uses them. If something needs several slots, its name is that of the first slot.
 constexpr int SLOT_CONTENTS = 2;
-constexpr int SLOT_CRC = 3;    // of the whole file with 0 in this slot
+constexpr int SLOT_CRC = 3;    // the checksum of the whole file, computed with 0 in this slot
 constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
 constexpr int SLOT_HEIGHT = 6; // image_size
 constexpr int SLOT_WIDTH = 7;  //
 constexpr int SLOT_CLASS_COND = 14;
 constexpr int SLOT_NUM_CLASSES = 15;
 constexpr int SLOT_LEARN_SIGMA = 16;
-constexpr int SLOT_LEVELS = 22;      // how many channel_mult has
+constexpr int SLOT_LEVELS = 22;      // how many numbers channel_mult has
 constexpr int SLOT_MULT = 23;        // channel_mult, MOST_LEVELS floats
-constexpr int SLOT_RESOLUTIONS = 31; // how many attention_resolutions has
+constexpr int SLOT_RESOLUTIONS = 31; // how many numbers attention_resolutions has
 constexpr int SLOT_ATTENTION = 32;   // attention_resolutions, MOST_LEVELS numbers
 constexpr int SLOT_MAX_PERIOD = 40;
-constexpr int SLOT_DIFFUSION = 41; // diffusion_steps; up to SLOT_PATCH_SIZE flags are about the diffusion
+constexpr int SLOT_DIFFUSION = 41; // diffusion_steps; slots from here to SLOT_PATCH_SIZE are about the diffusion
 constexpr int SLOT_OBJECTIVE = 43;
 constexpr int SLOT_VLB_WEIGHT = 47;
 constexpr int SLOT_CLASS_DROPOUT = 50;
@@ -4774,8 +4811,8 @@ constexpr int SLOT_P_STD = 53;
 constexpr int SLOT_PATCH_SIZE = 56;
 constexpr int SLOT_COND_DIM = 58;
 constexpr int SLOT_COND_CHANNELS = 60;
-constexpr int SLOT_COND = 62; // the number of a PictureKind, and lowres's factor
-// From here on slots are about a run. Except the first two, they are used only with HAS_TRAINING.
+constexpr int SLOT_COND = 62; // the number of a PictureKind; the next slot is picture_factor
+// The slots from here on are about a run. Except the first two, they are used only with HAS_TRAINING.
 constexpr int SLOT_STEP = 64; // 8 bytes
 constexpr int SLOT_SEED = 66; // 8 bytes
 constexpr int SLOT_BATCH_SIZE = 68;
@@ -4784,20 +4821,20 @@ constexpr int SLOT_EMA_RATE = 79; // the rate of the first average
 constexpr int SLOT_UPDATES = 81;
 constexpr int SLOT_BAD_TOTAL = 82;
 constexpr int SLOT_BAD_IN_ROW = 83;
-constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many the data file has
+constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many images the data file has
 constexpr int SLOT_DATA_CRC = 86;   // the data file's header_crc
 constexpr int SLOT_UNUSED_TOO = 87; // one slot
 constexpr int SLOT_GUARD = 88;      // 40 bytes
-constexpr int SLOT_EMAS = 98;       // how many averages there are beside the first; their rates follow
+constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots are their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
-constexpr int SLOT_ECT = 107;       // with --objective ect: its flags
-constexpr int SLOT_ECT_END = 113;   // the first slot behind them
-constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file, and then cond_noise
-constexpr int SLOT_COND_END = 115;  // from here on, unused
+constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of its flags
+constexpr int SLOT_ECT_END = 113;   // the first slot after them
+constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot is cond_noise
+constexpr int SLOT_COND_END = 115;  // the first of the slots that are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
 constexpr int MOST_LEVELS = 8;      // the most levels of a model, and the most attention_resolutions
 
-// Returns the objective that a header names, or "" if the file is damaged.
+// Returns the objective whose number a header holds, or "" if the file is damaged.
 static std::string objective_of(const Header& h) {
     const std::vector<std::string> words = choices(*find_flag("objective"));
     const size_t number = h.slot[SLOT_OBJECTIVE];
@@ -4806,7 +4843,7 @@ static std::string objective_of(const Header& h) {
 
 static bool is_ect(const Header& h) { return h.slot[SLOT_MAGIC] == MODEL_MAGIC && objective_of(h) == "ect"; }
 
-// Says whether a flag is in use with this header's settings. If it is not, its slot is 0.
+// Returns whether a flag is in use with this header's settings. If it is not in use, its slot is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
     const bool classes = h.slot[SLOT_CLASS_COND] == 1;
     if (f.slot == SLOT_NUM_CLASSES) return classes;
@@ -4817,15 +4854,15 @@ static bool slot_is_used(const Header& h, const Flag& f) {
     return ("|" + objectives + "|").find("|" + objective_of(h) + "|") != std::string::npos;
 }
 
-// Makes a header that holds the configuration (docs/FORMATS.md lists the slots). A word is stored as its number in the
-// flag's list. take_model_file reads the header.
+// Makes a header that holds the configuration (docs/FORMATS.md lists the slots). If a flag's value is a word, the
+// word's number in the flag's list is stored. take_model_file reads the header.
 static Header model_header(const Config& config, int contents, int64_t step) {
     Header h{{MODEL_MAGIC, 1, contents}}; // 1: the version of the format
     h.set(SLOT_STEP, step);
     h.set(SLOT_SEED, config.seed);
     h.slot[SLOT_HEIGHT] = config.H;
     h.slot[SLOT_WIDTH] = config.W;
-    for (const Flag& f : FLAGS) { // flags on which others depend come first
+    for (const Flag& f : FLAGS) { // slot_is_used reads the slots of earlier flags
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !(contents & HAS_TRAINING)) || !slot_is_used(h, f)) continue;
         const std::string value = flag_value(config, f);
@@ -4844,7 +4881,7 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     return h;
 }
 
-// Says whether two values of a flag mean the same: 64 and 64x64, 1,2 and 1,2.0, 8,16 and 16,8.
+// Returns whether two values of a flag mean the same, such as 64 and 64x64; "1,2" and "1,2.0"; "8,16" and "16,8".
 static bool same_value(const std::string& name, const std::string& a, const std::string& b) {
     auto parsed = [&](std::string list) {
         std::vector<float> v;
@@ -4857,16 +4894,17 @@ static bool same_value(const std::string& name, const std::string& a, const std:
     return a == b || (!parsed(a).empty() && parsed(a) == parsed(b));
 }
 
-// A model file that was checked. Its arrays are read later, when the network is built. They are numbered in the file's
-// order: 0 the weights, 1 the first average, 2 and 3 AdamW's moments, from 4 on further averages.
+// A model file that was checked. Its arrays are read later, when the network has been built. They are numbered in the
+// file's order: 0 is the weights, 1 is the first average, 2 and 3 are AdamW's moments, and from 4 on there are further
+// averages.
 struct ModelFile : InputFile {
-    // Says whether the file has all that these bits stand for (HAS_EMA, HAS_TRAINING).
+    // Returns whether the file has all that these bits stand for (HAS_EMA, HAS_TRAINING).
     bool has(int bits) const {
         const bool ours = header.slot[SLOT_MAGIC] == MODEL_MAGIC;
         return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
     }
 
-    // These say how many averages the file has, the rate of the k-th, and which array that is.
+    // These three return how many averages the file has, the rate of the k-th average, and the number of its array.
     int emas() const {
         if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
         return has(HAS_EMA);
@@ -4874,7 +4912,7 @@ struct ModelFile : InputFile {
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
 
-    // Says how many floats lie behind the arrays: --schedule_sampler's losses.
+    // Returns how many floats follow the arrays: the losses of --schedule_sampler.
     size_t history() const {
         const bool keeps_losses = has(HAS_TRAINING) && header.slot[SLOT_SAMPLER];
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
@@ -4892,7 +4930,7 @@ struct ModelFile : InputFile {
     }
 };
 
-// Ends the program if a field of a header is not a number from low to high.
+// Ends the program if the value of a header's field does not lie between low and high.
 static void check_field(const std::string& path, const char* field, int64_t value, int64_t low, int64_t high) {
     if (value < low || value > high)
         die("%s: its header is damaged (%s: %ld, where %ld to %ld is possible): move it away and use an earlier "
@@ -4900,12 +4938,12 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks how long the header's lists are, and that every slot without a meaning in this file is 0.
+// Checks the lengths of the header's lists, and that every slot is 0 that has no meaning in this file.
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
     check_field(m.path, "attention resolutions", s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
-    // A list uses only the first of its slots.
+    // A list with fewer numbers than slots uses only its first slots.
     const bool training = s[SLOT_CONTENTS] & HAS_TRAINING;
     auto unused = [&](int first, int end) {
         check_unused(m.header, first, end, m.path, ": use an earlier checkpoint");
@@ -4926,7 +4964,7 @@ static ModelFile open_model(const std::string& path) {
     const int* s = m.header.slot;
     const int magic = s[SLOT_MAGIC];
     const int version = s[SLOT_VERSION];
-    if (magic == UNET_CU_MODEL_MAGIC) return m; // such a file has no checksum; its size is checked when it is read
+    if (magic == UNET_CU_MODEL_MAGIC) return m; // a file of unet.cu has no checksum; check_size checks its size
     const char* hint = "python train_unet.py --convert makes one from .pt and .safetensors";
     must(magic == MODEL_MAGIC, path,
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
@@ -4954,12 +4992,12 @@ static ModelFile open_model(const std::string& path) {
     return m;
 }
 
-// Copies one parameter between our layout and PyTorch's. This is the only place where they differ: ours is (N, I, J,
-// block), theirs (N, J, I, block).
+// Copies one parameter between our layout and PyTorch's. Only for two kinds of parameters do the layouts differ: ours
+// is (N, I, J, block) and theirs is (N, J, I, block). The floats of a block lie side by side in both.
 //   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
 //   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
 //   old order of attention
-// to_file: from ours to theirs; otherwise back.
+// to_file: true: from our layout to PyTorch's; false: from PyTorch's to ours.
 static void permute_param(const Config& c, const Param& p, float* to, const float* from, bool to_file) {
     size_t N = 1, I = 1, J = 1; // with these values both layouts are the same
     if (p.heads && !c.use_new_attention_order) {
@@ -4981,14 +5019,14 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
             }
 }
 
-// Checks that a model file holds this network's weights, before memory is asked for.
+// Checks that the number of parameters in a model file is that of this network.
 static void check_size(const ModelFile& m, const UNet& net) {
     const size_t n = net.num_params;
     const int* s = m.header.slot;
     bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
     if (s[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC) {
-        // A header of unet.cu does not say how many parameters there are, so the file's size is compared with what they
-        // take. Moments may follow the weights (slots 8, 9). Slot 4 has the channels of the network's output.
+        // A header of unet.cu does not hold the number of parameters, so the file's size is compared with the size of
+        // all parameters. Moments may follow the weights (slots 8, 9). Slot 4 is the number of the output's channels.
         const size_t bytes = 1024 + n * sizeof(float);
         const bool has_moments = s[8] || s[9];
         const bool size_fits = m.size == bytes || (has_moments && m.size > bytes);
@@ -4997,12 +5035,12 @@ static void check_size(const ModelFile& m, const UNet& net) {
     if (!holds) die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
 
-// Says how n floats are divided among ranks (see Slice), and which part is this rank's. A single rank has all, in one
-// segment.
+// Returns how n floats are divided among ranks, and the slice of one rank (see Slice). A single rank owns all floats,
+// in one segment.
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
-    if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which takes a call for each
-    const size_t row = PIECE * segments * ranks;     // floats: a piece for every rank in every segment
+    if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
+    const size_t row = PIECE * segments * ranks;     // the floats of one piece for every rank in every segment
     const size_t pieces = (n + row - 1) / row;       // rounded up
     return Slice{n, segments, (int)pieces, rank, ranks};
 }
@@ -5011,7 +5049,7 @@ static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
 static void copy_slice(float* device, const std::vector<float>& flat, const Slice& own) {
     for (int s = 0; s < own.segments; s++) {
         const size_t first = own.at(s, own.rank);
-        if (first >= own.n) continue; // the rest is padding
+        if (first >= own.n) continue; // this part is padding
         const size_t count = std::min(own.each(), own.n - first);
         copy_to_device(device + s * own.each(), flat.data() + first, count * sizeof(float));
     }
@@ -5020,8 +5058,8 @@ static void copy_slice(float* device, const std::vector<float>& flat, const Slic
 // Reads the k-th array of a model file, as a flat array.
 static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k) {
     std::vector<float> flat(net.flat_size); // an array in our layout
-    std::vector<float> tensor;              // one parameter of it in PyTorch's layout
-    // In the file there are no gaps between the tensors; in our flat arrays there are (place_params).
+    std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
+    // In the file, a tensor begins where the tensor before it ends. In our flat arrays there are gaps (place_params).
     size_t byte = 1024 + k * net.num_params * sizeof(float);
     for (const Param& p : net.params) {
         tensor.resize(p.size);
@@ -5034,24 +5072,28 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// --precision fp8: by what a group norm's output is multiplied before it is rounded to FP8, given the norm's weight and
-// bias (n channels). Before these, values have a standard deviation of 1, so |weight| + |bias| is a channel's size. Of
-// the largest size, 32 times as much must fit in FP8; what is larger becomes FP8_MAX. (The embedding's scale is not
-// known before; the 32 leave it room.) FP8 is floating point, so there is as much room below: 2^15 between the largest
-// number and the smallest normal one. The factor is a power of 2, with which nothing else is rounded.
+// --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to FP8. weight,
+// bias: those of the norm (n channels). Before they are applied, values have a standard deviation of 1, so
+// |weight| + |bias| estimates the size of a channel's values. The factor is such that 32 times the size of the largest
+// channel still fits in FP8. Larger values become FP8_MAX. (The 32 also leaves room for the embedding's scale, which is
+// not known here.) Small values keep their precision, because FP8 is a floating-point format: its largest number is
+// almost 2^15 times its smallest normal number. The factor is a power of 2, so multiplying by it rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
     if (size == 0) return 1;
     int exponent;
-    std::frexp(FP8_MAX / 32.0 / size, &exponent); // it lies between 2^(exponent - 1) and 2^exponent
+    std::frexp(FP8_MAX / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
     return (float)std::ldexp(1.0, exponent - 1);
 }
 
-// --precision fp8: rounds the weights of the convolutions that read FP8. weights is a flat array; the weights of an
-// output channel are divided by a scale, so that the largest of them becomes FP8_MAX. factors is one, too (the part of
-// it that is read in fp32). It has a norm's factor in the place of its first weight, and in the places of a
-// convolution's biases what turns the sums of each output channel into values: scale / factor.
+// --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in which parameters
+// have the same places as in a flat array:
+//   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
+//             of them becomes FP8_MAX
+//   factors   only the part of a flat array that is read in fp32. In the place of a norm's first weight it has the
+//             norm's factor (fp8_factor). In the place of a bias of a convolution it has scale / factor, which turns
+//             the sums of that output channel into values
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -5060,13 +5102,13 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
         if (conv.kind != &CONV || net.tensors[conv.x1].element != Element::FP8) continue;
         const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
         const Param* const norm_params = &net.params[norm.weight]; // weight, bias
-        const Param* const conv_params = &net.params[conv.weight]; // likewise
+        const Param* const conv_params = &net.params[conv.weight]; // weight, bias
         const int channels = norm_params->shape[0];
         const float factor = fp8_factor(&flat[norm_params[0].offset], &flat[norm_params[1].offset], channels);
         factors[norm_params->offset] = factor;
 
         const int outputs = conv_params->shape[0];
-        const size_t inputs = conv_params->size / outputs; // of all taps
+        const size_t inputs = conv_params->size / outputs; // the weights of an output channel, of all taps
         for (int c = 0; c < outputs; c++) {
             const size_t row = conv_params->offset + c * inputs;
             float largest = 0;
@@ -5079,8 +5121,8 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
     return {device_copy(weights), device_copy(factors)};
 }
 
-// Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout. So
-// train_unet.py draws the same weights. bound: uniform values lie between -bound and bound.
+// Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
+// train_unet.py can draw the same weights. bound: uniform values lie between -bound and bound.
 static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
     std::array<float, 4> v = {};
@@ -5097,12 +5139,15 @@ static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t
     return v;
 }
 
-// Returns initial weights, which are distributed as guided-diffusion's: convolutions and linear layers, with their
-// biases, are uniform in +-1 / sqrt(fan_in); class embeddings are standard normal; norms are 1 and 0; the last layer of
-// every block is zero.
+// Returns initial weights. Their distribution is that of guided-diffusion:
+//   convolutions, linear layers   weights and biases are uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in)
+//   class embeddings              weights are standard normal
+//   norms                         weights are 1, biases are 0
+//   last layers                   weights and biases are 0 in the last layer of each residual block, of each attention
+//                                 block, and of the network
 static std::vector<float> init_params(const UNet& net) {
     std::vector<float> flat(net.flat_size), value;
-    float bound = 0; // 1 / sqrt(fan_in): of a weight, and of the bias that follows it
+    float bound = 0; // 1 / sqrt(fan_in) of the latest weight; it is also used for the bias that follows the weight
     for (size_t k = 0; k < net.params.size(); k++) {
         const Param& p = net.params[k];
         const double fan_in = (double)p.size / p.shape[0];
@@ -5129,20 +5174,20 @@ static std::vector<float> init_params(const UNet& net) {
 //                 \___ a microbatch: again for the next one, whose gradients are added ________________/
 //   host          reads images, replays all this as one graph, up to STEPS_AHEAD steps ahead of what the log has seen
 //
-// In the order in which they run: make_trainer, once; then for each step train_step, which calls load_batch,
-// step_gradients (and that forward_and_loss and unet_backward), judge_step and update_slice. validation_loss is called
-// now and then.
+// The functions, in the order in which they run: make_trainer runs once. Then train_step runs for each step. It calls
+// load_batch, step_gradients (which calls forward_and_loss and unet_backward), judge_step and update_slice. From time
+// to time validation_loss is called.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the learning rate, the verdict on a step, averages of the weights
-// These are computed on the device (a GPU, or the CPU), so that no step waits for the host.
+// The functions of this part run on the device (a GPU, or the CPU), so that no step waits for the host.
 
-// Returns the learning rate of a step (counted from 0), as a factor of --lr: it rises in warmup_steps, and then stays,
-// or falls to 0 along a line or half a cosine.
+// Returns the factor by which --lr is multiplied at a step (counted from 0). During warmup_steps it rises to 1. After
+// that it stays 1, or it falls to 0 along a line or along half a cosine.
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
     double warm = 1; // the factor of the warm-up
     if (h.warmup_steps > 0) warm = fmin(1.0, (double)(step + 1) / h.warmup_steps);
-    const double steps = fmax((double)(h.max_steps - h.warmup_steps), 1.0); // after the warm-up
+    const double steps = fmax((double)(h.max_steps - h.warmup_steps), 1.0); // the number of steps after the warm-up
     const double progress = fmin(fmax((step - h.warmup_steps) / steps, 0.0), 1.0);
     switch (h.lr_schedule) {
     case LrSchedule::CONSTANT: return warm;
@@ -5152,21 +5197,23 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
     ALL_CASES_RETURN
 }
 
-// A loss or a norm is suspicious if it is not finite. After 100 steps it is also suspicious if it is larger than twice
-// the running mean plus ten standard deviations: healthy training does not reach that.
+// A loss or a norm is suspicious if it is not finite. After 100 healthy steps it is also suspicious if it is larger
+// than twice the running mean plus ten standard deviations. In healthy training, losses and norms do not become so
+// large.
 HD static inline bool suspicious(double x, double n, double mean, double var) {
     if (!(fabs(x) <= DBL_MAX)) return true;
     return n >= 100 && x > 2 * mean + 10 * sqrt(var);
 }
 
-// Updates the mean and the variance of about the latest 1 / rate values.
+// Updates a running mean and variance with the value x. They describe about the latest 1 / rate values.
 HD static inline void running_moments(double* mean, double* var, double x, double rate) {
     const double d = x - *mean;
     *mean += rate * d;
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// Says whether a step is sane. If it is, the guard remembers what it was like.
+// Returns whether a step is healthy: neither its loss nor its gradient's norm is suspicious. If it is healthy, the
+// guard's means and variances are updated with the two.
 HD static inline bool healthy(Guard* g, double loss, double norm) {
     if (suspicious(loss, g->n, g->mean_loss, g->var_loss)) return false;
     if (suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
@@ -5190,7 +5237,8 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
     }
 }
 
-// Completes the state of a step, which has its grad_norm already: its loss, and whether the weights may be changed.
+// Completes the state of a step, whose grad_norm is already set. Sets the losses, the learning rate, the counters of
+// steps, and `ok`: whether the weights may be changed.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
@@ -5204,24 +5252,25 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
 }
 
-// Returns a weight's average over all updates, including its newest value p. It is an exponential average or, with a
-// rate above 1, the average by a power function with that exponent (Karras et al. 2024, eq. 2). step: see power_step.
+// Returns a weight's new average over all updates. ema: its average before this update; p: the weight's newest value.
+// The average is exponential or, with a rate above 1, weighted by a power function with the rate as its exponent
+// (Karras et al. 2024, eq. 2). step: what power_step returns.
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
 
-// Returns the share of the newest weights in the average: 1 - rate or, for a power function, 1 - (1 - 1 /
-// updates)^(rate + 1).
+// Returns the share of the newest weights in the average. It is 1 - rate or, for a power function,
+// 1 - (1 - 1 / updates)^(rate + 1).
 HD static inline float power_step(float rate, int64_t updates) {
     return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
-// All that changes from step to step lies in device memory, so that a step can be recorded once and replayed. Two
-// batches take turns: one is copied to the device while the other one is trained on.
-// "Slice": this rank's part of a flat array of all parameters; if there is one rank, it is the whole array. micro: the
-// number of samples of a microbatch.
+// All that changes from step to step lies in device memory, so that a step can be recorded once and replayed. There is
+// memory for two batches: one is copied to the device while the model is trained on the other.
+// A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
+// the shapes below, B is the batch size, and micro is the number of samples in a microbatch.
 struct Trainer {
     UNet net;
     Dataset data;
@@ -5230,28 +5279,29 @@ struct Trainer {
     Slice own; // this rank's part of the flat arrays
 
     // Flat arrays of floats, one for each parameter.
-    float* params; // the weights in fp32; where ranks read a copy: only the first plain_size and the slice are valid
-    float* grads;  // the gradients of the current microbatch
-    act *copy, *ema_copy; // what the network reads: the weights, the average; see Weights
-    float* received;      // gradients of other ranks, for the slice; null: there are none
-    // This rank's slice of the sum of all gradients of the step. It lies in `received`, if there are several ranks;
-    // else in an array of its own, or, if the batch is one microbatch, in `grads`.
+    // The weights in fp32. With several ranks and a copy, only the first plain_size and this rank's slice are valid.
+    float* params;
+    float* grads;         // the gradients of the current microbatch
+    act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
+    float* received;      // the other ranks' gradients of this rank's slice; null: there is one rank
+    // This rank's slice of the sum of all gradients of the step. With several ranks it lies in `received`. With one
+    // rank it lies in its own array or, if the batch is one microbatch, in `grads`.
     float* sum;
-    // Slices.
+    // These arrays are slices.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
     double* squares;            // the sum of squares of each piece of `sum`, of all ranks
-    StepState *state, *records; // the state after the newest step, and after the latest RECORDS steps, for the log
-    Upload batch[2];            // images (B, C, H, W), and behind them labels (B) and numbers (B, num_values)
+    StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
+    Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
     float* target;              // (micro, H, W, C): what the network should answer
     float* t;                   // (B): what the network is told
     NoiseLevel* levels;         // (B)
     int* quarters;              // (B): in which quarter each noise level lies
-    double* loss;               // (B)
+    double* loss;               // (B): the loss of each sample
     // --augment
-    Augmentation* augmentations; // (micro); null: images are taken as they are
+    Augmentation* augmentations; // (micro); null: images are not changed
     float* canvas;               // (micro, C, fine_size(H), fine_size(W)), see augment_images
     float* augmented;            // (micro, C, H, W)
     // --cond_channels
@@ -5259,12 +5309,12 @@ struct Trainer {
     float* augmented_cond; // (micro, K, H, W), with --augment
     float* small;          // (micro, H / factor, W / factor, C), with --cond lowres
     // --objective ect
-    NoiseLevel* teachers; // (micro); null: there is no tuning
-    float* teacher_t;     // (micro)
-    int64_t* last_step;   // the run's last step, whose gap between student and teacher is used in validation
+    NoiseLevel* teachers; // (micro): the teachers' levels; null: there is no tuning
+    float* teacher_t;     // (micro): what the teacher is told
+    int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
-    float* history;  // (T, HISTORY + 1), see remember_losses; null: another sampler
-    double* weights; // (T)
+    float* history;  // (T, HISTORY + 1), see remember_losses; null: --schedule_sampler uniform
+    double* weights; // (T), see draw_weighted_level
 };
 constexpr int RECORDS = 128;
 
@@ -5285,21 +5335,21 @@ static AdamW optimiser_settings(const Config& c) {
     return h;
 }
 
-// Makes the network and all arrays of a trainer. They are zero; start_weights or restore fills them.
+// Makes the network and all arrays of a trainer. The arrays are zero; start_weights or restore fills them.
 static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
     tr.net = build_unet(c);
     tr.data = data;
-    const int copies = c.guided() ? 2 : 1; // of each image of a grid: with guidance the network computes it twice
+    const int copies = c.guided() ? 2 : 1; // with guidance, the network computes each image of a grid twice
     plan_memory(&tr.net, std::max(c.micro(), copies), true);
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // of a step, or of a batch of validation on all ranks
+    const int samples = std::max(c.batch_size, N * tr.net.B); // enough for a step, and for validation on all ranks
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), pieces = whole / PIECE;
     tr.grads = device_alloc<float>(whole);
-    // Ranks write these into each other's memory: weights, squares and losses in one piece, and the copy.
+    // Ranks write to each other's params, squares, loss and copy. The first three are allocated together.
     tr.params = (float*)open_alloc(whole * sizeof(float) + (pieces + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + pieces;
@@ -5311,7 +5361,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
-    // In fp32 the copy of the average is no array of its own, but the one in which whole_array gathers the average.
+    // In fp32 this makes no new array: ema_copy is then the array that whole_array returns for the average.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -5322,7 +5372,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.quarters = device_alloc<int>(samples);
     if (c.augment > 0) {
         const size_t pixels = (size_t)tr.net.B * c.H * c.W;
-        const size_t planes = (size_t)tr.net.B * std::max(c.in_channels, c.cond_channels); // of one of them at a time
+        // The canvas is used first for the images and then for the pictures.
+        const size_t planes = (size_t)tr.net.B * std::max(c.in_channels, c.cond_channels);
         tr.augmentations = device_alloc<Augmentation>(tr.net.B);
         tr.canvas = device_alloc<float>(planes * fine_size(c.H) * fine_size(c.W));
         tr.augmented = device_alloc<float>(pixels * c.in_channels);
@@ -5342,7 +5393,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
         meaning<bool>("schedule_sampler", c.schedule_sampler, {{"uniform", false}, {"loss-second-moment", true}});
     if (!by_losses) return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
-    tr.weights = device_alloc<double>(c.diffusion_steps); // zeros: all t have the same probability
+    tr.weights = device_alloc<double>(c.diffusion_steps); // while they are zeros, all t have the same probability
     tr.objective.weights = tr.weights;
     return tr;
 }
@@ -5353,11 +5404,12 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 // The images of a batch, or the pictures that they are conditioned on, on the device.
 struct Pixels {
     const void* data; // (B, channels, H, W)
-    int bytes;        // of a value, 1 or 4
+    int bytes;        // the size of a value, 1 or 4
 };
 
-// --augment: changes B images of this many channels. The changes are a function of the key alone, so the pictures
-// beside the images change as they do. told: the first image's numbers of its change. out: where the result goes.
+// --augment: changes B images, each of `channels` channels, and returns the result, which is written to `out`. The
+// changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers of
+// the first image's change are written. Without --augment, the images are returned as they are.
 static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int channels, int B, RandomKey key) {
     const Config& c = tr->net.config;
     if (!c.augment) return images;
@@ -5367,8 +5419,8 @@ static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int
     return Pixels{out, sizeof(float)};
 }
 
-// Puts B pictures where the network reads them (net->cond): with --cond they are made of the images, otherwise they are
-// `pictures`. In training they are mirrored as the images are, and some are left out.
+// Puts B pictures where the network reads them (net->cond). With --cond they are made of the images; otherwise they are
+// copied from `pictures`. In training, a picture is mirrored if its image is mirrored, and some pictures are left out.
 static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
     const Config& c = tr->net.config;
     const int C = c.in_channels;
@@ -5388,10 +5440,11 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
     }
 }
 
-// Computes the loss of samples first .. first + B - 1 of a step. images: their images (of 1 or 4 bytes a value). Their
-// levels have been drawn, and net has their labels and numbers. Writes the loss to tr->loss + first and its gradient to
-// output_gradient; in training that is the gradient of a mean over the step's whole batch. Validation has its own
-// random draws, without dropout and flips. With --objective ect the teacher is asked first, with the same draws.
+// Computes the loss of samples first .. first + B - 1 of a step. images: their images; bytes: the size of a value.
+// Before the call, their levels have been drawn, and their labels and numbers have been set in net. Writes the losses
+// to tr->loss + first, and the gradient of the loss to output_gradient. In training, that is the gradient of the mean
+// over the step's whole batch. Validation uses other random draws, and neither dropout nor flips. With --objective ect,
+// the teacher's answer is computed first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -5405,10 +5458,10 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     const bool flips = training && c.random_flip;
     float* const x = tensor_data<float>(net, net->input);
     float* const out = tensor_data<float>(net, net->output);
-    // Shows the network the images at these levels. teacher: the teacher's answer, which is a part of the target, or
-    // null.
+    // Adds noise to the images, as `levels` defines it, and computes the network's answer. teacher: the teacher's
+    // answer, which is a part of the target; null: there is no teacher.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
-        q_sample_forward(x, tr->target, levels, teacher, images, // then the random draws
+        q_sample_forward(x, tr->target, levels, teacher, images, // the next line begins with the random draws
                          flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
         net->t = t;
         unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
@@ -5432,9 +5485,9 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// Called if there are several ranks. Every rank sends its parts of the first n elements of a flat array to all others.
-// bytes: the size of PIECE elements of this array. slice: where this rank's parts lie, one behind the other, or null if
-// they are already in their places in the flat array.
+// With several ranks: every rank sends its parts of the first n elements of a flat array to all other ranks.
+// bytes: the size of PIECE elements of this array. slice: this rank's parts, one after the other; null: they are
+// already in their places in the flat array.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -5446,43 +5499,43 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     end_exchange();
 }
 
-// Computes the gradient of a step, in tr->sum: this rank's slice of it.
+// Computes this rank's slice of the gradient of a step. The result is in tr->sum.
 //
 // Why N ranks compute the same bits as one. Sums of floats depend on their order, so the results of a run on N ranks
 // could be rounded differently from those of a run on one rank. They are not, because everything that is computed
 // depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must have the same
 // microbatch. Without --microbatch it is a rank's share of the batch, which depends on N.)
 //
-// 1. The same draws. Noise, noise levels, flips, dropout, and which image a sample is: each is a function of the seed,
-//    the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
+// 1. The same draws. Noise, noise levels, flips, dropout, and the choice of a sample's image: each is a function of the
+//    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
 // 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
-//    the same number of images, so its gradient is the same on every rank. The loss is divided by the size of the whole
-//    batch before the backward pass: no later factor depends on N.
+//    the same number of images. So its gradient is the same whichever rank computes it. The loss is divided by the size
+//    of the whole batch before the backward pass, and no later factor depends on N.
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
-//    computes them one after the other and adds each one to the sum. Of N ranks, rank r computes g(r), g(N + r), g(2 N
-//    + r), ... (first_sample): so in round k of the loop below the ranks hold g(k N) to g(k N + N - 1), which come next
-//    in the sum. All of them send each part of their gradients to the rank that owns this part, and it adds them up, in
-//    the order of the ranks, to what it has (sum_gradients). Every float is summed by one rank in the same order as
-//    before. A microbatch's gradient is never added inside the kernels that compute it: each of them would add in its
-//    own order.
+//    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
+//    g(N + r), g(2 N + r), ... (first_sample). So in round k of the loop below, the ranks hold g(k N) to
+//    g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to the rank that
+//    owns this part. The owner adds its own part and those that it receives to its sum, in the order of the ranks
+//    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
+//    kernels that compute a microbatch's gradient never add it to the sum, because each of them would add in another
+//    order.
 // 4. The same norm. The squares are summed by pieces of PIECE floats at fixed places of the flat array. A piece belongs
-//    to one rank, which sums it in an order that does not depend on which other pieces belong to it. All ranks get the
-//    sums of all pieces and add them up in the order of the array (judge_step). Another N pads the array to another
-//    length, but the padding is zero, and x + 0 = x.
-// 5. The same decision. Every rank has the loss of every sample in the order of the samples, and the norm. So all ranks
-//    compute the same verdict on the step, the same clipping and the same statistics, without a message.
+//    to one rank. The order in which the rank sums it does not depend on the rank's other pieces. All ranks receive the
+//    sums of all pieces and add them up in the order of the array (judge_step). The length of the padded array depends
+//    on N, but the padding is zero, and x + 0 = x.
+// 5. The same decision. Every rank has the loss of every sample, in the order of the samples, and the norm. So all
+//    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
 //    The owner sends the new weight to all ranks.
 //
-// The conditions: the same microbatch and batch, and the same kind of device. Without --microbatch the microbatch is a
-// rank's share of the batch, which does depend on N; but a run that is resumed on another number of ranks keeps its
-// microbatch (check_run).
+// This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
+// another number of ranks keeps its microbatch (check_run).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro();
     const int N = world.size;
-    const int images = c.batch_size / N; // images of this rank
+    const int images = c.batch_size / N; // the number of this rank's images
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"});
@@ -5494,7 +5547,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
         const RandomKey key{seed, 0, step, first};
-        // on a single rank, the first microbatch's gradients begin the sum
+        // On a single rank, the gradients of the first microbatch are written to the sum directly.
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
             mark({"draw t, noise; q_sample"});
@@ -5524,8 +5577,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
                 all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), lane);
             }
         };
-        // With NCCL the gradients are sent at the end, because it would take multiprocessors from the kernels that
-        // follow.
+        // With NCCL the gradients are sent after the backward pass, because NCCL would take multiprocessors from the
+        // kernels of that pass.
         unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, world.direct ? send : nullptr);
         if (N > 1) {
             mark({"gradients to their ranks"});
@@ -5541,8 +5594,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
 
-// Does the optimiser's part of a step, for this rank's slice. Then all ranks exchange their new weights, in the form in
-// which kernels read them: in fp32, or as a copy (all but the first plain_size).
+// Does the optimiser's part of a step, for this rank's slice. Then all ranks exchange their new weights in the form
+// that kernels read: the first plain_size in fp32, and the others in the copy.
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
@@ -5566,8 +5619,8 @@ static void update_slice(Trainer* tr) {
     end_exchange();
 }
 
-// Returns the whole of an array of which each rank has a slice, or params. It lies where the gradients were, until the
-// next step.
+// Returns the whole of an array. Each rank has a slice of it, which is gathered in tr.grads, where it stays until the
+// next step. Only the weights (params) are completed in their own array.
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
@@ -5576,7 +5629,8 @@ static float* whole_array(const Trainer& tr, float* array) {
     return flat;
 }
 
-// Starts a step of training. step: how many steps were started before it. Returns false if its data can't be read.
+// Starts a training step. step: the number of steps that were started before. Returns false if the step's images can't
+// be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     const int B = c.batch_size;
@@ -5600,22 +5654,22 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Returns the mean loss of a data set's first images, or NaN if they can't be read. t and noise are the same every
-// time, so that the curve is smooth. ect's gap between student and teacher is always that of the run's last step, for
-// the same reason.
+// Returns the mean loss of a data set's first images, or NaN if they can't be read. t and noise are the same in every
+// call, so that the losses of different calls can be compared. For the same reason, the gap between student and teacher
+// (--objective ect) is always that of the run's last step.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
-    const int most = tr->net.B; // images of a rank's batch
+    const int most = tr->net.B; // the largest number of images in a rank's batch
     const int N = world.size;
     std::vector<double> losses(count);
-    static int64_t* const zero = device_alloc<int64_t>(1); // kept until the next time
+    static int64_t* const zero = device_alloc<int64_t>(1); // zero and batch are allocated once and used by all calls
     static Upload batch = make_upload(val->batch_bytes(most, c));
-    val->asked = 0; // ask for its pages again: the system may have dropped them since the last time
+    val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
     Objective objective = tr->objective;
     objective.weights = nullptr;
     objective.tuning.step = tr->last_step;
-    for (int i = 0; i < count; i += N * most) { // a batch for each rank
+    for (int i = 0; i < count; i += N * most) { // each rank takes one batch
         come_to("a batch of validation");
         const int first = world.rank * most;
         const int B = std::min(most, count - i - first); // below 1 if none is left for this rank
