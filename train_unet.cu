@@ -14398,16 +14398,17 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
 //
-//   SPLIT = 2: each of the two blocks of a cluster computes half of the steps. At the end each block sends half of its
-//   sums to the other block, and finishes the other half:
+//   SPLIT = 2: the two blocks of a cluster have the same tile, and each of them computes half of the steps. At the end
+//   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
 //
 //     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  gets the same from 1
 //     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  gets the same from 0
 //
-//   From the top down: pick_conv_small (section 22) picks a tile, conv_small launches conv_small_kernel, whose
-//   warpgroups call multiply_small: for each step GROUP x K times Wgmma<N>::add.
-// Costs: a tile's halo is read once for N channels, and all weights of N channels once for each tile.
-// ELEMENT: of pixels and weights, as ConvTiles'.
+//   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
+//   warpgroups call multiply_small, which calls Wgmma<N>::add GROUP x K times for each step.
+// Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
+//   tile.
+// ELEMENT: the type of pixels and weights, BF16 or FP8.
 template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
           Element ELEMENT_ = Element::BF16>
 struct SmallTile {
@@ -14425,21 +14426,22 @@ struct SmallTile {
     static constexpr int THREADS = CONSUMERS + 32;
     static constexpr int BARRIERS = 64;
     // Halos.
-    static constexpr int PITCH = TILE_W + 2; // pixels of a row
+    static constexpr int PITCH = TILE_W + 2; // pixels of a row of the halo
     static constexpr int HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
     static constexpr int HALO = whole_swizzles(HALO_BYTES);
-    // Results: a block finishes OUT_N channels (OUT_BLOCKS of 8), in boxes of 64 pixels x BOX channels.
+    // Results: a block finishes OUT_N channels, which are OUT_BLOCKS groups of 8. It stores them in boxes of 64 pixels
+    // x BOX channels.
     static constexpr int OUT_N = N / SPLIT;
     static constexpr int OUT_BLOCKS = OUT_N / 8;
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
-    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // from the cluster's other block
-    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
-    // The remaining memory is for weights. A step is GROUP taps of a slice. BACKWARD: a tap is CHUNKS boxes of 64
-    // channels.
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // floats (channel, 2) of one warp of every warpgroup
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // sums from the other block
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding, FP8's factors
+    // Weights take the rest of the shared memory. A step needs the weights of GROUP taps of a slice. BACKWARD: the
+    // weights of a tap are loaded as CHUNKS boxes, each of 64 output channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     static constexpr int CHUNKS = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
@@ -14453,8 +14455,8 @@ struct SmallTile {
     static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "the statistics are summed there at last");
 };
 
-// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all, or half of
-// them).
+// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all steps, or half of
+// them if SPLIT = 2).
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
@@ -14464,9 +14466,9 @@ template <class T> struct SmallWork {
     const int first = steps * half / T::SPLIT;
     const int end = steps * (half + 1) / T::SPLIT;
     const int c0 = blockIdx.y * T::N;
-    const int out_c0 = c0 + half * T::OUT_N; // the first one of the channels that it finishes
+    const int out_c0 = c0 + half * T::OUT_N; // the first channel that this block finishes
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
-    // Says where a warpgroup's square of 8 x 8 pixels lies.
+    // Returns the first pixel (image, row, column) of warpgroup wg's square of 8 x 8 pixels.
     INLINE Origin in_image(int wg) const {
         return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
@@ -14485,9 +14487,9 @@ template <class T> struct SmallWork {
     }
 };
 
-// Role: load. The loads of the first SLOTS steps of weights have been started already. A slice's halo is loaded after
-// six taps of the previous slice. The stage that it waits for is freed by products whose weights are being loaded
-// already, so the wait ends.
+// Role: load. Before, this thread has started to load the weights of the first SLOTS steps. When its loop comes to the
+// seventh tap of a slice, it loads the next slice's halo. For this it waits until a stage for halos is free. The stage
+// becomes free after some products. The loads of their weights have been started before, so the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::GROUPS;           // the slice to load
@@ -14516,29 +14518,31 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     }
 }
 
-// Role: multiply. For each tap of this block's steps: d (64 pixels, N channels) += the tap's pixels (64, 16 K input
-// channels) x its weights (16 K, N). K: the number of products for a tap; each takes 16 input channels.
+// Role: multiply. For each tap of this block's steps: d (64 pixels, N output channels) += the tap's pixels (64, input
+// channels of a slice) x the tap's weights (input channels of a slice, N).
+// K: the number of products for each tap. A product sums over 16 input channels (FP8: over 32).
 template <int K, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
-    // How many steps still run while the next one is issued. With fewer products in flight the tensor cores would be
-    // idle while a warpgroup waits, sees the arrival, and issues the next step.
+    // How many steps the tensor cores still have to compute when a warpgroup issues the next step. With fewer steps,
+    // the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
     constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
-    constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
-    constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's
+    constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 input channels (k) to the next 16, in units of 16 bytes
+    constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's weights, in the same units
     const int image = wg / T::ACROSS;
     const int square = wg % T::ACROSS;
-    // this warpgroup's pixels begin here in a halo
+    // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
-    int group = work.first % T::GROUPS; // the next step, counted within its slice
-    int group_done = group;             // the same for the next step to be released
+    int group = work.first % T::GROUPS; // number of the next step within its slice
+    int group_done = group;             // number within its slice of the step that is released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || group == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
-        // In FP8 each branch has a fence and a commit of its own. Otherwise the compiler would wait after each product.
+        // In FP8 each of the two branches below has its own wgmma_fence and wgmma_commit. If they shared one pair, the
+        // compiler would insert a wait after each product.
         auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
             wgmma_fence();
             UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
@@ -14559,7 +14563,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
             wgmma_commit();
         }
         wgmma_wait<IN_FLIGHT>();
-        if (step - work.first >= IN_FLIGHT) { // the step that has just ended
+        if (step - work.first >= IN_FLIGHT) { // the step IN_FLIGHT before this one has ended
             weights.release();
             if (++group_done == T::GROUPS) {
                 group_done = 0;
@@ -14571,15 +14575,16 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     multiplied<0>(d);
 }
 
-// What a warpgroup does with its sums, which are (pixels, channels) here: it adds the sums of the cluster's other
-// block, the addend, bias and embedding, rounds, writes the results to boxes of BOX channels, and sums them for the
-// statistics.
+// What a warpgroup does with its sums d. Here the rows of d are pixels, and its columns are channels. The warpgroup
+// adds the sums of the cluster's other block (SPLIT = 2), the addend, bias and embedding. It rounds the results and
+// writes them to boxes of BOX channels in shared memory. Then it adds up the results for the statistics.
 //
-//   d of a thread, for each block j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
-//   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each
+//   d of lane t, for each block j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
+//   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
-// This code runs once in a block, so its time is mostly that of fetching its instructions (20 bytes a cycle). So only
-// the part that needs the accumulators is unrolled; the rest loops over each warp's own 16 pixels.
+// A thread block runs this code only once, so most of the time goes into fetching its instructions (20 bytes a cycle).
+// For this reason only the part that uses d is unrolled: d must stay in registers. The rest consists of loops over the
+// 16 pixels of each warp.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -14588,8 +14593,8 @@ template <class T> struct SmallEpilogue {
     const int lane = tid & 31;
     const Origin at;       // this warpgroup's square of 8 x 8 pixels
     float bias[2] = {};    // bias of this block's channels tid, tid + 128
-    float emb[2] = {};     // embedding of the same channels; both are added when their loads have arrived
-    float factors[2] = {}; // FP8: of the same channels
+    float emb[2] = {};     // embedding of the same channels; put_shifts adds it to the bias
+    float factors[2] = {}; // FP8: factors of the same channels (ConvTma::factors)
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -14601,8 +14606,8 @@ template <class T> struct SmallEpilogue {
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
-    // Writes bias + embedding to shared memory, where each thread finds those of its channels; and FP8's factors,
-    // behind the shifts of all warpgroups.
+    // Writes the shifts (bias + embedding) to shared memory. From there each thread reads the shifts of its channels.
+    // FP8: also writes the factors, which lie after the shifts of all warpgroups.
     static constexpr int FACTORS_AT = T::CONSUMERS * 8;
     INLINE void put_shifts(uint32_t shifts) const {
         for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128) {
@@ -14610,7 +14615,7 @@ template <class T> struct SmallEpilogue {
             if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * own), "f"(factors[i]));
         }
     }
-    // FP8: turns sums into values, bias and embedding included.
+    // FP8: multiplies each sum by its channel's factor, and adds bias and embedding.
     INLINE void scale(float (&d)[T::N / 2], uint32_t shifts) const {
         UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j++) {
             const uint32_t place = shifts + (j * 8 + (lane & 3) * 2) * 4;
@@ -14622,8 +14627,8 @@ template <class T> struct SmallEpilogue {
             }
         }
     }
-    // SPLIT = 2: sends the half of the sums that the other block finishes, and adds the half that the other block has
-    // sent.
+    // SPLIT = 2: sends the other block the sums of the channels that the other block finishes. Then adds the sums that
+    // the other block has sent to the sums that this block has kept.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
         const uint32_t theirs = at_block(mine, 1 - work.half);
@@ -14645,10 +14650,12 @@ template <class T> struct SmallEpilogue {
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    // Adds the addend, bias and embedding (FP8: they are there), and rounds. The addend lies where the results will go.
+    // Adds the addend, bias and embedding, and rounds. (FP8: scale has already added bias and embedding.) The addend
+    // lies in shared memory, and the results are written over it.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
-        // Says where this lane's row for ldmatrix and stmatrix lies, of the four matrices (pixels 0-7, block j),
-        // (pixels 8-15, block j), (pixels 0-7, block j + 1), (pixels 8-15, block j + 1); blocks of 8 channels.
+        // ldmatrix and stmatrix move four matrices of 8 x 8: (pixels 0-7, block j), (pixels 8-15, block j), (pixels
+        // 0-7, block j + 1), (pixels 8-15, block j + 1), where block j is the channels 8 j to 8 j + 7. Each lane gives
+        // them the address of one row, which this returns.
         auto place = [&](int j) {
             const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
@@ -14679,17 +14686,18 @@ template <class T> struct SmallEpilogue {
             stmatrix(place(j), v);
         }
     }
-    // Writes the sums of each warp's 16 pixels to shared memory: (warp of the warpgroup, channel, 2). A lane reads two
-    // neighbouring channels of every PIXELS_AT_ONCE-th pixel.
+    // Adds up each warp's 16 pixels. For each channel the sum of the results and the sum of their squares go to shared
+    // memory: (warp of the warpgroup, channel, 2). A lane reads two neighbouring channels of every PIXELS_AT_ONCE-th
+    // pixel.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
-        constexpr int WORDS = T::BOX / 2; // pairs of channels of a row of a box
+        constexpr int WORDS = T::BOX / 2; // pairs of channels in a row of a box
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
         constexpr int LOADS = 8 / PIXELS_AT_ONCE;
         const int c = lane % WORDS * 2;
-        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // how many of the warp's two image rows lie inside
+        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // how many of the warp's two rows are in the image
         const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
-            float t[4] = {}; // channel: sum, sum of squares; next channel
+            float t[4] = {}; // channel c: sum, sum of squares; the same of channel c + 1
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
                 uint32_t v[LOADS];
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
@@ -14698,7 +14706,7 @@ template <class T> struct SmallEpilogue {
                     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(from) : "memory");
                 }
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
-                    const int i = i0 + k * PIXELS_AT_ONCE; // pixel of the warp
+                    const int i = i0 + k * PIXELS_AT_ONCE; // number among the warp's pixels
                     const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v[k] : 0);
                     t[0] += x.x;
                     t[1] += x.x * x.x;
@@ -14713,7 +14721,7 @@ template <class T> struct SmallEpilogue {
             if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack<float>(t));
         }
     }
-    // Adds up the four warps' sums. Each square of 8 x 8 pixels is a part of the statistics.
+    // Adds up the four warps' sums and stores them. Each square of 8 x 8 pixels has its own part in the statistics.
     INLINE void store_stats(uint32_t sums) const {
         const int across = ceil_div(p.W, 8);
         const int parts = across * ceil_div(p.H, 8);
@@ -14732,17 +14740,18 @@ template <class T> struct SmallEpilogue {
 };
 
 // Phases:
-//   1. One thread initialises the barriers and starts the first SLOTS steps of weights.
+//   1. One thread initialises the barriers and starts to load the weights of the first SLOTS steps.
 //   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
-//   3. A warpgroup exchanges sums with the cluster's other block, adds shifts and addend, rounds, sums for statistics.
-//   4. One thread of each warpgroup stores its results by TMA; all of them store the statistics.
-template <class T, int K_STEPS> // a SmallTile; products for each tap of a slice, as ConvTiles::STEPS
+//   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2), adds bias, embedding and addend, and
+//      rounds. Then it adds up the results for the statistics.
+//   4. One thread of each warpgroup stores the results by TMA. All threads of the warpgroup store the statistics.
+template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: products for each tap, as ConvTiles::STEPS
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::HALO> halos(shared, T::HALOS, T::WARPGROUPS);
     Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
-    Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results take the place of the addends
+    Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results are written over the addends
     const uint32_t pushed = shared.tiles_at;
     const uint32_t all_shifts = pushed + T::PUSHED_BYTES;
     const SmallWork<T> work{p};
@@ -14781,7 +14790,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     epilogue.put_shifts(shifts);
     if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
-    // The shifts have been written, and nobody reads the weights any more, so sums may be written in their place.
+    // After this all shifts have been written, and no warpgroup reads weights any more. So sums may be written where
+    // the weights have been.
     warps_sync(1, T::CONSUMERS);
     if constexpr (T::FP8) epilogue.scale(acc, shifts);
     epilogue.round(acc, results, shifts);
@@ -14790,7 +14800,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     if (p.out.stats) epilogue.sum_pixels(results, sums);
     fence_async();
     warps_sync(2 + wg, 128);
-    // All threads have written their part of the results: one thread stores them.
+    // All threads of the warpgroup have written their results to shared memory. Now one thread stores them.
     for (int c = 0; epilogue.tid == 0 && c < T::OUT_N; c += T::BOX) {
         const auto [n, h, w] = epilogue.at;
         const uint32_t from = results + c / T::BOX * T::BOX_BYTES;
@@ -14807,7 +14817,8 @@ template <class T> static void conv_small(const ConvCall& p) {
     const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    // Wide tiles, and those of FP8, have no version for one slice of 32 channels.
+    // With 32 input channels, half a slice, two products for each tap are enough. Wide tiles and FP8 tiles have no such
+    // version.
     constexpr int STEPS_OF_32 = T::N <= 64 && !T::FP8 ? 2 : 4;
     auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
