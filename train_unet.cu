@@ -14829,27 +14829,28 @@ template <class T> static void conv_small(const ConvCall& p) {
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
 // Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
-// How: A = dout and B = x, both in the order of memory, where a pixel is a row of 64 channels: this product sums over
-//   pixels (k). A warpgroup's D[64 Cout][192] is
-//     3x3   three taps of a filter row x 64 Cin: the three thirds of B are the same halo under kw = 0, 1, 2, so the
-//           "leading" distance between them is ONE PIXEL
-//     1x1   up to 192 Cin: the thirds of B are three slices of x
+// How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
+//   pixel is a row of 64 channels; wgmma transposes them. A warpgroup's D[64 Cout][192] is
+//     3x3   three taps of a filter row x 64 Cin. The three thirds of B are the same halo, as the taps kw = 0, 1, 2 read
+//           it. Each third begins one pixel after the previous one, so the descriptor's "leading" distance is ONE PIXEL
+//     1x1   up to 192 Cin. The three thirds of B are three slices of x
 //
 //     D of a 3x3's filter row:    | kw = 0: 64 Cin | kw = 1: 64 Cin | kw = 2: 64 Cin |
 //     D of a 1x1:                 | Cin 0 .. 63    | Cin 64 .. 127  | Cin 128 .. 191 |     x 64 Cout rows
 //
 //   A block has GROUPS warpgroups and a range of pixel tiles:
-//     1     one of these products
-//     3     3x3: all three filter rows; 1x1: up to 192 Cout. It needs a third of the bytes for each product, which is
-//           good for large tensors. But there are fewer blocks, so there are more ranges and up to three times as many
-//           partials.
-//   One warp loads. In the blocks of filter row 0 and input tile 0 further warps sum dout over the pixels, for the
-//   bias. If there is only one range, TMA stores the sums in dweight; otherwise they are partials, for conv_weight_sum.
-//   One launch computes several layers, since a small layer alone would leave most of the GPU idle.
+//     1     The block computes one of these products.
+//     3     The block computes up to three: for a 3x3 all three filter rows, for a 1x1 up to 192 Cout. It loads fewer
+//           bytes for each product (3x3: about a third, 1x1: half), which is good for large tensors. But each range has
+//           fewer blocks. So more ranges are needed to fill the GPU, and up to three times as many partials.
+//   One warp loads. In the blocks of filter row 0 and input tile 0, further warps sum dout over the pixels: this is the
+//   bias gradient. If there is only one range, TMA stores the sums in dweight. Otherwise the sums are partials, which
+//   conv_weight_sum adds up. One launch computes several layers, since a small layer alone would leave most of the GPU
+//   idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
-// Costs: the time to read its bytes from the L2 (large tensors: from memory), or the time of its products, whichever is
-// longer; and the partials.
+// Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
+//   is longer. In addition the time to write the partials and to add them up.
 template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_;
     static constexpr int GROUPS = GROUPS_;
@@ -14858,17 +14859,17 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
-    static constexpr bool TAPS = KERNEL == 3;          // a product is three taps of a filter row
-    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks that share the filter rows of a tile of channels
+    static constexpr bool TAPS = KERNEL == 3;          // a product computes the three taps of a filter row
+    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks that divide the filter rows among them
     // The order of the warps: those that multiply, the one that loads, those that sum for the bias.
     static constexpr int LOADER = 4 * GROUPS;
-    static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // with three warpgroups
+    static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // if GROUPS = 3
     static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
     static constexpr int BORDER = KERNEL / 2;
     static constexpr int PITCH = TILE_W + 2 * BORDER;             // pixels of a row of x
-    static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows: of one filter row, or of all three
+    static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows of x that one filter row reads, or all three
     static constexpr int X_PARTS = TAPS ? 1 : 3;
     static constexpr int DOUT_PARTS = TAPS ? 1 : GROUPS;
     static constexpr int X_LOADED = PITCH * HALO_H * SLICE_BYTES;
@@ -14883,34 +14884,34 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
 struct ConvWeightTma {
     TmaParts x;
     CUtensorMap dout;
-    CUtensorMap dweight; // fp32, in boxes of 32 Cin, a filter row, 64 Cout
+    CUtensorMap dweight; // fp32, in boxes of 32 Cin x the taps of a filter row x 64 Cout
     ConvWeight p;
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
 // A block's work: which products it computes, and for which range of pixel tiles.
 //
-//   block (of this layer's) = split + splits * (row0 + ROWS * (input group + input_groups * output group))
+//   block (its number in the layer) = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
-    const int block; // number among the blocks of this layer
+    const int block; // its number in the layer
     const ConvWeight& p = maps.p;
-    int split = block % p.splits;           // its range of pixel tiles
+    int split = block % p.splits;           // number of its range of pixel tiles
     int row0 = block / p.splits % T::ROWS;  // its first filter row
     int group = block / p.splits / T::ROWS; // number of its group of tiles of channels
     int output_group = group / p.input_groups;
-    int co_tile = output_group * p.block_co; // its first tiles of 64 channels
+    int co_tile = output_group * p.block_co; // its first tile of 64 output channels; ci_tile: of 64 input channels
     int ci_tile = (group - output_group * p.input_groups) * p.block_ci;
     int first = first_pixel_tile(p, split); // pixel tiles first .. end - 1
     int end = first_pixel_tile(p, split + 1);
-    int parts = min(p.block_ci, p.channel_tiles - ci_tile); // its tiles of Cin, and of Cout
+    int parts = min(p.block_ci, p.channel_tiles - ci_tile); // how many tiles of Cin it has; dout_parts: of Cout
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
-    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups that have work, and warps that sum for the bias
+    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups that have work; bias_warps: warps that sum dout
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
     bool sums_bias = row0 == 0 && ci_tile == 0;
-    bool final = p.splits == 1; // its sums are the gradients, not partials of them
+    bool final = p.splits == 1; // its sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
-    // Stores the sum of channel c over image n, or over the part of the image that is in this range.
+    // Stores v, which is the sum of channel c of dout over image n, or over the pixels of the image in this range.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -14918,7 +14919,7 @@ template <class T> struct WeightBlock {
     }
 };
 
-// Role: load. This is one thread for which all others wait, so it does no divisions (TileWalk).
+// Role: load. All other threads wait for the one thread that loads. So its loop has no divisions (TileWalk).
 template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
     TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
@@ -14942,19 +14943,20 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// Sums of 64 channels of dout over the pixels of an image, and over all images. Each of WARPS warps has CHUNKS chunks
-// of 8 channels. A lane adds up one chunk, of every 4 WARPS-th pixel; the pixels are distributed so that any 8
-// neighbouring lanes read from all banks. At an image's end the lanes with the same chunk add up their sums by halves
-// (halve), until each lane has those of VALUES channels, from c on.
+// Adds up 64 channels of dout over the pixels of an image (sum), and over all images (total). WARPS warps share the 64
+// channels: each warp has CHUNKS chunks of 8 channels. A lane adds up one chunk, for one of every 4 WARPS pixels. The
+// pixels are distributed so that any 8 neighbouring lanes read from all banks. At the end of an image the lanes with
+// the same chunk add up their sums: pairs of lanes exchange halves of their channels (halve), until each lane has the
+// full sums of VALUES channels, which begin with channel c.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
     static constexpr int CHUNKS = 8 / WARPS;
     static constexpr int VALUES = WARPS == 1 ? 2 : 1;
     const WeightBlock<T>& work;
-    const int own; // this warp's number among those that sum
+    const int own; // this warp's number among the warps that sum
     const int lane = threadIdx.x & 31;
     const int eight = lane >> 3;
-    const int tile = WARPS == 1 ? own : 0; // its tile of 64 channels
+    const int tile = WARPS == 1 ? own : 0; // number of the warp's tile of 64 channels
     const int chunk = (WARPS == 1 ? 0 : own * CHUNKS) + lane % CHUNKS;
     const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
     const int c = (work.co_tile + tile) * SLICE_CHANNELS + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
@@ -14981,11 +14983,11 @@ template <class T> struct ChannelSums {
     }
 };
 
-// Role: sum dout for the bias, one pixel tile after the other.
+// Role: sum dout for the bias gradient, one pixel tile after the other.
 template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages, ChannelSums<T> sums) {
     const int image_tiles = work.p.pixel_tiles / work.p.bias_images;
     int n = work.first / image_tiles;
-    int left = (n + 1) * image_tiles - work.first; // pixel tiles left of image n
+    int left = (n + 1) * image_tiles - work.first; // how many pixel tiles of image n remain
     for (int t = work.first; t < work.end; t++) {
         sums.add(stages.arrived() + T::DOUT_AT);
         __syncwarp();
@@ -14995,13 +14997,14 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
         left = image_tiles;
     }
     if (!work.final) return;
-    warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // says that the tiles have been read
+    warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // tells the warpgroups that this warp has read all tiles
     UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
         if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
 
-// Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M): three taps, or up to three tiles of 64 Cin.
-// Warpgroup wg has filter row row0 + wg of a 3x3, or tile wg of the block's Cout.
+// Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M columns). In a 3x3 the columns are three taps of 64 Cin
+// each, and warpgroup wg computes filter row row0 + wg. In a 1x1 the columns are up to three tiles of 64 Cin, and
+// warpgroup wg computes tile wg of the block's tiles of Cout.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
     const int x_at = T::TAPS ? wg * T::PITCH * SLICE_BYTES : 0;
     const int dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
@@ -15010,7 +15013,7 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
         const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / SLICE_BYTES);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
-        UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
+        UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // k = 16: 8 pixels of a row and the 8 pixels below them
             UNROLL_FOR (int c = 0; c < T::TILE_W; c += 8) {
                 const uint64_t a = dout.at((r * T::TILE_W + c) * 8);
                 const uint64_t b = x.at((r * T::PITCH + c) * 8);
@@ -15023,7 +15026,8 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// Writes a range's sums to the partials (splits, tiles, taps, 1024 fragments), in the order of weight_place.
+// Writes the sums of the block's range to the partials (splits, tiles, taps, 1024 fragments), in the order of
+// weight_place.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
@@ -15031,14 +15035,14 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::TAPS || f / 8 < work.parts) // third f / 8 of D is another tap or tile: 1024 fragments further on
+        if (T::TAPS || f / 8 < work.parts) // each third of D (f / 8) is another tap or tile, 1024 fragments long
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// Stores all sums in dweight, by TMA. First they are written to shared memory, over the pixel tiles, as boxes of 32 Cin
-// with rows of 128 bytes: a row for each (Cout, tap) of a 3x3, or for each Cout of a 1x1. Fragment f of this thread is
-// the output channels co and co + 8, third f / 8 (a tap, or 64 Cin), and the input channels f % 8 * 8 + lane % 4 * 2
-// and the next one.
+// Stores all sums in dweight, by TMA. First the sums are written to shared memory, where the pixel tiles have been, as
+// boxes of 32 Cin with rows of 128 bytes. A 3x3 has a row for each (Cout, tap), and a 1x1 has a row for each Cout.
+// Fragment f of this thread lies in third f / 8 of D (a tap, or 64 Cin). It holds output channels co and co + 8 for two
+// input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::TAPS ? 3 : 1) * BLOCK_BYTES;
     const ConvWeight& p = work.p;
@@ -15059,7 +15063,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2;
-        const int half = box % 2 * SLICE_CHANNELS / 2; // a box is one half of a slice's channels
+        const int half = box % 2 * SLICE_CHANNELS / 2; // a box has one half of a slice's channels
         const int ci = x.row(slice) + half;
         if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * SLICE_CHANNELS);
@@ -15067,8 +15071,8 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     tma_stores_read();
 }
 
-// Roles by warp: 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, the BIAS_WARPS behind it sum dout. After all pixel
-// tiles of the range, each warpgroup writes its sums to dweight or to the partials.
+// Roles: warps 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout. After all
+// pixel tiles of the range, each warpgroup writes its sums to dweight or to the partials.
 template <class T> // a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
@@ -15101,7 +15105,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int row = work.row0 + (T::TAPS ? wg : 0);
     const int co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
-    warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
+    warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // no warp reads the tiles any more
     put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BLOCK_BYTES);
 #endif
 }
