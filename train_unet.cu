@@ -15116,15 +15116,15 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
-// How: the gradient is summed in pieces of a fixed size (step_gradients says why); the GPU decides whether and how to
-//   update (judge_step), so that the host need not wait.
-// Costs: memory traffic: five arrays in, four and the bf16 copy out.
+// How: The gradient is summed in pieces of a fixed size (the comments above step_gradients give the reason). The GPU
+//   decides whether and how to update (judge_step), so that the host need not wait.
+// Costs: memory traffic: five arrays are read, and four arrays and the bf16 copy are written.
 
-// sum = the ranks' gradients added up in their order [plus the old sum]; squares = |sum|^2 of each piece.
-// grid (pieces of this rank's slice): a block has one piece, PIECE floats. A thread has QUADS quads of it (4 neighbours
-// each), 1024 quads apart.
+// sum = [the old sum +] the gradients of all ranks, added in the order of the ranks. squares = |sum|^2 of each piece.
+// grid (pieces of this rank's slice): a block adds up one piece of PIECE floats. A quad is 4 neighbouring floats. A
+// thread has QUADS quads of the piece, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
-    sum_gradients_kernel(float* sum,                                         // flat
+    sum_gradients_kernel(float* sum,                                         // a flat array
                          const __grid_constant__ Everywhere<double> squares, // (all pieces), at every rank
                          RankGradients grads,
                          bool add,     // whether the old sum is added
@@ -15134,9 +15134,10 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const size_t n = grads.slice.n;
     const size_t at = grads.slice.flat(blockIdx.x * PIECE); // the piece's place in the flat arrays
     const size_t first = at / 4 + threadIdx.x;              // this thread's first quad
-    // Says how many quads there are from this thread's first one on. No array may be read behind its n floats.
+    // How many quads the piece has from this thread's first quad on. Only quads among the n floats are counted, because
+    // the arrays must not be read beyond those.
     const int quads_left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
-    const int first_source = -(int)add; // source -1 is the old sum; then the ranks follow, in order
+    const int first_source = -(int)add; // source -1 is the old sum; source r >= 0 is rank r
     float4 g[QUADS];
     for (int r = first_source; r < grads.slice.ranks; r++) {
         const float* source = r < 0 ? sum : grads.of(r);
@@ -15146,7 +15147,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
             g[k] = r == first_source ? v : g[k] + v;
         }
     }
-    // Squares are added up in double: over a thread, then over the block, in a fixed order.
+    // Squares are added up in double, in a fixed order: first those of a thread, then those of the block.
     double total = 0;
     UNROLL_FOR (int k = 0; k < QUADS; k++) {
         if (write && k * 1024 < quads_left) ((float4*)sum)[first + k * 1024] = g[k];
@@ -15167,12 +15168,12 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
     launch(sum_gradients_kernel, blocks, 1024, 0, sum, squares, grads, add, write);
 }
 
-// Computes the gradient's norm, the batch's losses (both of all ranks) and the verdict: is this step good, or is it
-// skipped? One block adds up, in a fixed order: first each thread, then each warp, then thread 0 the 8 warps' sums.
-// Thread 0 decides (judge_batch).
+// Computes the gradient's norm and the batch's losses, both over all ranks, and decides whether this step is good or is
+// skipped. There is one block, which adds up in a fixed order: first each thread adds up its numbers, then each warp
+// the sums of its threads, then thread 0 the sums of the 8 warps. Then thread 0 decides (judge_batch).
 static __global__ void __launch_bounds__(256)
-    judge_step_kernel(StepState* state,      // the norm and the verdict are written to it
-                      const double* squares, // (pieces): |gradient|^2 of each
+    judge_step_kernel(StepState* state,      // the norm and the decision are written to it
+                      const double* squares, // (pieces): |gradient|^2 of each piece
                       size_t pieces,
                       const double* loss,  // (B) of all ranks
                       const int* quarters, // (B): in which quarter of the noise levels a sample's level lies
@@ -15212,17 +15213,18 @@ static void judge_step(StepState* state, const double* squares, size_t pieces, /
     launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
 }
 
-// Is called after all kernels that draw random numbers for this step.
+// Adds 1 to *step. It is called after all kernels that draw random numbers for this step.
 static void next_step(int64_t* step) {
     each(1, [=] __device__(size_t) { ++*step; });
 }
 
-// records (count) is a ring, which the host reads for the log some steps later.
+// Copies the state of this step to records. This is a ring of `count` states, from which the host reads some steps
+// later what the log needs.
 static void record_step(StepState* records, const StepState* state, int count) {
     each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
 
-// copy = params, rounded to bf16. A thread rounds 8 of them, one piece.
+// to = params, rounded to bf16. A thread rounds 8 weights.
 static void cast_params(bf16* to, const float* params, size_t n) {
     each((n + 7) / 8, [=] __device__(size_t eight) {
         const size_t i = eight * 8;
@@ -15241,7 +15243,7 @@ static void cast_params(act* copy, const float* params, size_t n) {
     switch (act_element) {
     case Element::FP32: return; // there is no copy
     case Element::BF16: return cast_params((bf16*)copy, params, n);
-    case Element::FP8: return; // act_element never is
+    case Element::FP8: return; // act_element is never FP8
     }
 }
 
@@ -15264,22 +15266,22 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 
 // AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:
 //
-//   g   = clip sum                            sum: the gradient, of all ranks
+//   g   = clip sum                            sum: the gradient, added up over all ranks
 //   m   = beta1 m + (1 - beta1) g
 //   v   = beta2 v + (1 - beta2) g^2
 //   p   = decay p - step_size m / (sqrt(v) / root + eps)
 //   ema = ema_rate ema + (1 - ema_rate) p
 //
-// A thread takes four neighbours at a time: elements 4 i ... 4 i + 3 of the slice (in ema, m and v), which are 4 k ...
-// 4 k + 3 of the flat arrays (params, copy, sum).
-// u is a __grid_constant__: it stays in constant memory, since params.at[r] has an index that the compiler doesn't
-// know.
+// A thread updates four neighbouring weights at a time. They are elements 4 i ... 4 i + 3 of the slice's arrays (ema, m
+// and v), and elements 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
+// u is a __grid_constant__, so it stays in constant memory. Without this the compiler would copy u to local memory,
+// because it does not know the index r of params.at[r].
 static __global__ void __launch_bounds__(256)
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
     __shared__ AdamWFactors shared;
     if (!state->ok) return;
-    if (threadIdx.x == 0) shared = adamw_factors(state, h); // in double, which is slow, so once for each block
+    if (threadIdx.x == 0) shared = adamw_factors(state, h); // slow (in double): only one thread computes them
     __syncthreads();
     const AdamWFactors f = shared;
     float4* const ema = (float4*)u.ema;
@@ -15288,7 +15290,7 @@ static __global__ void __launch_bounds__(256)
     const size_t stride = (size_t)gridDim.x * 256;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += stride) {
         const size_t k = own.flat(4 * i) / 4;
-        if (4 * k >= own.n) break; // the padding behind the last parameter
+        if (4 * k >= own.n) break; // only padding follows after the last parameter
         const float4 sum = ((const float4*)u.sum)[k];
         float4 p = ((float4*)u.params.at[0])[k];
         float4 e = ema[i];
@@ -15308,8 +15310,8 @@ static __global__ void __launch_bounds__(256)
         ema[i] = e;
         ms[i] = m;
         vs[i] = v;
-        // The new weights go to this rank, and to those whose memory it can write to. These ranks read the first
-        // `plain` weights (all but the convolutions') in fp32, and the others only from the copy.
+        // The new weights go to this rank and to all ranks whose memory this rank can write to. Those ranks read the
+        // first `plain` weights (all except the convolutions') in fp32. They read all other weights from the copy.
         const uint2 rounded = from_floats<bf16>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -15321,14 +15323,14 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     const size_t quads = own.owned() / 4;
     const int blocks = (int)std::min<size_t>(blocks_for(quads), 8 * gpu.sms);
     switch (act_element) {
-    case Element::FP32: // there is no copy of the weights to be rounded,
-    case Element::FP8:  // (act_element never is)
-    case Element::BF16: // and this kernel rounds it to bf16
+    case Element::FP32: // the weights have no copy
+    case Element::FP8:  // act_element is never FP8
+    case Element::BF16: // the kernel also writes the copy in bf16
         return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
     }
 }
 
-// Updates a further average of the parameters: ema_step says how. Each thread has one element.
+// Updates a further average of the parameters (ema_step has the formula). Each thread updates one element.
 static __global__ void __launch_bounds__(256)
     ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float step;
@@ -15348,28 +15350,28 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward
-// How long groupnorm_backward_whole_kernel takes with a plan, in microseconds. The model was fitted to 2,700
-// measurements on an H200; the plan that it picks takes 3 % more than the best one, on average.
+// Returns how long groupnorm_backward_whole_kernel takes with plan w, in microseconds. The formula was fitted to 2,700
+// measurements on an H200. On average, the plan that it finds cheapest takes 3 % more time than the fastest plan.
 //
 //   time = START + (number of waves of blocks) * hypot(latency, throughput)
 //
-// latency: the time that a block waits even if there are few blocks: for loads, and for the rounds in which sums are
-// added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their bytes and
-// instructions. The two overlap in part, and hypot lies between their maximum and their sum.
-// tensors: how many tensors of the size of x are moved.
+// latency: the time that a block waits even if there are few blocks. It waits for loads, and for the rounds in which
+// sums are added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their
+// bytes and instructions. Latency and throughput overlap in part, and hypot lies between their maximum and their sum.
+// tensors: how many tensors of the size of x are read or written.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
-    constexpr double START = 1.9;    // a launch, and the wait for the kernel in front
+    constexpr double START = 1.9;    // a launch, and the wait for the previous kernel
     constexpr double CLUSTER = 0.65; // blocks of a cluster wait for each other
-    constexpr double PART = 0.1;     // one more sum to be added: a warp's or another block's
+    constexpr double PART = 0.1;     // to add one more sum, of a warp or of another block
     constexpr double SLOT = 0.394;   // the latency of one more vector for each thread
     constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
     constexpr double PER_KB = 0.037; // each KB that a multiprocessor reads or writes
-    constexpr double WARPS = 0.34;   // what each 256 threads add to a block's time
+    constexpr double WARPS = 0.34;   // what every 256 threads add to a block's time
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8
 
     // Memory moves whole sectors of 32 bytes; whole rows of 128 bytes are the most efficient.
-    const int row_bytes = w.slab / act_vec() * 16; // a slab's channels of one pixel
+    const int row_bytes = w.slab / act_vec() * 16; // the slab's channels in one pixel
     double loss = 0;
     if (row_bytes < 128) loss += 0.07;
     if (row_bytes % 32 > 0) loss += 0.1;
@@ -15384,8 +15386,8 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
     const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * throughput;
 
-    // Blocks: how many fit on a multiprocessor, how many there are, and how many of them run on a multiprocessor
-    // together.
+    // How many blocks have room on a multiprocessor (fit), how many blocks there are, and how many of them run on a
+    // multiprocessor at the same time (together).
     const int fit_threads = 2 * MAX_WHOLE_THREADS / w.threads;
     const int fit = std::min(gpu.blocks_of(w.bytes(), 16), fit_threads);
     const int blocks = s.B * (C / w.slab) * w.chunks;
@@ -15399,14 +15401,15 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     return start + block * (waves > 1 ? waves + 0.18 : 1);
 }
 
-// Returns the plan with the lowest cost. It has no chunks if no plan fits, or if two passes are faster.
+// Returns the plan with the lowest cost. Its `chunks` is 0 if no plan fits, or if two passes are faster.
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec();
     const int C = s.C1 + s.C2;
     const int group_channels = C / s.groups;
     const int tensors = add ? 4 : 3;
 
-    // How many microseconds two passes take. moved: the kilobytes that they move, for each multiprocessor.
+    // How many microseconds two passes take. moved: the kilobytes that the two passes read and write on each
+    // multiprocessor.
     const double pieces = (double)s.B * s.HW * C / V; // how many pieces of 16 bytes one tensor has
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -15422,7 +15425,7 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
         if (w.bytes() > gpu.shared_for(1, 256)) return;
         plan.consider(norm_whole_cost(s, w, tensors), w);
     };
-    const int least_log_columns = std::countr_zero(16u / V); // a block takes 16 neighbouring channels or more
+    const int least_log_columns = std::countr_zero(16u / V); // a warp has 16 neighbouring channels or more
     const int most_chunks = gpu.clusters ? 8 : 1;
     const int largest_slab = std::min(C, MAX_WHOLE_THREADS);
     for (int slab = V; slab <= largest_slab; slab += V)
@@ -15451,7 +15454,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
     const bool drop = dropout.p > 0;
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
 
-    // Each image's part of the parameters' gradients stays in memory until finish_gradients adds the parts up.
+    // The gradients of weight and bias are sums over the images. Each image's part of them stays in memory until
+    // finish_gradients adds up the parts.
     const size_t bytes = norm_sums_bytes(s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
     float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
@@ -15468,8 +15472,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_LANE, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
-        // Two passes: sums of chunks of the pixels, then the gradient. All blocks of the second pass read the sums of
-        // all chunks, so there are at most 64 chunks. With addends the second pass has other chunks than the first.
+        // Two passes: the first computes sums over chunks of the pixels, the second computes the gradient. All blocks
+        // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
+        // second pass divides the pixels into other chunks than the first pass.
         auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
         auto second = norm_second_pass<T>(drop, addends);
         float2* const partial = (float2*)device.workspace;
@@ -15483,9 +15488,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
-// Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels and T a multiple of 64. Backward, a head of 64 rows fits
-// a block; one of 256 to 1,024 rows lies in a cluster of blocks of 128 rows. For other heads the portable kernel
-// computes the backward pass.
+// Launches Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels, and a multiple of 64 tokens (T). Backward: a
+// head of 64 tokens is computed by one block. A head of 256 to 1,024 tokens, a multiple of 128, is computed by a
+// cluster whose blocks have 128 tokens each. For all other heads the portable kernel computes the backward pass.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -15494,7 +15499,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
     const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
-    // Forward: channels of a head, warpgroups, keys to a chunk, chunks (0: they pass through a ring)
+    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks>; 0 chunks: they pass through a ring
     using Forward64 = AttentionForward<DIM, 1, 64, 1>;
     using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
     using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
@@ -15511,14 +15516,15 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     decide(a, ways);
 }
 
-// Picks, for heads of a.d channels, the kernel with the smallest number of channels that has room for them.
+// Picks the kernel for heads of a.d channels. Of the kernels that have room for so many channels, it picks the one with
+// the fewest.
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
-    constexpr int LARGEST = 32 * VEC<T>; // channels of a head: rows of 512 bytes
+    constexpr int LARGEST = 32 * VEC<T>; // channels of a head whose row has 512 bytes
     const Way<AttentionCall> ways[] = {
-        {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's
+        {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's kernels
         {wgmma && a.d == 64, launch_attention_wgmma<64>},
-        {a.d <= 32, launch_attention<T, 32>}, // any GPU; d is padded to the next of these
+        {a.d <= 32, launch_attention<T, 32>}, // any GPU; d is padded to the kernel's number of channels
         {a.d <= 64, launch_attention<T, 64>},
         {a.d <= 128, launch_attention<T, 128>},
         {a.d <= LARGEST, launch_attention<T, LARGEST>},
@@ -15544,21 +15550,23 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: forward and input gradient
-// conv_forward and conv_backward_input, at the end, call conv_product, which chooses a kernel; a table in front of it
-// draws all roads from there to the instructions of the tensor cores. Functions that begin with pick_ choose a tile for
-// one of the kernels, by measured costs or by a table.
+// conv_forward and conv_backward_input, at the end of this part, call conv_product, which chooses a kernel. A table
+// above conv_product shows all roads from there to the instructions of the tensor cores. Functions whose names begin
+// with pick_ choose a tile for one of the kernels, by measured costs or by a table.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
-// Do Hopper's kernels know this convolution? If so, conv_weight_tma always computes its weight gradient.
+// Can Hopper's kernels compute this convolution? If so, conv_weight_tma always computes its weight gradient.
 static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
-// Hopper's kernels know neither strides nor upsampling. So the input is upsampled into the workspace or, for stride 2,
-// the output's gradient is spread out there, with zeros in between. Then the convolution has stride 1 and does not
-// change the size. This moves more bytes, but with wgmma it is two to four times as fast. With mma.sync only the
-// gradient of an upsampled input goes this way: it takes 17 to 33 % less time.
-static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
+// Hopper's kernels have neither stride 2 nor upsampling. So such a convolution takes a detour: it is replaced by a
+// convolution that has stride 1 and does not change the size. For upsampling, the upsampled input is first written to
+// the workspace. For stride 2, the gradient of the output is first written to the workspace, with zeros between its
+// pixels. (A forward pass of stride 2 has a detour of another kind, see conv_forward.) The detour moves more bytes, but
+// with wgmma it is two to four times as fast. With mma.sync only the gradient of an upsampled input takes the detour,
+// and this takes 17 to 33 % less time.
+static ConvShape conv_without_detour(ConvShape s) { // returns the convolution that replaces s
     s.H <<= s.upsample;
     s.W <<= s.upsample;
     s.upsample = 0;
@@ -15578,14 +15586,14 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return (bytes + 255) / 256 * 256;
 }
 
-// These weight gradients are never batched: the layer is first replaced by another convolution, of shape
-// conv_weight_shape.
+// These layers' weight gradients never share a launch with others. Such a layer is first replaced by another
+// convolution, whose shape conv_weight_shape returns.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
-// Returns how many tiles of so many images, rows and columns cover the output.
+// Returns how many tiles cover the output if a tile has so many images, rows and columns.
 static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
     const int tiles_of_image = ceil_div(c.H, rows) * ceil_div(c.W, columns);
     return ceil_div(c.B, images) * tiles_of_image;
@@ -15600,12 +15608,12 @@ template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int rounds = ceil_div(blocks, fit * gpu.sms);
     return rounds * Tile::CHANNELS;
 }
-// Is `tile` so much better that it takes 10 % less time than `other`?
+// Does Tile take at least 10 % less time than Other?
 template <class Tile, class Other> static bool halo_is_faster(const ConvCall& c) {
     return halo_rounds<Tile>(c) * 10 <= halo_rounds<Other>(c) * 9;
 }
 // conv_halo's tiles depend on three questions. Is this the network's last convolution, which has few channels? Are the
-// images 8 x 8? Are there enough tiles of 16 x 16 pixels x 64 channels?
+// images at most 8 pixels high or wide? Do tiles of 16 x 16 pixels x 64 channels fill the GPU?
 static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 && conv_is_last(c.s); }
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
@@ -15626,16 +15634,16 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     using Few48 = HaloTile<bf16, 1, 48, 2, 1>;
     const bool small = halo_is_small(c);
     const bool many = halo_fills_gpu(c);
-    // For some numbers of channels, tiles of 48 waste less.
+    // For some numbers of channels, tiles of 48 channels waste less work.
     const bool small_48 = small && halo_is_faster<Small48, Small32>(c);
     const bool large_48 = many && halo_is_faster<Large48, Large64>(c);
     const Way<ConvCall> ways[] = {
         // the network's last convolution has few channels
         {halo_is_last(c), conv_halo<Last, false, float>},
-        // images of 8 x 8: a block has two of them; K groups give it more warps
+        // images at most 8 pixels high or wide: a block has two of them, and K groups give it more warps
         {small_48, conv_halo<Small48, BACKWARD>},
         {small, conv_halo<Small32, BACKWARD>},
-        // enough tiles: the largest one
+        // there are enough of the largest tiles
         {large_48, conv_halo<Large48, BACKWARD>},
         {many, conv_halo<Large64, BACKWARD>},
         // few tiles: a block has fewer channels, and two K groups share a tile
@@ -15644,7 +15652,7 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     };
     decide(c, ways);
 }
-// Picks the tile in fp32, for the same reasons.
+// Picks the tile of conv_halo in fp32, for the same reasons as in bf16.
 template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     using Last = HaloTile<float, 1, 16, 1, 2>;
     using Small = HaloTile<float, 2, 32, 2, 2>;
@@ -15659,19 +15667,19 @@ template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Picks the tile of conv_gather, for all other convolutions on any GPU: of 128 or 64 pixels x 64 channels, or of 128 x
-// 128.
+// Picks the tile of conv_gather, which computes all other convolutions on any GPU. A tile has 64 or 128 pixels x 64
+// channels or, in bf16 only, 128 pixels x 128 channels.
 template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
     const int HW = c.H * c.W;
-    const int tiles_of_128 = c.B * ceil_div(HW, 128); // pixels
+    const int tiles_of_128 = c.B * ceil_div(HW, 128); // tiles of 128 pixels
     const bool many_128 = HW > 64 && tiles_of_128 * ceil_div(c.Cout, 64) >= gpu.sms;
     //                pixels / 64, channels, channels of a warp, stages
     using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
     using Pixels128 = GatherTile<T, 2, 64, 32, 3>;
-    if constexpr (std::is_same_v<T, bf16>) { // 128 x 128 needs the fewest bytes for its products
+    if constexpr (std::is_same_v<T, bf16>) { // tiles of 128 x 128 need the fewest bytes
         using Wide = GatherTile<T, 2, 128, 64, 2>;
         const int blocks_of_128 = ceil_div(c.Cout, 128);
-        // at most a fifth of the tiles' channels do not exist
+        // at most a fifth of the tiles' channels lie beyond the last channel
         const bool little_wasted = blocks_of_128 * 512 <= c.Cout * 5;
         const bool wide = HW > 64 && little_wasted && tiles_of_128 * blocks_of_128 >= 4 * gpu.sms;
         if (wide) return conv_gather<Wide, BACKWARD>(c);
@@ -15680,8 +15688,9 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// conv_tiles' tiles for 3x3: taps, rows, blocks of 64 channels, resident weights. With up to 128 input channels all
-// weights stay in shared memory, and the two warpgroups take turns; with more channels the weights stream past.
+// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, blocks of 64 channels, resident weights, ...>. With up to 128
+// input channels (FP8: 256) all weights stay in shared memory, and the two warpgroups take turns. With more input
+// channels the weights pass through a ring.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
 template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
@@ -15690,29 +15699,29 @@ template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles
 
 // The time of a block of conv_small, in ns, as measured on an H200.
 struct SmallCosts {
-    int block;     // without its taps
+    int block;     // the block without its taps
     int tap_alone; // one tap of one slice, if there is no more than one block for each multiprocessor
     int tap_full;  // the same, if there are more blocks
 };
 
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
-// as long as one of bf16, and has twice the channels; a last slice of 64 channels counts half.
+// as long as in bf16, and sums over twice as many channels. A last slice of up to 64 channels needs half the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool FP8 = E == Element::FP8;
     const int slices = ceil_div(p.C1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.C1, 64) * 9;
     const int taps = FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
-    const bool is_32 = p.C1 == 32 && !FP8;                       // one slice, half of it
+    const bool is_32 = p.C1 == 32 && !FP8;                       // half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
-    // Time = rounds of blocks * (block + its taps * tap).
+    // Time = rounds of blocks * (SmallCosts::block + taps of a block * the time of a tap).
     auto consider = [&](auto tile, SmallCosts cost) {
         using T = decltype(tile);
         if (T::SPLIT > 1 && !gpu.clusters) return;
         const int tiles = count_tiles(p, T::IMAGES, 8, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
         const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
-        const bool half_slice = is_32 && T::N <= 64; // a slice of 32 channels is half the products
+        const bool half_slice = is_32 && T::N <= 64; // 32 channels need half the products of a slice
         int tap = blocks <= gpu.sms ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
         const int block = cost.block + tap * taps / T::SPLIT;
@@ -15721,18 +15730,18 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
     consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // the most blocks
     consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>(), {2350, 52, 235});   // two blocks share a tile's taps
-    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // the same, and two images share weights
+    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // and two images share weights
     consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>(), {1780, 140, 184});  // two images share weights
     consider(SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>(), {1250, 267, 345}); // many channels share pixels
-    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>(), {2340, 286, 366}); // both
+    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>(), {2340, 286, 366}); // both: two images, many channels
     if (p.W > 8) {                                                         // tiles of 8 x 16 pixels
         consider(SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>(), {1040, 129, 124});
         consider(SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>(), {3160, 422, 475});
     }
     if (p.H <= 8) return way.best(p);
 
-    // conv_tiles, whose blocks are persistent. Time, in ns = once + (tiles of the busiest block / n) * each, where
-    // `each` is the time of n tiles. (Here a tile is 8 x 16 pixels, whatever the kernel's own tiles are.)
+    // conv_tiles has persistent blocks. Its time, in ns, = once + (tiles of the busiest block / n) * each, where `each`
+    // is the time of n tiles. (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are larger.)
     const int tiles = count_tiles(p, 1, 16, 8);
     auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
@@ -15750,8 +15759,8 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     way.best(p);
 }
 
-// Returns how many cycles a tile T of conv_tiles takes for p, which is 1x1, as measured on an H200. It is infinite if
-// its results do not fit into shared memory.
+// Returns how many cycles conv_tiles takes with tile T for p, a 1x1 convolution, by measurements on an H200. Returns
+// INFINITY if a tile's results do not fit into shared memory.
 template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
     constexpr int64_t L2_BYTES = 36; // the most that a multiprocessor reads from or writes to the L2 in a cycle
     const bool add = p.out.part1.add1 || p.out.part2.add1;
@@ -15765,8 +15774,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int units = ceil_div(tiles, T::UNIT);
     const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
 
-    // The cycles of a unit's products. Each slice and block of channels has 4 products of k = 16, and it takes 6 cycles
-    // to start one.
+    // The cycles of a unit's products. For each slice of input channels and each 64 output channels there are 4
+    // products of k = 16. It takes 6 cycles to start a product.
     const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
 
     // The cycles of a unit's bytes: slices, streamed weights and addends are read, and results are written.
@@ -15780,7 +15789,7 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
 
     // The cycles after a unit's products, for adding, rounding and storing. If there are few stages, the next unit has
-    // to wait for that.
+    // to wait until this is done.
     const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
     int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
@@ -15795,8 +15804,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
 // Picks the fastest tile of conv_tiles for 1x1.
 template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     ConvCall p = c;
-    // A 1x1 convolution can treat all images as one image of width 8, which fills all tiles. This is impossible with an
-    // embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels has
+    // A 1x1 convolution can treat all images as one image of width 8. Then all tiles are full. This is impossible with
+    // an embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels has
     // pixels of two images.
     const int HW = p.H * p.W;
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
@@ -15805,7 +15814,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         p.W = 8;
         p.B = 1;
     }
-    using HalfSlice = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels: half the products of a slice
+    using HalfSlice = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels need half the products of a slice
     if (p.C1 + p.C2 == 32) return conv_tiles<HalfSlice>(p);
 
     const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
@@ -15814,7 +15823,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         using T = decltype(tile);
         way.consider(conv_tiles_1x1_cycles<T>(p, slices), conv_tiles<T>);
     };
-    //                 rows, blocks of 64 channels, resident
+    //                 rows, blocks of 64 channels, resident weights
     consider(ConvTiles<1, 16, 1, true, BACKWARD>());
     consider(ConvTiles<1, 16, 2, true, BACKWARD>());
     consider(ConvTiles<1, 16, 3, true, BACKWARD>());
@@ -15824,39 +15833,40 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     way.best(p);
 }
 
-// Picks the tile of conv_tiles for 3x3 on larger images. Convolutions with a skip connection come here for any size of
-// images.
+// Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution with a skip connection it picks
+// the tile on images of any size.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.C1, slice_channels(E));
     const bool skip = c.out.skip.weight;                     // Only tiles with RESIDENT weights can compute it.
-    const bool half_slice = c.C1 <= 64 && E == Element::FP8; // of FP8, which has few products for so many pixels
+    const bool half_slice = c.C1 <= 64 && E == Element::FP8; // half a slice has few products for 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
     const Way<ConvCall> ways[] = {
-        // 32 input channels are half a slice: two products a tap instead of four
+        // 32 input channels are half a slice: each tap needs two products instead of four
         {c.C1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // up to two slices of weights fit into shared memory beside the pixels
         {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
-        // more weights stream past; a tile of 32 rows uses them for more pixels, if few of its rows lie outside the
-        // image
+        // more weights pass through a ring; a tile of 32 rows uses them for more pixels, if few of its rows lie outside
+        // the image
         {fills_32_rows, conv_tiles<Streamed32<BACKWARD, E>>},
         {true, conv_tiles<Streamed16<BACKWARD, E>>},
     };
     decide(c, ways);
 }
 
-// Small images have too few tiles for conv_tiles' persistent blocks. But only conv_tiles can compute a skip connection.
+// Does pick_conv_small choose the kernel? It does so on small images, which have too few tiles for conv_tiles'
+// persistent blocks. But only conv_tiles can compute a skip connection.
 static bool conv_is_small(const ConvCall& c) {
     const bool small = c.H <= 32 && c.W <= 32;
     return small && !c.out.skip.weight;
 }
 
-// Decides which kernel computes a convolution. A pick_ function, above, chooses its tile: in general the largest one
-// with which every multiprocessor still has a block. These are the roads from the network's list of layers to an
-// instruction of the tensor cores, by functions; each calls the one below it:
+// Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
+// largest tile with which every multiprocessor still has a block. The table shows the roads from the network's list of
+// layers to an instruction of the tensor cores. Each function calls the function below it:
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 goes the whole way, or a detour (upsampling, stride 2, few channels); fills a ConvCall
@@ -15880,7 +15890,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
 
     // conv_is_wgmma: this is a Hopper GPU, and a convolution in bf16 of stride 1, without upsampling and with more than
-    // a few channels. These kernels store all parts of the result, and add one addend at most to each.
+    // a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each part.
     const bool all_parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
@@ -15899,7 +15909,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
-// The same for a forward convolution whose input is FP8: 3x3, of one input and stride 1, on Hopper.
+// Decides the same for a forward convolution whose input is FP8. Such a convolution is 3x3, has one input and stride 1,
+// and runs on Hopper.
 static void conv_product_fp8(const ConvCall& c) {
     const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
     if (!known) die("internal error: no kernel of FP8 for this convolution");
@@ -15907,7 +15918,7 @@ static void conv_product_fp8(const ConvCall& c) {
     else pick_conv_tiles_3x3<false, Element::FP8>(c);
 }
 
-static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // of a 1x1 also x2
+static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // x2: 1x1 only
                          const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s,
                          const ConvSkip& skip, const float* factors) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
@@ -15954,7 +15965,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 }
 
 // Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can if shared
-// memory has room for all its weights, those of the skip connection, and one stage more than a tile takes.
+// memory has room for all weights of the convolution and of the skip connection, and for one more stage of pixels than
+// a tile needs.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
@@ -15966,7 +15978,7 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
     act* const workspace = device.workspace;
-    if (s.upsample) { // on any GPU: the upsampled input's gradient first, then sums of 2 x 2
+    if (s.upsample) { // on any GPU: first the upsampled input's gradient, then sums of 2 x 2 pixels
         conv_backward_input(Grad{workspace}, Grad{}, dout, weight, conv_without_detour(s));
         return upsample_backward(dx1, workspace, s.B, s.H, s.W, s.C1);
     }
@@ -15974,8 +15986,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(workspace, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
-    // unet_backward asks for no gradient of a tensor without needs_grad (add_layer). So this ends the program only if
-    // somebody adds a layer with a backward pass in front of the first convolution.
+    // unet_backward does not compute the gradient of a tensor without needs_grad (add_layer). So this ends the program
+    // only if somebody adds a layer with a backward pass before the first convolution.
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
@@ -15983,7 +15995,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         const ConvShape rows = few_shape(s);
         return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, rows);
     }
-    // The input is dout, and the output has the channels of both inputs.
+    // Here the kernel's input is dout, and its output has the channels of both of the layer's inputs.
     ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
     call.C1 = s.Cout;
     call.C2 = 0;
