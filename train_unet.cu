@@ -16009,7 +16009,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: weight gradients
-// conv_backward_weights gets several layers at once, so that small ones share a launch:
+// conv_backward_weights is called with several layers at once, so that small layers share a launch:
 //
 //   conv_backward_weights
 //     conv_weight_batch       plans each layer (plan_weight), sorts the layers by kind (weight_kind), plans each kind
@@ -16018,14 +16018,14 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //       conv_weight_sum                                             once, for the partials of all
 //     conv_weight_one         layers that are first replaced by others: few channels, stride 2, upsampling
 //
-// A plan says into how many ranges (splits) the pixels are divided. More ranges keep more multiprocessors busy, but
-// each range writes partial sums, which a second kernel has to add up.
+// A plan is the number of ranges (splits) into which the pixels are divided. More ranges keep more multiprocessors
+// busy, but each range writes partial sums, which a second kernel has to add up.
 
 // What weight gradients cost, in cycles as measured on an H200 while all blocks are at work.
 struct WeightCosts {
-    int slots;          // blocks that the GPU holds at once
+    int slots;          // blocks that the GPU runs at once
     int tile;           // cycles of a block for one pixel tile
-    int filter;         // how many blocks all taps need together
+    int filter;         // how many blocks the taps of a filter are divided among
     int beside;         // cycles of a block in addition to its tiles, if it writes partials
     int beside_dweight; // the same, if it writes dweight itself
     int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
@@ -16033,16 +16033,16 @@ struct WeightCosts {
 };
 constexpr int PARTIAL_CYCLES = 10;
 
-// Returns how many cycles conv_weight_tma takes for a pixel tile, with one warpgroup or with three (wide). This was
-// measured while other blocks read other filter rows, or other channels, of the same pixels.
+// Returns how many cycles a block of conv_weight_tma takes for a pixel tile, with one warpgroup or with three (wide).
+// This was measured while other blocks read the same pixels for other filter rows or other channels.
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
-    // A narrow block reads x and dout for only one filter row. This costs more if fewer tiles of channels share them.
-    // Tensors of more than 100 MB do not stay in the L2.
+    // A block with one warpgroup reads x and dout for only one filter row. The fewer tiles of channels there are, the
+    // more time this takes. It takes even more if the tensors have more than 100 MB, since they do not stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }
@@ -16054,7 +16054,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
-    // The portable kernels. Floats need three products where bf16 needs one, and take twice the time.
+    // The costs of the portable kernels. Floats need three products where bf16 needs one, and take twice the time.
     const int slow = act_parts();
     const int most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
@@ -16062,11 +16062,12 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// Sets how the tiles of 64 channels are divided among conv_weight_tma's blocks, if these have so many warpgroups. A
-// block of a 3x3 has one tile of Cin and one of Cout; a block of a 1x1 has up to three tiles of Cin, and a tile of Cout
-// for each warpgroup.
+// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma, if a block has so many warpgroups.
+// 3x3: a block has one tile of Cin and one tile of Cout. 1x1: a block has up to three tiles of Cin, and up to one tile
+// of Cout for each warpgroup.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
-    // For a 1x1: at most `most` tiles for each block, divided as equally as possible.
+    // Returns how many tiles a block has if it may have at most `most`, and all tiles are divided as equally as
+    // possible.
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
     p->warpgroups = warpgroups;
     p->co_tiles = p->tiles / p->channel_tiles;
@@ -16074,8 +16075,8 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
-// Returns the number of blocks of one range of pixels: each group of tiles of channels, times the taps or filter rows
-// that have blocks of their own.
+// Returns the number of blocks of one range of pixels: the number of groups of tiles of channels, times the number of
+// blocks that the taps are divided among (WeightCosts::filter).
 static int64_t range_blocks(const ConvWeight& p) {
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
@@ -16086,7 +16087,7 @@ static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int most_tiles = 1;  // pixel tiles of the largest layer
-        int tile_cycles = 0; // cycles of the slowest layer
+        int tile_cycles = 0; // cycles of a pixel tile of the slowest layer
         for (ConvWeight& p : works) {
             if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
             most_tiles = std::max(most_tiles, p.pixel_tiles);
@@ -16144,7 +16145,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
     }
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
 
-    // conv_weight_gather with 2 x 2 tiles of weights a block, if there are enough products (of 64 x 64 x 64) for it.
+    // A block of conv_weight_gather has 2 x 2 tiles of weights if there are enough products (of 64 x 64 x 64) for this.
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
         const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
@@ -16156,7 +16157,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-// Gives a work the memory for its partials. Returns their bytes. A single range has no partials of weights.
+// Sets where the partials of a work lie, and returns how many bytes they take. With a single range there are no
+// partials of weights.
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
@@ -16165,8 +16167,8 @@ static size_t put_partials(ConvWeight* p, char* memory) {
     p->bias_partial = (float*)(memory + bytes);
     return bytes + (bias_bytes + 255) / 256 * 256;
 }
-// Returns the bytes of the side lane's workspace that conv_backward_weights needs. (conv_detour_bytes: those of the
-// main lane's that conv_forward and conv_backward_input need.)
+// Returns how many bytes of the side lane's workspace conv_backward_weights needs. (conv_detour_bytes returns how many
+// bytes of the main lane's workspace conv_forward and conv_backward_input need.)
 static size_t conv_workspace(ConvShape s) {
     if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
@@ -16174,8 +16176,8 @@ static size_t conv_workspace(ConvShape s) {
 }
 
 typedef std::vector<ConvWeight> WeightPlans;
-// Launches a kernel once for all works. work_of(p): the kernel's argument for a work; blocks_of(p): how many blocks it
-// gets.
+// Launches a kernel once for all works. work_of(p): the kernel's argument for a work. blocks_of(p): the number of the
+// work's blocks.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Lane* lane, dim3 threads,
                            int bytes, auto work_of, auto blocks_of) {
@@ -16189,10 +16191,10 @@ static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const Weigh
     }
     if (blocks) launch_on(lane, 1, kernel, blocks, threads, bytes, batch);
 }
-// Returns the number of blocks of a work, of all its ranges.
+// Returns the number of blocks of a work, over all its ranges.
 static int64_t all_blocks(const ConvWeight& p) { return range_blocks(p) * p.splits; }
 
-// Launches conv_weight_tma_kernel for works of one kind. Each of them gets tensor maps.
+// Makes tensor maps for works of one kind, and launches conv_weight_tma_kernel for them.
 template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane* lane) {
     auto with_maps = [](const ConvWeight& p) {
         const ConvShape& s = p.shape;
@@ -16205,8 +16207,9 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane
     };
     launch_weights(conv_weight_tma_kernel<Tile>, works, lane, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
 }
-// For a single layer there is another version of the kernel. There the compiler knows which entry of the batch a block
-// has, so the layer's arguments lie at a fixed place among the kernel's parameters.
+// Launches a portable kernel, which has two versions: `alone` for a single layer, `together` for several. In `alone`
+// the compiler knows that the layer is entry 0 of the batch. So the layer's arguments lie at a fixed place among the
+// kernel's parameters.
 static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Lane* lane, int threads, int bytes) {
     lane->joined = true; // these kernels do not call await_previous_kernel
     if (works.size() == 1) launch_weights(alone, works, lane, threads, bytes, std::identity(), all_blocks);
@@ -16233,8 +16236,8 @@ static WeightKind weight_kind(const ConvWeight& p) {
     return p.block_co == 2 ? GATHER_WIDE : GATHER;
 }
 
-// Launches the kernel of a kind. conv_weight_tma has one warpgroup or three. WeightTile: kernel, warpgroups, pixels
-// across a tile, stages
+// Launches the kernel of a kind. conv_weight_tma's blocks have one warpgroup or three. WeightTile's parameters are:
+// size of the filter, warpgroups, pixels across a tile, stages.
 static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Lane* lane) {
     const bool three = works[0].warpgroups == 3;
     switch (kind) {
@@ -16258,11 +16261,11 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Lane* 
     }
 }
 
-// Computes at most WEIGHT_BATCH layers, with a launch for each kind, and one for all sums. If the workspace does not
-// hold all their partials, they are computed in two halves.
+// Computes the weight gradients of at most WEIGHT_BATCH layers: with one launch for each kind, and one launch that adds
+// up all partials. If the workspace has no room for the partials of all layers, it computes the layers in two halves.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
     std::map<WeightKind, WeightPlans> kinds; // the works of each kind
-    WeightPlans sums;                        // the works that have partials to be added up
+    WeightPlans sums;                        // the works whose partials have to be added up
     for (const WeightWork& w : works) {
         if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
@@ -16276,7 +16279,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         if (plans.size() > 1) plan_weights(plans);
         for (ConvWeight& p : plans) {
             const size_t bytes = put_partials(&p, lane->workspace + workspace_used);
-            if (p.splits == 1 && conv_is_wgmma(p.shape)) continue; // writes its gradients itself
+            if (p.splits == 1 && conv_is_wgmma(p.shape)) continue; // has no partials
             sums.push_back(p);
             workspace_used += bytes;
         }
@@ -16293,12 +16296,13 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     });
 }
 
-// Computes a weight gradient of a layer that is first replaced by another one (conv_weight_alone): a layer of few
-// channels becomes a 1x1 convolution of rows, whose product is turned into the gradient afterwards; or x is upsampled,
-// or dout is spread out.
+// Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone):
+//   few channels   It becomes a 1x1 convolution of rows. Afterwards the product is turned into the layer's gradient.
+//   upsampling     x is first upsampled.
+//   stride 2       dout is first spread out, with zeros in between.
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
-    char* const detour = lane->workspace + conv_workspace(w.shape); // behind the workspace of that convolution
+    char* const detour = lane->workspace + conv_workspace(w.shape); // after the workspace of the new convolution
     if (conv_is_few(s)) {
         const act*& few = conv_is_last(s) ? w.dout : w.x1;
         ConvFew p = make_few_rows(s, few, nullptr, detour, lane);
@@ -16318,7 +16322,8 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     conv_weight_batch({w}, lane);
 }
 
-// Returns which part of a large enough launch a weight gradient fills. 1 means that it needs no others beside it.
+// Returns what fraction of a large enough launch this weight gradient fills. With 1 or more it needs no other layers in
+// its launch.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -16329,14 +16334,15 @@ static double conv_weight_load(const ConvShape& s) {
         if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
         else cost.tile = s.out_W() > 8 ? 830 : 430;
     }
-    // Blocks of the portable kernels take longer. So their launches must be larger: otherwise a last round that is not
-    // full costs too much.
+    // Blocks of the portable kernels take longer. So their launches must be larger: otherwise the last round of blocks,
+    // which does not fill the GPU, costs too much.
     const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
     const double cycles = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / cost.slots;
     return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
 }
 
-// The operation of the interface. First it computes all layers that can share launches, then the others one by one.
+// The operation of the interface: computes weight gradients. First come all layers that can share launches, then the
+// other layers one by one.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     conv_weight_batch(works, lane);
     for (const WeightWork& w : works)
