@@ -16352,20 +16352,21 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
 // =====================================================================================================================
 // 23. The GPU: memory, copies, repeated work
 //
-// Three streams. The main lane's has a high priority and runs nearly everything. The side lane's has a low one: its
-// kernels fill multiprocessors that the main lane leaves free. The copy stream copies the next batch to the GPU while
-// the current one is computed. Events order the streams: a stream waits for a moment in another one, and the host does
-// not wait.
+// There are three streams. The main lane's stream has a high priority and runs nearly everything. The side lane's
+// stream has a low priority: its kernels fill multiprocessors that the main lane leaves free. The copy stream copies
+// the next batch to the GPU while the current one is computed. CUDA events order the streams: a stream waits for an
+// event of another stream, and the host does not wait.
 
-// Returns the largest number of parts of a tensor's Stats: one for each tile of a convolution, and no tile is smaller
-// than 8 x 8 pixels.
+// Returns the largest number of parts that a tensor's Stats can have. There is one part for each tile of a convolution,
+// and no tile is smaller than 8 x 8 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
-// start_device asks the runtime about this kernel's code, and so about this binary's.
+// A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled, which is
+// the same for all kernels of this binary.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
 static cudaDeviceProp properties; // of the GPU of this process
-static cudaStream_t side_stream;  // the side lane's
+static cudaStream_t side_stream;  // the side lane's stream
 
 // Returns how many GPUs the program can use; 0 also if there is no driver.
 static int count_gpus() {
@@ -16373,11 +16374,12 @@ static int count_gpus() {
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// Chooses GPU `number`, or ends the program with a sentence about the reason: the driver, or no GPU at all.
+// Returns the number of the GPU that this process uses. With one process this is `number`. If the process can't use
+// this GPU, ends the program with a message that tells the reason.
 static int choose_device(int number) {
     int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
-    CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: none is installed
+    CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: no driver is installed
     if (error == cudaErrorInsufficientDriver && driver)
         die("this GPU's driver is too old for the program: it knows CUDA %d.%d, and the program was built with %d.%d; "
             "update the driver, or build with a CUDA toolkit that is no newer than it (make -B train_unet "
@@ -16386,8 +16388,8 @@ static int choose_device(int number) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
             cudaGetErrorString(error));
-    // If a machine has several processes, each takes a GPU of its own.
-    if (world.size > 1 && count == 1) number = 0; // some launchers show each process a GPU of its own
+    // If several processes run on a machine, each of them uses a different GPU.
+    if (world.size > 1 && count == 1) number = 0; // some launchers let each process see only its own GPU
     else if (world.size > 1) number += world.local_rank;
     if (world.size > 1 && number >= count)
         die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
@@ -16397,8 +16399,8 @@ static int choose_device(int number) {
     return number;
 }
 
-// Returns for which architecture the code was compiled that this binary runs on GPU `number`: 80 for compute capability
-// 8.0, and so on. It is the same even if the driver translates this code for a newer GPU.
+// Returns the architecture of the code that GPU `number` runs: 80 if the code was compiled for compute capability 8.0,
+// and so on. If the driver translates the code for a newer GPU, this does not change the result.
 static int code_version(int number) {
     cudaFuncAttributes code;
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
@@ -16413,7 +16415,7 @@ static int code_version(int number) {
     return code.ptxVersion;
 }
 
-// Chooses the GPU, finds out all that decisions depend on (`gpu`), and makes the streams.
+// Chooses the GPU, fills in `gpu` (the properties that the choice of kernels depends on), and makes the streams.
 static void start_device(const std::string& precision, int number) {
     number = choose_device(number);
     CUDA_CHECK(cudaSetDevice(number));
@@ -16424,7 +16426,8 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .overlap = version >= 90,
            .clusters = version >= 90 && allowed.clusters,
-           // Code for 9.0 is always sm_90a's, which has wgmma: the #error at the head of section 16 makes sure of that.
+           // Code for 9.0 is always compiled for sm_90a, which has wgmma. The #error at the head of section 16 makes
+           // sure of that.
            .wgmma = version == 90 && allowed.hopper};
     act_element = element_named(precision, Element::BF16);
     if (precision == "fp8" && !gpu.wgmma)
@@ -16463,7 +16466,7 @@ static size_t device_available() {
     return available;
 }
 
-// Both copies wait until the main stream has done its work, and until the copy is complete.
+// copy_to_device and copy_to_host wait until the main stream has done all its work so far and the copy is complete.
 static void copy_to_device(void* to, const void* host, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, device.stream));
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
@@ -16473,10 +16476,10 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
 }
 
-// Runs work() as a CUDA graph: the first call records its launches, without running them, and every call then launches
-// the whole recording at once. A training step is hundreds of launches, each of which costs the host microseconds. The
-// arguments of a launch (pointers, sizes) stay as they were recorded, so all that changes from step to step lies on the
-// device.
+// Runs work() as a CUDA graph. The first call records the launches of work(), without running them. Every call,
+// including the first, then launches the whole recording at once. This saves time: a training step has hundreds of
+// launches, and each costs the host microseconds. The arguments of a launch (pointers, sizes) stay as they were
+// recorded. So everything that changes from step to step lies in device memory.
 template <class F> static void replay(Graph* g, F work) {
     if (!allowed.graphs) return work();
     if (!g->exec) {
@@ -16491,20 +16494,21 @@ template <class F> static void replay(Graph* g, F work) {
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.stream));
 }
 
-// A graph must not be destroyed while it runs.
+// Destroys a graph. It first waits, because a graph must not be destroyed while it runs.
 static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)g->exec));
     g->exec = nullptr;
 }
 
-// Records a moment of a stream in *moment: all work that is in the stream now is before the moment. The event is made
-// at the first use.
+// Records the event *moment in a stream: the event happens when all work that is in the stream now has been done. The
+// first call makes the event.
 static void record(cudaEvent_t* moment, cudaStream_t stream) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, stream));
 }
-// The lane's later work waits for that moment or, in the second form, for all work that the other lane has got so far.
+// All later work of the lane waits for the event `moment`. In the second form of the function, it waits for all work
+// that is in the lane `other` now.
 static void follow(Lane* lane, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(lane->stream, moment));
     lane->joined = true;
@@ -16515,9 +16519,9 @@ static void follow(Lane* lane, const Lane& other) {
     follow(lane, moment);
 }
 
-// Runs work(side lane). It may begin when the main lane has done all its work so far. Its end gets a ticket:
-// wait_for_side(ticket) makes the main lane wait for it.
-static std::map<int, cudaEvent_t> side_events; // by ticket
+// Calls work(side lane), which launches kernels on the side lane. These kernels begin after the main lane has done all
+// its work so far. Then wait_for_side(ticket) makes the main lane wait until they have ended.
+static std::map<int, cudaEvent_t> side_events; // by ticket: the end of that work
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
     work(&device.side);
@@ -16525,9 +16529,9 @@ template <class F> static void run_beside(int ticket, F work) {
 }
 static void wait_for_side(int ticket) { follow(MAIN_LANE, side_events[ticket]); }
 
-// An Upload's buffers go back and forth: the host fills u->host; send copies it to u->device in the copy stream, as
-// soon as all work before the latest release has been done, which reads it; the main stream waits for the copy, uses it
-// and releases it.
+// How an Upload u is used, again and again: the host fills u->host. send copies u->host to u->device, in the copy
+// stream. The copy begins when the main stream has done all work before the latest call of release, because this work
+// still reads the old content of u->device. The main stream waits for the copy, reads u->device and releases it.
 //
 //   host           fill        fill (waits until `sent`)
 //   copy stream        copy         copy (waits until `released`)
@@ -16537,7 +16541,7 @@ static Upload make_upload(size_t bytes) {
     Upload u{nullptr, (uint8_t*)device_alloc_bytes(bytes), bytes, nullptr, nullptr};
     CUDA_CHECK(cudaMallocHost(&u.host, bytes));
     record((cudaEvent_t*)&u.sent, device.copy_stream);
-    release(&u); // device_alloc_bytes fills it with zeros in the main stream; the first copy has to wait for that
+    release(&u); // the first copy has to wait until the main stream has filled u.device with zeros
     return u;
 }
 static void wait_for_host_side(Upload* u) { CUDA_CHECK(cudaEventSynchronize((cudaEvent_t)u->sent)); }
@@ -16548,14 +16552,15 @@ static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.stream, (cudaEvent_t)u->sent));
 }
 
-// Makes memory grow to at least `wanted` bytes. Its content is lost.
+// If the memory has fewer than `wanted` bytes, replaces it by larger memory. The old content is lost.
 static void grow(char** memory, size_t* bytes, size_t wanted) {
     if (wanted <= *bytes) return;
     if (*memory) device_free(*memory);
     *bytes = wanted;
     *memory = device_alloc<char>(wanted);
 }
-// Allocates memory for all later operations: each lane's workspace, which they share, and the norms' sums.
+// Allocates memory for all later operations: for each lane a workspace, which all operations of the lane share, and
+// memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes
     if (training) {
@@ -16588,10 +16593,10 @@ static const char* ranks_need() {
 }
 
 #ifdef USE_NCCL
-// it is never destroyed, since that would wait for the graphs in which it was recorded
+// The communicator is never destroyed: this would wait for the graphs in which its calls were recorded.
 static ncclComm_t communicator = nullptr;
 
-static void leave_devices() {} // a process just ends
+static void leave_devices() {} // nothing to do before a process ends
 
 static std::string nccl_error(ncclResult_t error) {
     return text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
@@ -16600,30 +16605,32 @@ static void nccl_check(ncclResult_t error) {
     if (error != ncclSuccess) die("%s", nccl_error(error).c_str());
 }
 
-// Returns what has gone wrong in calls that NCCL still works on, or "". The watch of host/ranks.h asks for it from time
-// to time.
+// Returns the error of a call that NCCL is still working on, or "" if there is no error. The watch in host/ranks.h
+// calls this from time to time.
 static std::string device_trouble() {
     ncclResult_t error = ncclSuccess;
     if (communicator) ncclCommGetAsyncError(communicator, &error);
     return error == ncclSuccess || error == ncclInProgress ? "" : nccl_error(error);
 }
 
-// Ranks of one machine open memory for each other (CUDA's interprocess communication): a rank's pointer table then says
-// where each other rank's piece of memory appears in its own address space. Copy engines write there while kernels run,
-// whereas NCCL's kernels would take multiprocessors from them. And kernels can write their results there directly.
+// Ranks on one machine open memory for each other (CUDA's interprocess communication): then a process can write to
+// memory that another process has allocated on another GPU. The GPUs' copy engines do this while kernels run. (NCCL
+// copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also write
+// their results directly to the other GPUs. `opened` has one entry for each piece of memory that the ranks have opened.
 struct Opened {
     size_t bytes;
-    std::vector<char*> at; // by rank: where its piece of memory lies for this process
+    std::vector<char*> at; // by rank: the address, in this process, of that rank's piece of memory
 };
 static std::vector<Opened> opened;
-static Lane sender;          // the lane of copies to others
-static bool sending = false; // copies have begun, and somebody has to wait for them
-// How many meetings (meet_kernel) each rank has reached, as it has told this rank; at index NEAR, the number of this
-// rank's own meetings.
+static Lane sender;          // the lane that copies to other ranks
+static bool sending = false; // copies have begun, and end_exchange has to wait for them
+// meetings[r]: how many meetings (meet_kernel) rank r has reached; rank r itself writes this number here.
+// meetings[NEAR]: how many meetings this rank has reached.
 static unsigned* meetings;
 
-// Returns the address at rank r that corresponds to p here, or null if p is not in opened memory. If p lies before a
-// piece, the offset is negative, and so, as a size_t, larger than any piece.
+// p points into memory of this rank. Returns the address of the same place in rank r's memory, or null if p is not in
+// opened memory. If p lies before a piece of memory, the offset is negative, and as a size_t it is larger than any
+// piece.
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened) {
         const size_t offset = (char*)p - o.at[world.rank];
@@ -16632,8 +16639,9 @@ static void* at_rank(void* p, int r) {
     return nullptr;
 }
 
-// Every rank makes a handle of its new memory, sends it to all others, and opens the handles that it gets. All ranks
-// call this together. If one of them can't open memory of another one, all go on by NCCL: world.direct becomes false.
+// Allocates memory that is open to all ranks, if world.direct. All ranks call this together. Every rank makes a handle
+// of its new memory, sends it to all other ranks, and opens the handles that it receives. If a rank can't open another
+// rank's memory, all ranks use NCCL from then on: world.direct becomes false.
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // a smaller piece could share a page with memory that must not be opened
@@ -16641,7 +16649,7 @@ static void* open_alloc(size_t bytes) {
     std::vector<char*> at(world.size, own);
     cudaIpcMemHandle_t handle = {};
     cudaError_t error = cudaIpcGetMemHandle(&handle, own);
-    CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
+    CUDA_CHECK(cudaStreamSynchronize(device.stream)); // wait until it is filled with zeros
     const std::vector<cudaIpcMemHandle_t> handles = gather_host("opening memory for others", handle);
     for (int r = 0; r < world.size && !error; r++) {
         if (r == world.rank) continue;
@@ -16655,8 +16663,8 @@ static void* open_alloc(size_t bytes) {
     return own;
 }
 
-// Connects the ranks' GPUs: by NCCL, whose ranks find each other by an id that rank 0 makes and the hosts send to each
-// other; and by opened memory, if `direct` asks for it and all are on one machine.
+// Connects the ranks' GPUs by NCCL. For this, rank 0 makes an id and sends it to all other ranks. If `direct` is true
+// and all ranks are on one machine, the ranks also open memory for each other.
 static void join_devices(bool direct) {
     if (world.size < 2) return;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // no NVLink multicast, unless the user has set the variable
@@ -16670,16 +16678,17 @@ static void join_devices(bool direct) {
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 
-// One warp, in which thread 0 counts this meeting, and thread k tells it to the k-th rank of `meetings` and waits until
-// that rank has come to the same meeting. The fences concern what was written before: the first one makes this rank's
-// writes visible to the others before they learn of the meeting; after the second one this rank sees theirs.
-// The difference of the numbers is compared with 0, so that they may overflow.
+// Each rank waits here until all ranks have come. The kernel has one warp. Thread 0 counts this meeting. Each thread
+// k > 0 works for one other rank: it writes the number of this meeting to that rank's memory, and waits until that rank
+// has written the same number (or a larger one) here. The first fence makes all earlier writes of this rank visible to
+// the other ranks before they see the number. After the second fence this rank sees the earlier writes of the others.
+// The numbers may overflow, because the code only compares their difference with 0.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
     const unsigned turn = own[NEAR] + 1;
     const int k = threadIdx.x;
-    const int r = k <= rank ? k - 1 : k; // the k-th rank of meetings, where this rank is the first
+    const int r = k <= rank ? k - 1 : k; // the rank of meetings.at[k]; meetings.at[0] is this rank's
     __syncwarp();
     if (k == 0) own[NEAR] = turn;
     if (k == 0 || k >= meetings.ranks) return;
@@ -16693,8 +16702,8 @@ static void meet() {
     if (world.direct) launch(meet_kernel, 1, 32, 0, everywhere(meetings), world.rank);
 }
 
-// All calls between these two become one launch of NCCL's. end_exchange waits for direct copies, and then all ranks
-// meet. After that the copies of all ranks have arrived.
+// All NCCL calls between begin_exchange and end_exchange become one launch. If there were direct copies, end_exchange
+// makes the main lane wait for them, and then all ranks meet. After that the copies of all ranks have arrived.
 static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
@@ -16704,12 +16713,12 @@ static void end_exchange() {
     meet();
 }
 
-// Copies piece(r) into the memory that each other rank r has opened, to the place that is reserved there for this rank.
-// The copies begin when the lane has done all its work so far.
+// For each other rank r: copies piece(r) to the memory that rank r has opened, to the place in it that is reserved for
+// this rank. The copies begin when the lane has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Lane& lane, F piece) {
     follow(&sender, lane);
     for (int k = 1; k < world.size; k++) {
-        // each rank begins with another rank, so that no link has several copies at once
+        // every rank begins with a different receiver, so that no link has several copies at once
         const int r = (world.rank + k) % world.size;
         char* const there = (char*)at_rank(to, r) + world.rank * bytes;
         CUDA_CHECK(cudaMemcpyAsync(there, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.stream));
@@ -16717,8 +16726,8 @@ template <class F> static void send_directly(void* to, size_t bytes, const Lane&
     sending = true;
 }
 
-// These are the two operations of the interface: by direct copies if recv or all is opened memory, otherwise by NCCL,
-// as bytes.
+// The next two functions are the operations of the interface. They use direct copies if the receiving array (recv or
+// all) is opened memory. Otherwise they use NCCL, which sends bytes.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
     auto piece = [&](int r) { return (const char*)send + r * bytes; };
     if (at_rank(recv, 0)) return send_directly(recv, bytes, *lane, piece);
@@ -16736,7 +16745,7 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane* lane) {
     lane->joined = true;
 }
 #else // no rank can access another one's memory
-// MPI's calls are complete when they return, so nothing has to be begun, ended or waited for.
+// The exchange is complete when a call of MPI returns, so the next three functions have nothing to do.
 static void begin_exchange() {}
 static void end_exchange() {}
 static void meet() {}
@@ -16744,10 +16753,11 @@ static void* open_alloc(size_t bytes) { return device_alloc_bytes(bytes); }
 static void* at_rank(void*, int) { return nullptr; }
 static std::string device_trouble() { return ""; }
 #ifdef USE_MPI
-// Starts MPI. Only this thread calls it (FUNNELED), and its errors come back to us (mpi_check).
+// Starts MPI. Only this thread calls MPI (MPI_THREAD_FUNNELED). MPI returns its errors (MPI_ERRORS_RETURN), and
+// mpi_check handles them.
 static void join_devices(bool) {
     if (world.size < 2) return;
-    any_rank("the start of MPI", false); // finds out here if a rank has ended because of an error, and names it
+    any_rank("the start of MPI", false); // if a rank has ended because of an error, this finds it and names the rank
     int level, size;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
@@ -16756,25 +16766,26 @@ static void join_devices(bool) {
         die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
 }
 
-// MPI must be ended if it was started.
+// Ends MPI if it was started.
 static void leave_devices() {
     int joined = 0;
     MPI_Initialized(&joined);
     if (joined) MPI_Finalize();
 }
 
-// An error of MPI ends the run. But if a rank has ended, that is the reason that has to be told, and the watch finds it
-// earlier.
+// An error of MPI ends the run. Its reason may be that another rank has ended. Then the watch (host/ranks.h) tells the
+// user this reason, and ends the program, before this function does.
 static void mpi_check(int error) {
     if (error == MPI_SUCCESS) return;
-    sleep(3); // during this time the watch ends the program, if a rank has ended
+    sleep(3); // if a rank has ended, the watch ends the program during this time
     char why[MPI_MAX_ERROR_STRING] = "";
     int length;
     MPI_Error_string(error, why, &length);
     die("MPI: %s", why);
 }
 
-// Pieces are counted in floats. A rank does not send its own piece, so its count is 0.
+// MPI wants the length of each piece, and its place, as numbers of floats. A rank does not send its own piece to
+// itself, so the length of this piece is 0.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
     const int floats = (int)(bytes / sizeof(float)); // of a piece
     std::vector<int> count(world.size, floats);
