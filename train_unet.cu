@@ -14420,7 +14420,7 @@ struct SmallTile {
     static constexpr int IMAGES = IMAGES_;
     static constexpr int SPLIT = SPLIT_;
     static constexpr int PER_SM = PER_SM_;             // blocks on a multiprocessor
-    static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side
+    static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side in a tile
     static constexpr int TILE_W = ACROSS * 8;
     static constexpr int CONSUMERS = WARPGROUPS * 128; // threads that multiply
     static constexpr int THREADS = CONSUMERS + 32;
@@ -14492,8 +14492,8 @@ template <class T> struct SmallWork {
 // becomes free after some products. The loads of their weights have been started before, so the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
-    int next = work.first / T::GROUPS;           // the slice to load
-    const int last = (work.end - 1) / T::GROUPS; // the last slice
+    int next = work.first / T::GROUPS;           // the slice whose halo is loaded next
+    const int last = (work.end - 1) / T::GROUPS; // the last slice of this block's steps
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, T::HALO_BYTES);
@@ -14861,7 +14861,8 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr bool TAPS = KERNEL == 3;          // a product computes the three taps of a filter row
     static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks that divide the filter rows among them
-    // The order of the warps: those that multiply, the one that loads, those that sum for the bias.
+    // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
+    // dout for the bias gradient.
     static constexpr int LOADER = 4 * GROUPS;
     static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // if GROUPS = 3
     static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
@@ -15073,7 +15074,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
 
 // Roles: warps 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout. After all
 // pixel tiles of the range, each warpgroup writes its sums to dweight or to the partials.
-template <class T> // a WeightTile
+template <class T> // T: a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
     const WeightBlock<T> work(b.own());
@@ -15125,7 +15126,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // thread has QUADS quads of the piece, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
-                         const __grid_constant__ Everywhere<double> squares, // (all pieces), at every rank
+                         const __grid_constant__ Everywhere<double> squares, // (all pieces), written at every rank
                          RankGradients grads,
                          bool add,     // whether the old sum is added
                          bool write) { // false: there is one rank, and sum is the array that is read
@@ -15175,7 +15176,7 @@ static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state,      // the norm and the decision are written to it
                       const double* squares, // (pieces): |gradient|^2 of each piece
                       size_t pieces,
-                      const double* loss,  // (B) of all ranks
+                      const double* loss,  // (B): losses of all ranks' samples
                       const int* quarters, // (B): in which quarter of the noise levels a sample's level lies
                       AdamW h, int B) {
     await_previous_kernel();
@@ -15241,7 +15242,7 @@ static void cast_params(bf16* to, const float* params, size_t n) {
 }
 static void cast_params(act* copy, const float* params, size_t n) {
     switch (act_element) {
-    case Element::FP32: return; // there is no copy
+    case Element::FP32: return; // the weights have no copy
     case Element::BF16: return cast_params((bf16*)copy, params, n);
     case Element::FP8: return; // act_element is never FP8
     }
@@ -15368,7 +15369,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     constexpr double PER_KB = 0.037; // each KB that a multiprocessor reads or writes
     constexpr double WARPS = 0.34;   // what every 256 threads add to a block's time
     const int C = s.C1 + s.C2;
-    const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8
+    const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
     // Memory moves whole sectors of 32 bytes; whole rows of 128 bytes are the most efficient.
     const int row_bytes = w.slab / act_vec() * 16; // the slab's channels in one pixel
@@ -15528,7 +15529,7 @@ template <class T> static void attention(const AttentionCall& a) {
         {a.d <= 64, launch_attention<T, 64>},
         {a.d <= 128, launch_attention<T, 128>},
         {a.d <= LARGEST, launch_attention<T, LARGEST>},
-        {true, launch_attention_general<T>}, // any size
+        {true, launch_attention_general<T>}, // heads of any size
     };
     decide(a, ways);
 }
@@ -15604,7 +15605,7 @@ static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
-    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // on a multiprocessor
+    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // blocks on a multiprocessor
     const int rounds = ceil_div(blocks, fit * gpu.sms);
     return rounds * Tile::CHANNELS;
 }
@@ -15794,8 +15795,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
 
-    // Resident: one warpgroup finishes a tile while the other one multiplies. Streamed: both multiply, and then both
-    // finish.
+    // RESIDENT weights: one warpgroup finishes its tile while the other warpgroup multiplies. Streamed weights: both
+    // warpgroups multiply, and then both finish their tiles.
     const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
     const int64_t first_weights = T::RESIDENT ? slices * T::WEIGHT_BYTES / L2_BYTES : 0;
     return first_weights + end + rounds * unit;
@@ -15870,7 +15871,7 @@ static bool conv_is_small(const ConvCall& c) {
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 goes the whole way, or a detour (upsampling, stride 2, few channels); fills a ConvCall
-//   conv_product                 which kernel: the table in it
+//   conv_product                 chooses the kernel, by the table in it
 //
 //   Hopper, bf16, 3x3 (1x1);     Hopper, bf16, small images;  any GPU, 3x3, stride 1       any GPU, all others
 //   FP8, 3x3                     FP8 (conv_product_fp8)
@@ -15929,8 +15930,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape one = conv_without_detour(s);
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    // Stride 2: compute all pixels with stride 1 and pick every fourth. This is faster if there are so few pixels that
-    // launches cost more than products.
+    // Stride 2: compute all pixels with stride 1, and keep every fourth pixel. This is faster if there are so few
+    // pixels that launches cost more than products.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
@@ -16015,8 +16016,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //     conv_weight_batch       plans each layer (plan_weight), sorts the layers by kind (weight_kind), plans each kind
 //                             as a whole (plan_weights), gives out the workspace (put_partials), and launches:
 //       conv_weight_tma, conv_weight_halo or conv_weight_gather     once for each kind
-//       conv_weight_sum                                             once, for the partials of all
-//     conv_weight_one         layers that are first replaced by others: few channels, stride 2, upsampling
+//       conv_weight_sum                                             once, for the partials of all kinds
+//     conv_weight_one         layers that are first replaced by other layers: few channels, stride 2, upsampling
 //
 // A plan is the number of ranges (splits) into which the pixels are divided. More ranges keep more multiprocessors
 // busy, but each range writes partial sums, which a second kernel has to add up.
@@ -16132,7 +16133,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     set_warpgroups(&p, 1);
 
-    // Pixel tiles: conv_weight_tma's are 8 x 16 or 8 x 8, conv_weight_halo's 8 x 8, conv_weight_gather's 64 in a row.
+    // A pixel tile has 8 x 16 or 8 x 8 pixels in conv_weight_tma, 8 x 8 pixels in conv_weight_halo, and 64 consecutive
+    // pixels in conv_weight_gather.
     if (tma) {
         p.tiles_h = ceil_div(Ho, 8);
         p.tiles_w = ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8);
@@ -16368,7 +16370,7 @@ static __global__ void nothing_kernel() { await_previous_kernel(); }
 static cudaDeviceProp properties; // of the GPU of this process
 static cudaStream_t side_stream;  // the side lane's stream
 
-// Returns how many GPUs the program can use; 0 also if there is no driver.
+// Returns how many GPUs the program can use. Without a driver this is 0.
 static int count_gpus() {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
@@ -16433,7 +16435,7 @@ static void start_device(const std::string& precision, int number) {
     if (precision == "fp8" && !gpu.wgmma)
         die("--precision fp8: needs an H100 or H200 (compute capability 9.0), and GPU %d has %d.%d; use bf16", number,
             properties.major, properties.minor);
-    int low, high; // priorities
+    int low, high; // the lowest and the highest priority of a stream
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&side_stream, cudaStreamNonBlocking, low));
@@ -16575,7 +16577,7 @@ static void reserve(const Workspace& most, bool training) {
 // 24. Between ranks: from device to device
 // A rank is a process with a device of its own (host/ranks.h). This section has three ways to exchange data between
 // devices, and a build contains one of them:
-//   USE_NCCL   GPUs: NCCL or, where GPUs of one machine can, copies into each other's memory (world.direct)
+//   USE_NCCL   GPUs: NCCL or, if GPUs of one machine can access each other's memory, direct copies (world.direct)
 //   USE_MPI    CPUs: MPI
 //   neither    one process, which has nothing to exchange
 
@@ -16655,7 +16657,7 @@ static void* open_alloc(size_t bytes) {
         if (r == world.rank) continue;
         error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     }
-    cudaGetLastError(); // clears the error, which is handled here
+    cudaGetLastError(); // clears CUDA's last error, which this function handles
     world.direct = !any_rank("opening others' memory", error != cudaSuccess);
     if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
@@ -16787,7 +16789,7 @@ static void mpi_check(int error) {
 // MPI wants the length of each piece, and its place, as numbers of floats. A rank does not send its own piece to
 // itself, so the length of this piece is 0.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
-    const int floats = (int)(bytes / sizeof(float)); // of a piece
+    const int floats = (int)(bytes / sizeof(float)); // floats of a piece
     std::vector<int> count(world.size, floats);
     std::vector<int> first(world.size); // the first float of each piece
     for (int r = 0; r < world.size; r++) first[r] = r * floats;
