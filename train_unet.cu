@@ -14630,16 +14630,17 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
 //
-//   SPLIT = 2: each of the two blocks of a cluster computes half of the steps. At the end each block sends half of its
-//   sums to the other block, and finishes the other half:
+//   SPLIT = 2: the two blocks of a cluster have the same tile, and each of them computes half of the steps. At the end
+//   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
 //
 //     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  gets the same from 1
 //     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  gets the same from 0
 //
-//   From the top down: pick_conv_small (section 22) picks a tile, conv_small launches conv_small_kernel, whose
-//   warpgroups call multiply_small: for each step GROUP x K times Wgmma<N>::add.
-// Costs: a tile's halo is read once for N channels, and all weights of N channels once for each tile.
-// ELEMENT: of pixels and weights, as ConvTiles'.
+//   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
+//   warpgroups call multiply_small, which calls Wgmma<N>::add GROUP x K times for each step.
+// Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
+//   tile.
+// ELEMENT: the type of pixels and weights, BF16 or FP8.
 template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
           Element ELEMENT_ = Element::BF16>
 struct SmallTile {
@@ -14651,27 +14652,28 @@ struct SmallTile {
     static constexpr int IMAGES = IMAGES_;
     static constexpr int SPLIT = SPLIT_;
     static constexpr int PER_SM = PER_SM_;             // blocks on a multiprocessor
-    static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side
+    static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side in a tile
     static constexpr int TILE_W = ACROSS * 8;
     static constexpr int CONSUMERS = WARPGROUPS * 128; // threads that multiply
     static constexpr int THREADS = CONSUMERS + 32;
     static constexpr int BARRIERS = 64;
     // Halos.
-    static constexpr int PITCH = TILE_W + 2; // pixels of a row
+    static constexpr int PITCH = TILE_W + 2; // pixels of a row of the halo
     static constexpr int HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
     static constexpr int HALO = whole_swizzles(HALO_BYTES);
-    // Results: a block finishes OUT_N channels (OUT_BLOCKS of 8), in boxes of 64 pixels x BOX channels.
+    // Results: a block finishes OUT_N channels, which are OUT_BLOCKS groups of 8. It stores them in boxes of 64 pixels
+    // x BOX channels.
     static constexpr int OUT_N = N / SPLIT;
     static constexpr int OUT_BLOCKS = OUT_N / 8;
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // (warpgroup, channel, 2) floats, for each of four warps
-    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // from the cluster's other block
-    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
-    // The remaining memory is for weights. A step is GROUP taps of a slice. BACKWARD: a tap is CHUNKS boxes of 64
-    // channels.
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // floats (channel, 2) of one warp of every warpgroup
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // sums from the other block
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding, FP8's factors
+    // Weights take the rest of the shared memory. A step needs the weights of GROUP taps of a slice. BACKWARD: the
+    // weights of a tap are loaded as CHUNKS boxes, each of 64 output channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     static constexpr int CHUNKS = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
@@ -14685,8 +14687,8 @@ struct SmallTile {
     static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "the statistics are summed there at last");
 };
 
-// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all, or half of
-// them).
+// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all steps, or half of
+// them if SPLIT = 2).
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
@@ -14696,9 +14698,9 @@ template <class T> struct SmallWork {
     const int first = steps * half / T::SPLIT;
     const int end = steps * (half + 1) / T::SPLIT;
     const int c0 = blockIdx.y * T::N;
-    const int out_c0 = c0 + half * T::OUT_N; // the first one of the channels that it finishes
+    const int out_c0 = c0 + half * T::OUT_N; // the first channel that this block finishes
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
-    // Says where a warpgroup's square of 8 x 8 pixels lies.
+    // Returns the first pixel (image, row, column) of warpgroup wg's square of 8 x 8 pixels.
     INLINE Origin in_image(int wg) const {
         return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
@@ -14717,13 +14719,13 @@ template <class T> struct SmallWork {
     }
 };
 
-// Role: load. The loads of the first SLOTS steps of weights have been started already. A slice's halo is loaded after
-// six taps of the previous slice. The stage that it waits for is freed by products whose weights are being loaded
-// already, so the wait ends.
+// Role: load. Before, this thread has started to load the weights of the first SLOTS steps. When its loop comes to the
+// seventh tap of a slice, it loads the next slice's halo. For this it waits until a stage for halos is free. The stage
+// becomes free after some products. The loads of their weights have been started before, so the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
-    int next = work.first / T::GROUPS;           // the slice to load
-    const int last = (work.end - 1) / T::GROUPS; // the last slice
+    int next = work.first / T::GROUPS;           // the slice whose halo is loaded next
+    const int last = (work.end - 1) / T::GROUPS; // the last slice of this block's steps
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, T::HALO_BYTES);
@@ -14748,29 +14750,31 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     }
 }
 
-// Role: multiply. For each tap of this block's steps: d (64 pixels, N channels) += the tap's pixels (64, 16 K input
-// channels) x its weights (16 K, N). K: the number of products for a tap; each takes 16 input channels.
+// Role: multiply. For each tap of this block's steps: d (64 pixels, N output channels) += the tap's pixels (64, input
+// channels of a slice) x the tap's weights (input channels of a slice, N).
+// K: the number of products for each tap. A product sums over 16 input channels (FP8: over 32).
 template <int K, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
-    // How many steps still run while the next one is issued. With fewer products in flight the tensor cores would be
-    // idle while a warpgroup waits, sees the arrival, and issues the next step.
+    // How many steps the tensor cores still have to compute when a warpgroup issues the next step. With fewer steps,
+    // the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
     constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
-    constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
-    constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's
+    constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 input channels (k) to the next 16, in units of 16 bytes
+    constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's weights, in the same units
     const int image = wg / T::ACROSS;
     const int square = wg % T::ACROSS;
-    // this warpgroup's pixels begin here in a halo
+    // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
-    int group = work.first % T::GROUPS; // the next step, counted within its slice
-    int group_done = group;             // the same for the next step to be released
+    int group = work.first % T::GROUPS; // number of the next step within its slice
+    int group_done = group;             // number within its slice of the step that is released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || group == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
-        // In FP8 each branch has a fence and a commit of its own. Otherwise the compiler would wait after each product.
+        // In FP8 each of the two branches below has its own wgmma_fence and wgmma_commit. If they shared one pair, the
+        // compiler would insert a wait after each product.
         auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
             wgmma_fence();
             UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
@@ -14791,7 +14795,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
             wgmma_commit();
         }
         wgmma_wait<IN_FLIGHT>();
-        if (step - work.first >= IN_FLIGHT) { // the step that has just ended
+        if (step - work.first >= IN_FLIGHT) { // the step IN_FLIGHT before this one has ended
             weights.release();
             if (++group_done == T::GROUPS) {
                 group_done = 0;
@@ -14803,15 +14807,16 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     multiplied<0>(d);
 }
 
-// What a warpgroup does with its sums, which are (pixels, channels) here: it adds the sums of the cluster's other
-// block, the addend, bias and embedding, rounds, writes the results to boxes of BOX channels, and sums them for the
-// statistics.
+// What a warpgroup does with its sums d. Here the rows of d are pixels, and its columns are channels. The warpgroup
+// adds the sums of the cluster's other block (SPLIT = 2), the addend, bias and embedding. It rounds the results and
+// writes them to boxes of BOX channels in shared memory. Then it adds up the results for the statistics.
 //
-//   d of a thread, for each block j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
-//   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each
+//   d of lane t, for each block j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
+//   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
-// This code runs once in a block, so its time is mostly that of fetching its instructions (20 bytes a cycle). So only
-// the part that needs the accumulators is unrolled; the rest loops over each warp's own 16 pixels.
+// A thread block runs this code only once, so most of the time goes into fetching its instructions (20 bytes a cycle).
+// For this reason only the part that uses d is unrolled: d must stay in registers. The rest consists of loops over the
+// 16 pixels of each warp.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -14820,8 +14825,8 @@ template <class T> struct SmallEpilogue {
     const int lane = tid & 31;
     const Origin at;       // this warpgroup's square of 8 x 8 pixels
     float bias[2] = {};    // bias of this block's channels tid, tid + 128
-    float emb[2] = {};     // embedding of the same channels; both are added when their loads have arrived
-    float factors[2] = {}; // FP8: of the same channels
+    float emb[2] = {};     // embedding of the same channels; put_shifts adds it to the bias
+    float factors[2] = {}; // FP8: factors of the same channels (ConvTma::factors)
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -14833,8 +14838,8 @@ template <class T> struct SmallEpilogue {
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
-    // Writes bias + embedding to shared memory, where each thread finds those of its channels; and FP8's factors,
-    // behind the shifts of all warpgroups.
+    // Writes the shifts (bias + embedding) to shared memory. From there each thread reads the shifts of its channels.
+    // FP8: also writes the factors, which lie after the shifts of all warpgroups.
     static constexpr int FACTORS_AT = T::CONSUMERS * 8;
     INLINE void put_shifts(uint32_t shifts) const {
         for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128) {
@@ -14842,7 +14847,7 @@ template <class T> struct SmallEpilogue {
             if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * own), "f"(factors[i]));
         }
     }
-    // FP8: turns sums into values, bias and embedding included.
+    // FP8: multiplies each sum by its channel's factor, and adds bias and embedding.
     INLINE void scale(float (&d)[T::N / 2], uint32_t shifts) const {
         UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j++) {
             const uint32_t place = shifts + (j * 8 + (lane & 3) * 2) * 4;
@@ -14854,8 +14859,8 @@ template <class T> struct SmallEpilogue {
             }
         }
     }
-    // SPLIT = 2: sends the half of the sums that the other block finishes, and adds the half that the other block has
-    // sent.
+    // SPLIT = 2: sends the other block the sums of the channels that the other block finishes. Then adds the sums that
+    // the other block has sent to the sums that this block has kept.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
         const uint32_t theirs = at_block(mine, 1 - work.half);
@@ -14877,10 +14882,12 @@ template <class T> struct SmallEpilogue {
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    // Adds the addend, bias and embedding (FP8: they are there), and rounds. The addend lies where the results will go.
+    // Adds the addend, bias and embedding, and rounds. (FP8: scale has already added bias and embedding.) The addend
+    // lies in shared memory, and the results are written over it.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
-        // Says where this lane's row for ldmatrix and stmatrix lies, of the four matrices (pixels 0-7, block j),
-        // (pixels 8-15, block j), (pixels 0-7, block j + 1), (pixels 8-15, block j + 1); blocks of 8 channels.
+        // ldmatrix and stmatrix move four matrices of 8 x 8: (pixels 0-7, block j), (pixels 8-15, block j), (pixels
+        // 0-7, block j + 1), (pixels 8-15, block j + 1), where block j is the channels 8 j to 8 j + 7. Each lane gives
+        // them the address of one row, which this returns.
         auto place = [&](int j) {
             const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
@@ -14911,17 +14918,18 @@ template <class T> struct SmallEpilogue {
             stmatrix(place(j), v);
         }
     }
-    // Writes the sums of each warp's 16 pixels to shared memory: (warp of the warpgroup, channel, 2). A lane reads two
-    // neighbouring channels of every PIXELS_AT_ONCE-th pixel.
+    // Adds up each warp's 16 pixels. For each channel the sum of the results and the sum of their squares go to shared
+    // memory: (warp of the warpgroup, channel, 2). A lane reads two neighbouring channels of every PIXELS_AT_ONCE-th
+    // pixel.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
-        constexpr int WORDS = T::BOX / 2; // pairs of channels of a row of a box
+        constexpr int WORDS = T::BOX / 2; // pairs of channels in a row of a box
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
         constexpr int LOADS = 8 / PIXELS_AT_ONCE;
         const int c = lane % WORDS * 2;
-        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // how many of the warp's two image rows lie inside
+        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // how many of the warp's two rows are in the image
         const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
-            float t[4] = {}; // channel: sum, sum of squares; next channel
+            float t[4] = {}; // channel c: sum, sum of squares; the same of channel c + 1
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
                 uint32_t v[LOADS];
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
@@ -14930,7 +14938,7 @@ template <class T> struct SmallEpilogue {
                     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(from) : "memory");
                 }
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
-                    const int i = i0 + k * PIXELS_AT_ONCE; // pixel of the warp
+                    const int i = i0 + k * PIXELS_AT_ONCE; // number among the warp's pixels
                     const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v[k] : 0);
                     t[0] += x.x;
                     t[1] += x.x * x.x;
@@ -14945,7 +14953,7 @@ template <class T> struct SmallEpilogue {
             if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack<float>(t));
         }
     }
-    // Adds up the four warps' sums. Each square of 8 x 8 pixels is a part of the statistics.
+    // Adds up the four warps' sums and stores them. Each square of 8 x 8 pixels has its own part in the statistics.
     INLINE void store_stats(uint32_t sums) const {
         const int across = ceil_div(p.W, 8);
         const int parts = across * ceil_div(p.H, 8);
@@ -14964,17 +14972,18 @@ template <class T> struct SmallEpilogue {
 };
 
 // Phases:
-//   1. One thread initialises the barriers and starts the first SLOTS steps of weights.
+//   1. One thread initialises the barriers and starts to load the weights of the first SLOTS steps.
 //   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
-//   3. A warpgroup exchanges sums with the cluster's other block, adds shifts and addend, rounds, sums for statistics.
-//   4. One thread of each warpgroup stores its results by TMA; all of them store the statistics.
-template <class T, int K_STEPS> // a SmallTile; products for each tap of a slice, as ConvTiles::STEPS
+//   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2), adds bias, embedding and addend, and
+//      rounds. Then it adds up the results for the statistics.
+//   4. One thread of each warpgroup stores the results by TMA. All threads of the warpgroup store the statistics.
+template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: products for each tap, as ConvTiles::STEPS
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::HALO> halos(shared, T::HALOS, T::WARPGROUPS);
     Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
-    Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results take the place of the addends
+    Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results are written over the addends
     const uint32_t pushed = shared.tiles_at;
     const uint32_t all_shifts = pushed + T::PUSHED_BYTES;
     const SmallWork<T> work{p};
@@ -15013,7 +15022,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     epilogue.put_shifts(shifts);
     if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
-    // The shifts have been written, and nobody reads the weights any more, so sums may be written in their place.
+    // After this all shifts have been written, and no warpgroup reads weights any more. So sums may be written where
+    // the weights have been.
     warps_sync(1, T::CONSUMERS);
     if constexpr (T::FP8) epilogue.scale(acc, shifts);
     epilogue.round(acc, results, shifts);
@@ -15022,7 +15032,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     if (p.out.stats) epilogue.sum_pixels(results, sums);
     fence_async();
     warps_sync(2 + wg, 128);
-    // All threads have written their part of the results: one thread stores them.
+    // All threads of the warpgroup have written their results to shared memory. Now one thread stores them.
     for (int c = 0; epilogue.tid == 0 && c < T::OUT_N; c += T::BOX) {
         const auto [n, h, w] = epilogue.at;
         const uint32_t from = results + c / T::BOX * T::BOX_BYTES;
@@ -15039,7 +15049,8 @@ template <class T> static void conv_small(const ConvCall& p) {
     const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    // Wide tiles, and those of FP8, have no version for one slice of 32 channels.
+    // With 32 input channels, half a slice, two products for each tap are enough. Wide tiles and FP8 tiles have no such
+    // version.
     constexpr int STEPS_OF_32 = T::N <= 64 && !T::FP8 ? 2 : 4;
     auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
@@ -15050,27 +15061,28 @@ template <class T> static void conv_small(const ConvCall& p) {
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
 // Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
-// How: A = dout and B = x, both in the order of memory, where a pixel is a row of 64 channels: this product sums over
-//   pixels (k). A warpgroup's D[64 Cout][192] is
-//     3x3   three taps of a filter row x 64 Cin: the three thirds of B are the same halo under kw = 0, 1, 2, so the
-//           "leading" distance between them is ONE PIXEL
-//     1x1   up to 192 Cin: the thirds of B are three slices of x
+// How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
+//   pixel is a row of 64 channels; wgmma transposes them. A warpgroup's D[64 Cout][192] is
+//     3x3   three taps of a filter row x 64 Cin. The three thirds of B are the same halo, as the taps kw = 0, 1, 2 read
+//           it. Each third begins one pixel after the previous one, so the descriptor's "leading" distance is ONE PIXEL
+//     1x1   up to 192 Cin. The three thirds of B are three slices of x
 //
 //     D of a 3x3's filter row:    | kw = 0: 64 Cin | kw = 1: 64 Cin | kw = 2: 64 Cin |
 //     D of a 1x1:                 | Cin 0 .. 63    | Cin 64 .. 127  | Cin 128 .. 191 |     x 64 Cout rows
 //
 //   A block has GROUPS warpgroups and a range of pixel tiles:
-//     1     one of these products
-//     3     3x3: all three filter rows; 1x1: up to 192 Cout. It needs a third of the bytes for each product, which is
-//           good for large tensors. But there are fewer blocks, so there are more ranges and up to three times as many
-//           partials.
-//   One warp loads. In the blocks of filter row 0 and input tile 0 further warps sum dout over the pixels, for the
-//   bias. If there is only one range, TMA stores the sums in dweight; otherwise they are partials, for conv_weight_sum.
-//   One launch computes several layers, since a small layer alone would leave most of the GPU idle.
+//     1     The block computes one of these products.
+//     3     The block computes up to three: for a 3x3 all three filter rows, for a 1x1 up to 192 Cout. It loads fewer
+//           bytes for each product (3x3: about a third, 1x1: half), which is good for large tensors. But each range has
+//           fewer blocks. So more ranges are needed to fill the GPU, and up to three times as many partials.
+//   One warp loads. In the blocks of filter row 0 and input tile 0, further warps sum dout over the pixels: this is the
+//   bias gradient. If there is only one range, TMA stores the sums in dweight. Otherwise the sums are partials, which
+//   conv_weight_sum adds up. One launch computes several layers, since a small layer alone would leave most of the GPU
+//   idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
-// Costs: the time to read its bytes from the L2 (large tensors: from memory), or the time of its products, whichever is
-// longer; and the partials.
+// Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
+//   is longer. In addition the time to write the partials and to add them up.
 template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_;
     static constexpr int GROUPS = GROUPS_;
@@ -15079,17 +15091,18 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
-    static constexpr bool TAPS = KERNEL == 3;          // a product is three taps of a filter row
-    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks that share the filter rows of a tile of channels
-    // The order of the warps: those that multiply, the one that loads, those that sum for the bias.
+    static constexpr bool TAPS = KERNEL == 3;          // a product computes the three taps of a filter row
+    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks that divide the filter rows among them
+    // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
+    // dout for the bias gradient.
     static constexpr int LOADER = 4 * GROUPS;
-    static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // with three warpgroups
+    static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // if GROUPS = 3
     static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
     static constexpr int BORDER = KERNEL / 2;
     static constexpr int PITCH = TILE_W + 2 * BORDER;             // pixels of a row of x
-    static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows: of one filter row, or of all three
+    static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows of x that one filter row reads, or all three
     static constexpr int X_PARTS = TAPS ? 1 : 3;
     static constexpr int DOUT_PARTS = TAPS ? 1 : GROUPS;
     static constexpr int X_LOADED = PITCH * HALO_H * SLICE_BYTES;
@@ -15104,34 +15117,34 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
 struct ConvWeightTma {
     TmaParts x;
     CUtensorMap dout;
-    CUtensorMap dweight; // fp32, in boxes of 32 Cin, a filter row, 64 Cout
+    CUtensorMap dweight; // fp32, in boxes of 32 Cin x the taps of a filter row x 64 Cout
     ConvWeight p;
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
 // A block's work: which products it computes, and for which range of pixel tiles.
 //
-//   block (of this layer's) = split + splits * (row0 + ROWS * (input group + input_groups * output group))
+//   block (its number in the layer) = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
-    const int block; // number among the blocks of this layer
+    const int block; // its number in the layer
     const ConvWeight& p = maps.p;
-    int split = block % p.splits;           // its range of pixel tiles
+    int split = block % p.splits;           // number of its range of pixel tiles
     int row0 = block / p.splits % T::ROWS;  // its first filter row
     int group = block / p.splits / T::ROWS; // number of its group of tiles of channels
     int output_group = group / p.input_groups;
-    int co_tile = output_group * p.block_co; // its first tiles of 64 channels
+    int co_tile = output_group * p.block_co; // its first tile of 64 output channels; ci_tile: of 64 input channels
     int ci_tile = (group - output_group * p.input_groups) * p.block_ci;
     int first = first_pixel_tile(p, split); // pixel tiles first .. end - 1
     int end = first_pixel_tile(p, split + 1);
-    int parts = min(p.block_ci, p.channel_tiles - ci_tile); // its tiles of Cin, and of Cout
+    int parts = min(p.block_ci, p.channel_tiles - ci_tile); // how many tiles of Cin it has; dout_parts: of Cout
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
-    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups that have work, and warps that sum for the bias
+    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups that have work; bias_warps: warps that sum dout
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
     bool sums_bias = row0 == 0 && ci_tile == 0;
-    bool final = p.splits == 1; // its sums are the gradients, not partials of them
+    bool final = p.splits == 1; // its sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
-    // Stores the sum of channel c over image n, or over the part of the image that is in this range.
+    // Stores v, which is the sum of channel c of dout over image n, or over the pixels of the image in this range.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -15139,7 +15152,7 @@ template <class T> struct WeightBlock {
     }
 };
 
-// Role: load. This is one thread for which all others wait, so it does no divisions (TileWalk).
+// Role: load. All other threads wait for the one thread that loads. So its loop has no divisions (TileWalk).
 template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
     TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
@@ -15163,19 +15176,20 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// Sums of 64 channels of dout over the pixels of an image, and over all images. Each of WARPS warps has CHUNKS chunks
-// of 8 channels. A lane adds up one chunk, of every 4 WARPS-th pixel; the pixels are distributed so that any 8
-// neighbouring lanes read from all banks. At an image's end the lanes with the same chunk add up their sums by halves
-// (halve), until each lane has those of VALUES channels, from c on.
+// Adds up 64 channels of dout over the pixels of an image (sum), and over all images (total). WARPS warps share the 64
+// channels: each warp has CHUNKS chunks of 8 channels. A lane adds up one chunk, for one of every 4 WARPS pixels. The
+// pixels are distributed so that any 8 neighbouring lanes read from all banks. At the end of an image the lanes with
+// the same chunk add up their sums: pairs of lanes exchange halves of their channels (halve), until each lane has the
+// full sums of VALUES channels, which begin with channel c.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
     static constexpr int CHUNKS = 8 / WARPS;
     static constexpr int VALUES = WARPS == 1 ? 2 : 1;
     const WeightBlock<T>& work;
-    const int own; // this warp's number among those that sum
+    const int own; // this warp's number among the warps that sum
     const int lane = threadIdx.x & 31;
     const int eight = lane >> 3;
-    const int tile = WARPS == 1 ? own : 0; // its tile of 64 channels
+    const int tile = WARPS == 1 ? own : 0; // number of the warp's tile of 64 channels
     const int chunk = (WARPS == 1 ? 0 : own * CHUNKS) + lane % CHUNKS;
     const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
     const int c = (work.co_tile + tile) * SLICE_CHANNELS + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
@@ -15202,11 +15216,11 @@ template <class T> struct ChannelSums {
     }
 };
 
-// Role: sum dout for the bias, one pixel tile after the other.
+// Role: sum dout for the bias gradient, one pixel tile after the other.
 template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages, ChannelSums<T> sums) {
     const int image_tiles = work.p.pixel_tiles / work.p.bias_images;
     int n = work.first / image_tiles;
-    int left = (n + 1) * image_tiles - work.first; // pixel tiles left of image n
+    int left = (n + 1) * image_tiles - work.first; // how many pixel tiles of image n remain
     for (int t = work.first; t < work.end; t++) {
         sums.add(stages.arrived() + T::DOUT_AT);
         __syncwarp();
@@ -15216,13 +15230,14 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
         left = image_tiles;
     }
     if (!work.final) return;
-    warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // says that the tiles have been read
+    warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // tells the warpgroups that this warp has read all tiles
     UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
         if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
 
-// Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M): three taps, or up to three tiles of 64 Cin.
-// Warpgroup wg has filter row row0 + wg of a 3x3, or tile wg of the block's Cout.
+// Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M columns). In a 3x3 the columns are three taps of 64 Cin
+// each, and warpgroup wg computes filter row row0 + wg. In a 1x1 the columns are up to three tiles of 64 Cin, and
+// warpgroup wg computes tile wg of the block's tiles of Cout.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
     const int x_at = T::TAPS ? wg * T::PITCH * SLICE_BYTES : 0;
     const int dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
@@ -15231,7 +15246,7 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
         const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / SLICE_BYTES);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
-        UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // 16 k: 8 pixels of a row and the 8 below them
+        UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // k = 16: 8 pixels of a row and the 8 pixels below them
             UNROLL_FOR (int c = 0; c < T::TILE_W; c += 8) {
                 const uint64_t a = dout.at((r * T::TILE_W + c) * 8);
                 const uint64_t b = x.at((r * T::PITCH + c) * 8);
@@ -15244,7 +15259,8 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// Writes a range's sums to the partials (splits, tiles, taps, 1024 fragments), in the order of weight_place.
+// Writes the sums of the block's range to the partials (splits, tiles, taps, 1024 fragments), in the order of
+// weight_place.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
@@ -15252,14 +15268,14 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::TAPS || f / 8 < work.parts) // third f / 8 of D is another tap or tile: 1024 fragments further on
+        if (T::TAPS || f / 8 < work.parts) // each third of D (f / 8) is another tap or tile, 1024 fragments long
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// Stores all sums in dweight, by TMA. First they are written to shared memory, over the pixel tiles, as boxes of 32 Cin
-// with rows of 128 bytes: a row for each (Cout, tap) of a 3x3, or for each Cout of a 1x1. Fragment f of this thread is
-// the output channels co and co + 8, third f / 8 (a tap, or 64 Cin), and the input channels f % 8 * 8 + lane % 4 * 2
-// and the next one.
+// Stores all sums in dweight, by TMA. First the sums are written to shared memory, where the pixel tiles have been, as
+// boxes of 32 Cin with rows of 128 bytes. A 3x3 has a row for each (Cout, tap), and a 1x1 has a row for each Cout.
+// Fragment f of this thread lies in third f / 8 of D (a tap, or 64 Cin). It holds output channels co and co + 8 for two
+// input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::TAPS ? 3 : 1) * BLOCK_BYTES;
     const ConvWeight& p = work.p;
@@ -15280,7 +15296,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2;
-        const int half = box % 2 * SLICE_CHANNELS / 2; // a box is one half of a slice's channels
+        const int half = box % 2 * SLICE_CHANNELS / 2; // a box has one half of a slice's channels
         const int ci = x.row(slice) + half;
         if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * SLICE_CHANNELS);
@@ -15288,9 +15304,9 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     tma_stores_read();
 }
 
-// Roles by warp: 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, the BIAS_WARPS behind it sum dout. After all pixel
-// tiles of the range, each warpgroup writes its sums to dweight or to the partials.
-template <class T> // a WeightTile
+// Roles: warps 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout. After all
+// pixel tiles of the range, each warpgroup writes its sums to dweight or to the partials.
+template <class T> // T: a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
     const WeightBlock<T> work(b.own());
@@ -15322,7 +15338,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int row = work.row0 + (T::TAPS ? wg : 0);
     const int co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
-    warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // nobody reads the tiles any more
+    warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // no warp reads the tiles any more
     put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BLOCK_BYTES);
 #endif
 }
@@ -15333,16 +15349,16 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
-// How: the gradient is summed in pieces of a fixed size (step_gradients says why); the GPU decides whether and how to
-//   update (judge_step), so that the host need not wait.
-// Costs: memory traffic: five arrays in, four and the bf16 copy out.
+// How: The gradient is summed in pieces of a fixed size (the comments above step_gradients give the reason). The GPU
+//   decides whether and how to update (judge_step), so that the host need not wait.
+// Costs: memory traffic: five arrays are read, and four arrays and the bf16 copy are written.
 
-// sum = the ranks' gradients added up in their order [plus the old sum]; squares = |sum|^2 of each piece.
-// grid (pieces of this rank's slice): a block has one piece, PIECE floats. A thread has QUADS quads of it (4 neighbours
-// each), 1024 quads apart.
+// sum = [the old sum +] the gradients of all ranks, added in the order of the ranks. squares = |sum|^2 of each piece.
+// grid (pieces of this rank's slice): a block adds up one piece of PIECE floats. A quad is 4 neighbouring floats. A
+// thread has QUADS quads of the piece, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
-    sum_gradients_kernel(float* sum,                                         // flat
-                         const __grid_constant__ Everywhere<double> squares, // (all pieces), at every rank
+    sum_gradients_kernel(float* sum,                                         // a flat array
+                         const __grid_constant__ Everywhere<double> squares, // (all pieces), written at every rank
                          RankGradients grads,
                          bool add,     // whether the old sum is added
                          bool write) { // false: there is one rank, and sum is the array that is read
@@ -15351,9 +15367,10 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const size_t n = grads.slice.n;
     const size_t at = grads.slice.flat(blockIdx.x * PIECE); // the piece's place in the flat arrays
     const size_t first = at / 4 + threadIdx.x;              // this thread's first quad
-    // Says how many quads there are from this thread's first one on. No array may be read behind its n floats.
+    // How many quads the piece has from this thread's first quad on. Only quads among the n floats are counted, because
+    // the arrays must not be read beyond those.
     const int quads_left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
-    const int first_source = -(int)add; // source -1 is the old sum; then the ranks follow, in order
+    const int first_source = -(int)add; // source -1 is the old sum; source r >= 0 is rank r
     float4 g[QUADS];
     for (int r = first_source; r < grads.slice.ranks; r++) {
         const float* source = r < 0 ? sum : grads.of(r);
@@ -15363,7 +15380,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
             g[k] = r == first_source ? v : g[k] + v;
         }
     }
-    // Squares are added up in double: over a thread, then over the block, in a fixed order.
+    // Squares are added up in double, in a fixed order: first those of a thread, then those of the block.
     double total = 0;
     UNROLL_FOR (int k = 0; k < QUADS; k++) {
         if (write && k * 1024 < quads_left) ((float4*)sum)[first + k * 1024] = g[k];
@@ -15384,14 +15401,14 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
     launch(sum_gradients_kernel, blocks, 1024, 0, sum, squares, grads, add, write);
 }
 
-// Computes the gradient's norm, the batch's losses (both of all ranks) and the verdict: is this step good, or is it
-// skipped? One block adds up, in a fixed order: first each thread, then each warp, then thread 0 the 8 warps' sums.
-// Thread 0 decides (judge_batch).
+// Computes the gradient's norm and the batch's losses, both over all ranks, and decides whether this step is good or is
+// skipped. There is one block, which adds up in a fixed order: first each thread adds up its numbers, then each warp
+// the sums of its threads, then thread 0 the sums of the 8 warps. Then thread 0 decides (judge_batch).
 static __global__ void __launch_bounds__(256)
-    judge_step_kernel(StepState* state,      // the norm and the verdict are written to it
-                      const double* squares, // (pieces): |gradient|^2 of each
+    judge_step_kernel(StepState* state,      // the norm and the decision are written to it
+                      const double* squares, // (pieces): |gradient|^2 of each piece
                       size_t pieces,
-                      const double* loss,  // (B) of all ranks
+                      const double* loss,  // (B): losses of all ranks' samples
                       const int* quarters, // (B): in which quarter of the noise levels a sample's level lies
                       AdamW h, int B) {
     await_previous_kernel();
@@ -15429,17 +15446,18 @@ static void judge_step(StepState* state, const double* squares, size_t pieces, /
     launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
 }
 
-// Is called after all kernels that draw random numbers for this step.
+// Adds 1 to *step. It is called after all kernels that draw random numbers for this step.
 static void next_step(int64_t* step) {
     each(1, [=] __device__(size_t) { ++*step; });
 }
 
-// records (count) is a ring, which the host reads for the log some steps later.
+// Copies the state of this step to records. This is a ring of `count` states, from which the host reads some steps
+// later what the log needs.
 static void record_step(StepState* records, const StepState* state, int count) {
     each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
 
-// copy = params, rounded to bf16. A thread rounds 8 of them, one piece.
+// to = params, rounded to bf16. A thread rounds 8 weights.
 static void cast_params(bf16* to, const float* params, size_t n) {
     each((n + 7) / 8, [=] __device__(size_t eight) {
         const size_t i = eight * 8;
@@ -15456,9 +15474,9 @@ static void cast_params(bf16* to, const float* params, size_t n) {
 }
 static void cast_params(act* copy, const float* params, size_t n) {
     switch (act_element) {
-    case Element::FP32: return; // there is no copy
+    case Element::FP32: return; // the weights have no copy
     case Element::BF16: return cast_params((bf16*)copy, params, n);
-    case Element::FP8: return; // act_element never is
+    case Element::FP8: return; // act_element is never FP8
     }
 }
 
@@ -15481,22 +15499,22 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 
 // AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:
 //
-//   g   = clip sum                            sum: the gradient, of all ranks
+//   g   = clip sum                            sum: the gradient, added up over all ranks
 //   m   = beta1 m + (1 - beta1) g
 //   v   = beta2 v + (1 - beta2) g^2
 //   p   = decay p - step_size m / (sqrt(v) / root + eps)
 //   ema = ema_rate ema + (1 - ema_rate) p
 //
-// A thread takes four neighbours at a time: elements 4 i ... 4 i + 3 of the slice (in ema, m and v), which are 4 k ...
-// 4 k + 3 of the flat arrays (params, copy, sum).
-// u is a __grid_constant__: it stays in constant memory, since params.at[r] has an index that the compiler doesn't
-// know.
+// A thread updates four neighbouring weights at a time. They are elements 4 i ... 4 i + 3 of the slice's arrays (ema, m
+// and v), and elements 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
+// u is a __grid_constant__, so it stays in constant memory. Without this the compiler would copy u to local memory,
+// because it does not know the index r of params.at[r].
 static __global__ void __launch_bounds__(256)
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
     __shared__ AdamWFactors shared;
     if (!state->ok) return;
-    if (threadIdx.x == 0) shared = adamw_factors(state, h); // in double, which is slow, so once for each block
+    if (threadIdx.x == 0) shared = adamw_factors(state, h); // slow (in double): only one thread computes them
     __syncthreads();
     const AdamWFactors f = shared;
     float4* const ema = (float4*)u.ema;
@@ -15505,7 +15523,7 @@ static __global__ void __launch_bounds__(256)
     const size_t stride = (size_t)gridDim.x * 256;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += stride) {
         const size_t k = own.flat(4 * i) / 4;
-        if (4 * k >= own.n) break; // the padding behind the last parameter
+        if (4 * k >= own.n) break; // only padding follows after the last parameter
         const float4 sum = ((const float4*)u.sum)[k];
         float4 p = ((float4*)u.params.at[0])[k];
         float4 e = ema[i];
@@ -15525,8 +15543,8 @@ static __global__ void __launch_bounds__(256)
         ema[i] = e;
         ms[i] = m;
         vs[i] = v;
-        // The new weights go to this rank, and to those whose memory it can write to. These ranks read the first
-        // `plain` weights (all but the convolutions') in fp32, and the others only from the copy.
+        // The new weights go to this rank and to all ranks whose memory this rank can write to. Those ranks read the
+        // first `plain` weights (all except the convolutions') in fp32. They read all other weights from the copy.
         const uint2 rounded = from_floats<bf16>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -15538,14 +15556,14 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     const size_t quads = own.owned() / 4;
     const int blocks = (int)std::min<size_t>(blocks_for(quads), 8 * gpu.sms);
     switch (act_element) {
-    case Element::FP32: // there is no copy of the weights to be rounded,
-    case Element::FP8:  // (act_element never is)
-    case Element::BF16: // and this kernel rounds it to bf16
+    case Element::FP32: // the weights have no copy
+    case Element::FP8:  // act_element is never FP8
+    case Element::BF16: // the kernel also writes the copy in bf16
         return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
     }
 }
 
-// Updates a further average of the parameters: ema_step says how. Each thread has one element.
+// Updates a further average of the parameters (ema_step has the formula). Each thread updates one element.
 static __global__ void __launch_bounds__(256)
     ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float step;
@@ -15565,28 +15583,28 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward
-// How long groupnorm_backward_whole_kernel takes with a plan, in microseconds. The model was fitted to 2,700
-// measurements on an H200; the plan that it picks takes 3 % more than the best one, on average.
+// Returns how long groupnorm_backward_whole_kernel takes with plan w, in microseconds. The formula was fitted to 2,700
+// measurements on an H200. On average, the plan that it finds cheapest takes 3 % more time than the fastest plan.
 //
 //   time = START + (number of waves of blocks) * hypot(latency, throughput)
 //
-// latency: the time that a block waits even if there are few blocks: for loads, and for the rounds in which sums are
-// added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their bytes and
-// instructions. The two overlap in part, and hypot lies between their maximum and their sum.
-// tensors: how many tensors of the size of x are moved.
+// latency: the time that a block waits even if there are few blocks. It waits for loads, and for the rounds in which
+// sums are added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their
+// bytes and instructions. Latency and throughput overlap in part, and hypot lies between their maximum and their sum.
+// tensors: how many tensors of the size of x are read or written.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
-    constexpr double START = 1.9;    // a launch, and the wait for the kernel in front
+    constexpr double START = 1.9;    // a launch, and the wait for the previous kernel
     constexpr double CLUSTER = 0.65; // blocks of a cluster wait for each other
-    constexpr double PART = 0.1;     // one more sum to be added: a warp's or another block's
+    constexpr double PART = 0.1;     // to add one more sum, of a warp or of another block
     constexpr double SLOT = 0.394;   // the latency of one more vector for each thread
     constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
     constexpr double PER_KB = 0.037; // each KB that a multiprocessor reads or writes
-    constexpr double WARPS = 0.34;   // what each 256 threads add to a block's time
+    constexpr double WARPS = 0.34;   // what every 256 threads add to a block's time
     const int C = s.C1 + s.C2;
-    const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8
+    const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
     // Memory moves whole sectors of 32 bytes; whole rows of 128 bytes are the most efficient.
-    const int row_bytes = w.slab / act_vec() * 16; // a slab's channels of one pixel
+    const int row_bytes = w.slab / act_vec() * 16; // the slab's channels in one pixel
     double loss = 0;
     if (row_bytes < 128) loss += 0.07;
     if (row_bytes % 32 > 0) loss += 0.1;
@@ -15601,8 +15619,8 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
     const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * throughput;
 
-    // Blocks: how many fit on a multiprocessor, how many there are, and how many of them run on a multiprocessor
-    // together.
+    // How many blocks have room on a multiprocessor (fit), how many blocks there are, and how many of them run on a
+    // multiprocessor at the same time (together).
     const int fit_threads = 2 * MAX_WHOLE_THREADS / w.threads;
     const int fit = std::min(gpu.blocks_of(w.bytes(), 16), fit_threads);
     const int blocks = s.B * (C / w.slab) * w.chunks;
@@ -15616,14 +15634,15 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     return start + block * (waves > 1 ? waves + 0.18 : 1);
 }
 
-// Returns the plan with the lowest cost. It has no chunks if no plan fits, or if two passes are faster.
+// Returns the plan with the lowest cost. Its `chunks` is 0 if no plan fits, or if two passes are faster.
 static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int V = act_vec();
     const int C = s.C1 + s.C2;
     const int group_channels = C / s.groups;
     const int tensors = add ? 4 : 3;
 
-    // How many microseconds two passes take. moved: the kilobytes that they move, for each multiprocessor.
+    // How many microseconds two passes take. moved: the kilobytes that the two passes read and write on each
+    // multiprocessor.
     const double pieces = (double)s.B * s.HW * C / V; // how many pieces of 16 bytes one tensor has
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -15639,7 +15658,7 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
         if (w.bytes() > gpu.shared_for(1, 256)) return;
         plan.consider(norm_whole_cost(s, w, tensors), w);
     };
-    const int least_log_columns = std::countr_zero(16u / V); // a block takes 16 neighbouring channels or more
+    const int least_log_columns = std::countr_zero(16u / V); // a warp has 16 neighbouring channels or more
     const int most_chunks = gpu.clusters ? 8 : 1;
     const int largest_slab = std::min(C, MAX_WHOLE_THREADS);
     for (int slab = V; slab <= largest_slab; slab += V)
@@ -15668,7 +15687,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
     const bool drop = dropout.p > 0;
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
 
-    // Each image's part of the parameters' gradients stays in memory until finish_gradients adds the parts up.
+    // The gradients of weight and bias are sums over the images. Each image's part of them stays in memory until
+    // finish_gradients adds up the parts.
     const size_t bytes = norm_sums_bytes(s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
     float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
@@ -15685,8 +15705,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_LANE, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
-        // Two passes: sums of chunks of the pixels, then the gradient. All blocks of the second pass read the sums of
-        // all chunks, so there are at most 64 chunks. With addends the second pass has other chunks than the first.
+        // Two passes: the first computes sums over chunks of the pixels, the second computes the gradient. All blocks
+        // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
+        // second pass divides the pixels into other chunks than the first pass.
         auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
         auto second = norm_second_pass<T>(drop, addends);
         float2* const partial = (float2*)device.workspace;
@@ -15700,9 +15721,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
-// Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels and T a multiple of 64. Backward, a head of 64 rows fits
-// a block; one of 256 to 1,024 rows lies in a cluster of blocks of 128 rows. For other heads the portable kernel
-// computes the backward pass.
+// Launches Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels, and a multiple of 64 tokens (T). Backward: a
+// head of 64 tokens is computed by one block. A head of 256 to 1,024 tokens, a multiple of 128, is computed by a
+// cluster whose blocks have 128 tokens each. For all other heads the portable kernel computes the backward pass.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -15711,7 +15732,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
     const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
-    // Forward: channels of a head, warpgroups, keys to a chunk, chunks (0: they pass through a ring)
+    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks>; 0 chunks: they pass through a ring
     using Forward64 = AttentionForward<DIM, 1, 64, 1>;
     using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
     using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
@@ -15728,18 +15749,19 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     decide(a, ways);
 }
 
-// Picks, for heads of a.d channels, the kernel with the smallest number of channels that has room for them.
+// Picks the kernel for heads of a.d channels. Of the kernels that have room for so many channels, it picks the one with
+// the fewest.
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
-    constexpr int LARGEST = 32 * VEC<T>; // channels of a head: rows of 512 bytes
+    constexpr int LARGEST = 32 * VEC<T>; // channels of a head whose row has 512 bytes
     const Way<AttentionCall> ways[] = {
-        {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's
+        {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's kernels
         {wgmma && a.d == 64, launch_attention_wgmma<64>},
-        {a.d <= 32, launch_attention<T, 32>}, // any GPU; d is padded to the next of these
+        {a.d <= 32, launch_attention<T, 32>}, // any GPU; d is padded to the kernel's number of channels
         {a.d <= 64, launch_attention<T, 64>},
         {a.d <= 128, launch_attention<T, 128>},
         {a.d <= LARGEST, launch_attention<T, LARGEST>},
-        {true, launch_attention_general<T>}, // any size
+        {true, launch_attention_general<T>}, // heads of any size
     };
     decide(a, ways);
 }
@@ -15761,21 +15783,23 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: forward and input gradient
-// conv_forward and conv_backward_input, at the end, call conv_product, which chooses a kernel; a table in front of it
-// draws all roads from there to the instructions of the tensor cores. Functions that begin with pick_ choose a tile for
-// one of the kernels, by measured costs or by a table.
+// conv_forward and conv_backward_input, at the end of this part, call conv_product, which chooses a kernel. A table
+// above conv_product shows all roads from there to the instructions of the tensor cores. Functions whose names begin
+// with pick_ choose a tile for one of the kernels, by measured costs or by a table.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
-// Do Hopper's kernels know this convolution? If so, conv_weight_tma always computes its weight gradient.
+// Can Hopper's kernels compute this convolution? If so, conv_weight_tma always computes its weight gradient.
 static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
-// Hopper's kernels know neither strides nor upsampling. So the input is upsampled into the workspace or, for stride 2,
-// the output's gradient is spread out there, with zeros in between. Then the convolution has stride 1 and does not
-// change the size. This moves more bytes, but with wgmma it is two to four times as fast. With mma.sync only the
-// gradient of an upsampled input goes this way: it takes 17 to 33 % less time.
-static ConvShape conv_without_detour(ConvShape s) { // the convolution of stride 1 that it becomes
+// Hopper's kernels have neither stride 2 nor upsampling. So such a convolution takes a detour: it is replaced by a
+// convolution that has stride 1 and does not change the size. For upsampling, the upsampled input is first written to
+// the workspace. For stride 2, the gradient of the output is first written to the workspace, with zeros between its
+// pixels. (A forward pass of stride 2 has a detour of another kind, see conv_forward.) The detour moves more bytes, but
+// with wgmma it is two to four times as fast. With mma.sync only the gradient of an upsampled input takes the detour,
+// and this takes 17 to 33 % less time.
+static ConvShape conv_without_detour(ConvShape s) { // returns the convolution that replaces s
     s.H <<= s.upsample;
     s.W <<= s.upsample;
     s.upsample = 0;
@@ -15795,14 +15819,14 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return (bytes + 255) / 256 * 256;
 }
 
-// These weight gradients are never batched: the layer is first replaced by another convolution, of shape
-// conv_weight_shape.
+// These layers' weight gradients never share a launch with others. Such a layer is first replaced by another
+// convolution, whose shape conv_weight_shape returns.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
-// Returns how many tiles of so many images, rows and columns cover the output.
+// Returns how many tiles cover the output if a tile has so many images, rows and columns.
 static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
     const int tiles_of_image = ceil_div(c.H, rows) * ceil_div(c.W, columns);
     return ceil_div(c.B, images) * tiles_of_image;
@@ -15813,16 +15837,16 @@ static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
-    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // on a multiprocessor
+    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // blocks on a multiprocessor
     const int rounds = ceil_div(blocks, fit * gpu.sms);
     return rounds * Tile::CHANNELS;
 }
-// Is `tile` so much better that it takes 10 % less time than `other`?
+// Does Tile take at least 10 % less time than Other?
 template <class Tile, class Other> static bool halo_is_faster(const ConvCall& c) {
     return halo_rounds<Tile>(c) * 10 <= halo_rounds<Other>(c) * 9;
 }
 // conv_halo's tiles depend on three questions. Is this the network's last convolution, which has few channels? Are the
-// images 8 x 8? Are there enough tiles of 16 x 16 pixels x 64 channels?
+// images at most 8 pixels high or wide? Do tiles of 16 x 16 pixels x 64 channels fill the GPU?
 static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 && conv_is_last(c.s); }
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
@@ -15843,16 +15867,16 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     using Few48 = HaloTile<bf16, 1, 48, 2, 1>;
     const bool small = halo_is_small(c);
     const bool many = halo_fills_gpu(c);
-    // For some numbers of channels, tiles of 48 waste less.
+    // For some numbers of channels, tiles of 48 channels waste less work.
     const bool small_48 = small && halo_is_faster<Small48, Small32>(c);
     const bool large_48 = many && halo_is_faster<Large48, Large64>(c);
     const Way<ConvCall> ways[] = {
         // the network's last convolution has few channels
         {halo_is_last(c), conv_halo<Last, false, float>},
-        // images of 8 x 8: a block has two of them; K groups give it more warps
+        // images at most 8 pixels high or wide: a block has two of them, and K groups give it more warps
         {small_48, conv_halo<Small48, BACKWARD>},
         {small, conv_halo<Small32, BACKWARD>},
-        // enough tiles: the largest one
+        // there are enough of the largest tiles
         {large_48, conv_halo<Large48, BACKWARD>},
         {many, conv_halo<Large64, BACKWARD>},
         // few tiles: a block has fewer channels, and two K groups share a tile
@@ -15861,7 +15885,7 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     };
     decide(c, ways);
 }
-// Picks the tile in fp32, for the same reasons.
+// Picks the tile of conv_halo in fp32, for the same reasons as in bf16.
 template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     using Last = HaloTile<float, 1, 16, 1, 2>;
     using Small = HaloTile<float, 2, 32, 2, 2>;
@@ -15876,19 +15900,19 @@ template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Picks the tile of conv_gather, for all other convolutions on any GPU: of 128 or 64 pixels x 64 channels, or of 128 x
-// 128.
+// Picks the tile of conv_gather, which computes all other convolutions on any GPU. A tile has 64 or 128 pixels x 64
+// channels or, in bf16 only, 128 pixels x 128 channels.
 template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
     const int HW = c.H * c.W;
-    const int tiles_of_128 = c.B * ceil_div(HW, 128); // pixels
+    const int tiles_of_128 = c.B * ceil_div(HW, 128); // tiles of 128 pixels
     const bool many_128 = HW > 64 && tiles_of_128 * ceil_div(c.Cout, 64) >= gpu.sms;
     //                pixels / 64, channels, channels of a warp, stages
     using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
     using Pixels128 = GatherTile<T, 2, 64, 32, 3>;
-    if constexpr (std::is_same_v<T, bf16>) { // 128 x 128 needs the fewest bytes for its products
+    if constexpr (std::is_same_v<T, bf16>) { // tiles of 128 x 128 need the fewest bytes
         using Wide = GatherTile<T, 2, 128, 64, 2>;
         const int blocks_of_128 = ceil_div(c.Cout, 128);
-        // at most a fifth of the tiles' channels do not exist
+        // at most a fifth of the tiles' channels lie beyond the last channel
         const bool little_wasted = blocks_of_128 * 512 <= c.Cout * 5;
         const bool wide = HW > 64 && little_wasted && tiles_of_128 * blocks_of_128 >= 4 * gpu.sms;
         if (wide) return conv_gather<Wide, BACKWARD>(c);
@@ -15897,8 +15921,9 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// conv_tiles' tiles for 3x3: taps, rows, blocks of 64 channels, resident weights. With up to 128 input channels all
-// weights stay in shared memory, and the two warpgroups take turns; with more channels the weights stream past.
+// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, blocks of 64 channels, resident weights, ...>. With up to 128
+// input channels (FP8: 256) all weights stay in shared memory, and the two warpgroups take turns. With more input
+// channels the weights pass through a ring.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
 template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
@@ -15907,29 +15932,29 @@ template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles
 
 // The time of a block of conv_small, in ns, as measured on an H200.
 struct SmallCosts {
-    int block;     // without its taps
+    int block;     // the block without its taps
     int tap_alone; // one tap of one slice, if there is no more than one block for each multiprocessor
     int tap_full;  // the same, if there are more blocks
 };
 
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
-// as long as one of bf16, and has twice the channels; a last slice of 64 channels counts half.
+// as long as in bf16, and sums over twice as many channels. A last slice of up to 64 channels needs half the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool FP8 = E == Element::FP8;
     const int slices = ceil_div(p.C1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.C1, 64) * 9;
     const int taps = FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
-    const bool is_32 = p.C1 == 32 && !FP8;                       // one slice, half of it
+    const bool is_32 = p.C1 == 32 && !FP8;                       // half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
-    // Time = rounds of blocks * (block + its taps * tap).
+    // Time = rounds of blocks * (SmallCosts::block + taps of a block * the time of a tap).
     auto consider = [&](auto tile, SmallCosts cost) {
         using T = decltype(tile);
         if (T::SPLIT > 1 && !gpu.clusters) return;
         const int tiles = count_tiles(p, T::IMAGES, 8, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
         const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
-        const bool half_slice = is_32 && T::N <= 64; // a slice of 32 channels is half the products
+        const bool half_slice = is_32 && T::N <= 64; // 32 channels need half the products of a slice
         int tap = blocks <= gpu.sms ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
         const int block = cost.block + tap * taps / T::SPLIT;
@@ -15938,18 +15963,18 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
     consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // the most blocks
     consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>(), {2350, 52, 235});   // two blocks share a tile's taps
-    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // the same, and two images share weights
+    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // and two images share weights
     consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>(), {1780, 140, 184});  // two images share weights
     consider(SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>(), {1250, 267, 345}); // many channels share pixels
-    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>(), {2340, 286, 366}); // both
+    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>(), {2340, 286, 366}); // both: two images, many channels
     if (p.W > 8) {                                                         // tiles of 8 x 16 pixels
         consider(SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>(), {1040, 129, 124});
         consider(SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>(), {3160, 422, 475});
     }
     if (p.H <= 8) return way.best(p);
 
-    // conv_tiles, whose blocks are persistent. Time, in ns = once + (tiles of the busiest block / n) * each, where
-    // `each` is the time of n tiles. (Here a tile is 8 x 16 pixels, whatever the kernel's own tiles are.)
+    // conv_tiles has persistent blocks. Its time, in ns, = once + (tiles of the busiest block / n) * each, where `each`
+    // is the time of n tiles. (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are larger.)
     const int tiles = count_tiles(p, 1, 16, 8);
     auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
@@ -15967,8 +15992,8 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     way.best(p);
 }
 
-// Returns how many cycles a tile T of conv_tiles takes for p, which is 1x1, as measured on an H200. It is infinite if
-// its results do not fit into shared memory.
+// Returns how many cycles conv_tiles takes with tile T for p, a 1x1 convolution, by measurements on an H200. Returns
+// INFINITY if a tile's results do not fit into shared memory.
 template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
     constexpr int64_t L2_BYTES = 36; // the most that a multiprocessor reads from or writes to the L2 in a cycle
     const bool add = p.out.part1.add1 || p.out.part2.add1;
@@ -15982,8 +16007,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int units = ceil_div(tiles, T::UNIT);
     const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
 
-    // The cycles of a unit's products. Each slice and block of channels has 4 products of k = 16, and it takes 6 cycles
-    // to start one.
+    // The cycles of a unit's products. For each slice of input channels and each 64 output channels there are 4
+    // products of k = 16. It takes 6 cycles to start a product.
     const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
 
     // The cycles of a unit's bytes: slices, streamed weights and addends are read, and results are written.
@@ -15997,13 +16022,13 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
 
     // The cycles after a unit's products, for adding, rounding and storing. If there are few stages, the next unit has
-    // to wait for that.
+    // to wait until this is done.
     const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
     int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
 
-    // Resident: one warpgroup finishes a tile while the other one multiplies. Streamed: both multiply, and then both
-    // finish.
+    // RESIDENT weights: one warpgroup finishes its tile while the other warpgroup multiplies. Streamed weights: both
+    // warpgroups multiply, and then both finish their tiles.
     const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
     const int64_t first_weights = T::RESIDENT ? slices * T::WEIGHT_BYTES / L2_BYTES : 0;
     return first_weights + end + rounds * unit;
@@ -16012,8 +16037,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
 // Picks the fastest tile of conv_tiles for 1x1.
 template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     ConvCall p = c;
-    // A 1x1 convolution can treat all images as one image of width 8, which fills all tiles. This is impossible with an
-    // embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels has
+    // A 1x1 convolution can treat all images as one image of width 8. Then all tiles are full. This is impossible with
+    // an embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels has
     // pixels of two images.
     const int HW = p.H * p.W;
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
@@ -16022,7 +16047,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         p.W = 8;
         p.B = 1;
     }
-    using HalfSlice = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels: half the products of a slice
+    using HalfSlice = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels need half the products of a slice
     if (p.C1 + p.C2 == 32) return conv_tiles<HalfSlice>(p);
 
     const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
@@ -16031,7 +16056,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         using T = decltype(tile);
         way.consider(conv_tiles_1x1_cycles<T>(p, slices), conv_tiles<T>);
     };
-    //                 rows, blocks of 64 channels, resident
+    //                 rows, blocks of 64 channels, resident weights
     consider(ConvTiles<1, 16, 1, true, BACKWARD>());
     consider(ConvTiles<1, 16, 2, true, BACKWARD>());
     consider(ConvTiles<1, 16, 3, true, BACKWARD>());
@@ -16041,43 +16066,44 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     way.best(p);
 }
 
-// Picks the tile of conv_tiles for 3x3 on larger images. Convolutions with a skip connection come here for any size of
-// images.
+// Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution with a skip connection it picks
+// the tile on images of any size.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.C1, slice_channels(E));
     const bool skip = c.out.skip.weight;                     // Only tiles with RESIDENT weights can compute it.
-    const bool half_slice = c.C1 <= 64 && E == Element::FP8; // of FP8, which has few products for so many pixels
+    const bool half_slice = c.C1 <= 64 && E == Element::FP8; // half a slice has few products for 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
     const Way<ConvCall> ways[] = {
-        // 32 input channels are half a slice: two products a tap instead of four
+        // 32 input channels are half a slice: each tap needs two products instead of four
         {c.C1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // up to two slices of weights fit into shared memory beside the pixels
         {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
-        // more weights stream past; a tile of 32 rows uses them for more pixels, if few of its rows lie outside the
-        // image
+        // more weights pass through a ring; a tile of 32 rows uses them for more pixels, if few of its rows lie outside
+        // the image
         {fills_32_rows, conv_tiles<Streamed32<BACKWARD, E>>},
         {true, conv_tiles<Streamed16<BACKWARD, E>>},
     };
     decide(c, ways);
 }
 
-// Small images have too few tiles for conv_tiles' persistent blocks. But only conv_tiles can compute a skip connection.
+// Does pick_conv_small choose the kernel? It does so on small images, which have too few tiles for conv_tiles'
+// persistent blocks. But only conv_tiles can compute a skip connection.
 static bool conv_is_small(const ConvCall& c) {
     const bool small = c.H <= 32 && c.W <= 32;
     return small && !c.out.skip.weight;
 }
 
-// Decides which kernel computes a convolution. A pick_ function, above, chooses its tile: in general the largest one
-// with which every multiprocessor still has a block. These are the roads from the network's list of layers to an
-// instruction of the tensor cores, by functions; each calls the one below it:
+// Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
+// largest tile with which every multiprocessor still has a block. The table shows the roads from the network's list of
+// layers to an instruction of the tensor cores. Each function calls the function below it:
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 goes the whole way, or a detour (upsampling, stride 2, few channels); fills a ConvCall
-//   conv_product                 which kernel: the table in it
+//   conv_product                 chooses the kernel, by the table in it
 //
 //   Hopper, bf16, 3x3 (1x1);     Hopper, bf16, small images;  any GPU, 3x3, stride 1       any GPU, all others
 //   FP8, 3x3                     FP8 (conv_product_fp8)
@@ -16097,7 +16123,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
 
     // conv_is_wgmma: this is a Hopper GPU, and a convolution in bf16 of stride 1, without upsampling and with more than
-    // a few channels. These kernels store all parts of the result, and add one addend at most to each.
+    // a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each part.
     const bool all_parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
@@ -16116,7 +16142,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
-// The same for a forward convolution whose input is FP8: 3x3, of one input and stride 1, on Hopper.
+// Decides the same for a forward convolution whose input is FP8. Such a convolution is 3x3, has one input and stride 1,
+// and runs on Hopper.
 static void conv_product_fp8(const ConvCall& c) {
     const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
     if (!known) die("internal error: no kernel of FP8 for this convolution");
@@ -16124,7 +16151,7 @@ static void conv_product_fp8(const ConvCall& c) {
     else pick_conv_tiles_3x3<false, Element::FP8>(c);
 }
 
-static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // of a 1x1 also x2
+static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // x2: 1x1 only
                          const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s,
                          const ConvSkip& skip, const float* factors) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
@@ -16135,8 +16162,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape one = conv_without_detour(s);
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    // Stride 2: compute all pixels with stride 1 and pick every fourth. This is faster if there are so few pixels that
-    // launches cost more than products.
+    // Stride 2: compute all pixels with stride 1, and keep every fourth pixel. This is faster if there are so few
+    // pixels that launches cost more than products.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
@@ -16171,7 +16198,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 }
 
 // Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can if shared
-// memory has room for all its weights, those of the skip connection, and one stage more than a tile takes.
+// memory has room for all weights of the convolution and of the skip connection, and for one more stage of pixels than
+// a tile needs.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
@@ -16183,7 +16211,7 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
     act* const workspace = device.workspace;
-    if (s.upsample) { // on any GPU: the upsampled input's gradient first, then sums of 2 x 2
+    if (s.upsample) { // on any GPU: first the upsampled input's gradient, then sums of 2 x 2 pixels
         conv_backward_input(Grad{workspace}, Grad{}, dout, weight, conv_without_detour(s));
         return upsample_backward(dx1, workspace, s.B, s.H, s.W, s.C1);
     }
@@ -16191,8 +16219,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(workspace, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
-    // unet_backward asks for no gradient of a tensor without needs_grad (add_layer). So this ends the program only if
-    // somebody adds a layer with a backward pass in front of the first convolution.
+    // unet_backward does not compute the gradient of a tensor without needs_grad (add_layer). So this ends the program
+    // only if somebody adds a layer with a backward pass before the first convolution.
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
@@ -16200,7 +16228,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         const ConvShape rows = few_shape(s);
         return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, rows);
     }
-    // The input is dout, and the output has the channels of both inputs.
+    // Here the kernel's input is dout, and its output has the channels of both of the layer's inputs.
     ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
     call.C1 = s.Cout;
     call.C2 = 0;
@@ -16214,23 +16242,23 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: weight gradients
-// conv_backward_weights gets several layers at once, so that small ones share a launch:
+// conv_backward_weights is called with several layers at once, so that small layers share a launch:
 //
 //   conv_backward_weights
 //     conv_weight_batch       plans each layer (plan_weight), sorts the layers by kind (weight_kind), plans each kind
 //                             as a whole (plan_weights), gives out the workspace (put_partials), and launches:
 //       conv_weight_tma, conv_weight_halo or conv_weight_gather     once for each kind
-//       conv_weight_sum                                             once, for the partials of all
-//     conv_weight_one         layers that are first replaced by others: few channels, stride 2, upsampling
+//       conv_weight_sum                                             once, for the partials of all kinds
+//     conv_weight_one         layers that are first replaced by other layers: few channels, stride 2, upsampling
 //
-// A plan says into how many ranges (splits) the pixels are divided. More ranges keep more multiprocessors busy, but
-// each range writes partial sums, which a second kernel has to add up.
+// A plan is the number of ranges (splits) into which the pixels are divided. More ranges keep more multiprocessors
+// busy, but each range writes partial sums, which a second kernel has to add up.
 
 // What weight gradients cost, in cycles as measured on an H200 while all blocks are at work.
 struct WeightCosts {
-    int slots;          // blocks that the GPU holds at once
+    int slots;          // blocks that the GPU runs at once
     int tile;           // cycles of a block for one pixel tile
-    int filter;         // how many blocks all taps need together
+    int filter;         // how many blocks the taps of a filter are divided among
     int beside;         // cycles of a block in addition to its tiles, if it writes partials
     int beside_dweight; // the same, if it writes dweight itself
     int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
@@ -16238,16 +16266,16 @@ struct WeightCosts {
 };
 constexpr int PARTIAL_CYCLES = 10;
 
-// Returns how many cycles conv_weight_tma takes for a pixel tile, with one warpgroup or with three (wide). This was
-// measured while other blocks read other filter rows, or other channels, of the same pixels.
+// Returns how many cycles a block of conv_weight_tma takes for a pixel tile, with one warpgroup or with three (wide).
+// This was measured while other blocks read the same pixels for other filter rows or other channels.
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
-    // A narrow block reads x and dout for only one filter row. This costs more if fewer tiles of channels share them.
-    // Tensors of more than 100 MB do not stay in the L2.
+    // A block with one warpgroup reads x and dout for only one filter row. The fewer tiles of channels there are, the
+    // more time this takes. It takes even more if the tensors have more than 100 MB, since they do not stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }
@@ -16259,7 +16287,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
-    // The portable kernels. Floats need three products where bf16 needs one, and take twice the time.
+    // The costs of the portable kernels. Floats need three products where bf16 needs one, and take twice the time.
     const int slow = act_parts();
     const int most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
@@ -16267,11 +16295,12 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// Sets how the tiles of 64 channels are divided among conv_weight_tma's blocks, if these have so many warpgroups. A
-// block of a 3x3 has one tile of Cin and one of Cout; a block of a 1x1 has up to three tiles of Cin, and a tile of Cout
-// for each warpgroup.
+// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma, if a block has so many warpgroups.
+// 3x3: a block has one tile of Cin and one tile of Cout. 1x1: a block has up to three tiles of Cin, and up to one tile
+// of Cout for each warpgroup.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
-    // For a 1x1: at most `most` tiles for each block, divided as equally as possible.
+    // Returns how many tiles a block has if it may have at most `most`, and all tiles are divided as equally as
+    // possible.
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
     p->warpgroups = warpgroups;
     p->co_tiles = p->tiles / p->channel_tiles;
@@ -16279,8 +16308,8 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
-// Returns the number of blocks of one range of pixels: each group of tiles of channels, times the taps or filter rows
-// that have blocks of their own.
+// Returns the number of blocks of one range of pixels: the number of groups of tiles of channels, times the number of
+// blocks that the taps are divided among (WeightCosts::filter).
 static int64_t range_blocks(const ConvWeight& p) {
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
@@ -16291,7 +16320,7 @@ static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int most_tiles = 1;  // pixel tiles of the largest layer
-        int tile_cycles = 0; // cycles of the slowest layer
+        int tile_cycles = 0; // cycles of a pixel tile of the slowest layer
         for (ConvWeight& p : works) {
             if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
             most_tiles = std::max(most_tiles, p.pixel_tiles);
@@ -16336,7 +16365,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     set_warpgroups(&p, 1);
 
-    // Pixel tiles: conv_weight_tma's are 8 x 16 or 8 x 8, conv_weight_halo's 8 x 8, conv_weight_gather's 64 in a row.
+    // A pixel tile has 8 x 16 or 8 x 8 pixels in conv_weight_tma, 8 x 8 pixels in conv_weight_halo, and 64 consecutive
+    // pixels in conv_weight_gather.
     if (tma) {
         p.tiles_h = ceil_div(Ho, 8);
         p.tiles_w = ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8);
@@ -16349,7 +16379,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
     }
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
 
-    // conv_weight_gather with 2 x 2 tiles of weights a block, if there are enough products (of 64 x 64 x 64) for it.
+    // A block of conv_weight_gather has 2 x 2 tiles of weights if there are enough products (of 64 x 64 x 64) for this.
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
         const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
@@ -16361,7 +16391,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-// Gives a work the memory for its partials. Returns their bytes. A single range has no partials of weights.
+// Sets where the partials of a work lie, and returns how many bytes they take. With a single range there are no
+// partials of weights.
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
@@ -16370,8 +16401,8 @@ static size_t put_partials(ConvWeight* p, char* memory) {
     p->bias_partial = (float*)(memory + bytes);
     return bytes + (bias_bytes + 255) / 256 * 256;
 }
-// Returns the bytes of the side lane's workspace that conv_backward_weights needs. (conv_detour_bytes: those of the
-// main lane's that conv_forward and conv_backward_input need.)
+// Returns how many bytes of the side lane's workspace conv_backward_weights needs. (conv_detour_bytes returns how many
+// bytes of the main lane's workspace conv_forward and conv_backward_input need.)
 static size_t conv_workspace(ConvShape s) {
     if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
@@ -16379,8 +16410,8 @@ static size_t conv_workspace(ConvShape s) {
 }
 
 typedef std::vector<ConvWeight> WeightPlans;
-// Launches a kernel once for all works. work_of(p): the kernel's argument for a work; blocks_of(p): how many blocks it
-// gets.
+// Launches a kernel once for all works. work_of(p): the kernel's argument for a work. blocks_of(p): the number of the
+// work's blocks.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Lane* lane, dim3 threads,
                            int bytes, auto work_of, auto blocks_of) {
@@ -16394,10 +16425,10 @@ static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const Weigh
     }
     if (blocks) launch_on(lane, 1, kernel, blocks, threads, bytes, batch);
 }
-// Returns the number of blocks of a work, of all its ranges.
+// Returns the number of blocks of a work, over all its ranges.
 static int64_t all_blocks(const ConvWeight& p) { return range_blocks(p) * p.splits; }
 
-// Launches conv_weight_tma_kernel for works of one kind. Each of them gets tensor maps.
+// Makes tensor maps for works of one kind, and launches conv_weight_tma_kernel for them.
 template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane* lane) {
     auto with_maps = [](const ConvWeight& p) {
         const ConvShape& s = p.shape;
@@ -16410,8 +16441,9 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane
     };
     launch_weights(conv_weight_tma_kernel<Tile>, works, lane, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
 }
-// For a single layer there is another version of the kernel. There the compiler knows which entry of the batch a block
-// has, so the layer's arguments lie at a fixed place among the kernel's parameters.
+// Launches a portable kernel, which has two versions: `alone` for a single layer, `together` for several. In `alone`
+// the compiler knows that the layer is entry 0 of the batch. So the layer's arguments lie at a fixed place among the
+// kernel's parameters.
 static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Lane* lane, int threads, int bytes) {
     lane->joined = true; // these kernels do not call await_previous_kernel
     if (works.size() == 1) launch_weights(alone, works, lane, threads, bytes, std::identity(), all_blocks);
@@ -16438,8 +16470,8 @@ static WeightKind weight_kind(const ConvWeight& p) {
     return p.block_co == 2 ? GATHER_WIDE : GATHER;
 }
 
-// Launches the kernel of a kind. conv_weight_tma has one warpgroup or three. WeightTile: kernel, warpgroups, pixels
-// across a tile, stages
+// Launches the kernel of a kind. conv_weight_tma's blocks have one warpgroup or three. WeightTile's parameters are:
+// size of the filter, warpgroups, pixels across a tile, stages.
 static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Lane* lane) {
     const bool three = works[0].warpgroups == 3;
     switch (kind) {
@@ -16463,11 +16495,11 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Lane* 
     }
 }
 
-// Computes at most WEIGHT_BATCH layers, with a launch for each kind, and one for all sums. If the workspace does not
-// hold all their partials, they are computed in two halves.
+// Computes the weight gradients of at most WEIGHT_BATCH layers: with one launch for each kind, and one launch that adds
+// up all partials. If the workspace has no room for the partials of all layers, it computes the layers in two halves.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
     std::map<WeightKind, WeightPlans> kinds; // the works of each kind
-    WeightPlans sums;                        // the works that have partials to be added up
+    WeightPlans sums;                        // the works whose partials have to be added up
     for (const WeightWork& w : works) {
         if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
@@ -16481,7 +16513,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         if (plans.size() > 1) plan_weights(plans);
         for (ConvWeight& p : plans) {
             const size_t bytes = put_partials(&p, lane->workspace + workspace_used);
-            if (p.splits == 1 && conv_is_wgmma(p.shape)) continue; // writes its gradients itself
+            if (p.splits == 1 && conv_is_wgmma(p.shape)) continue; // has no partials
             sums.push_back(p);
             workspace_used += bytes;
         }
@@ -16498,12 +16530,13 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     });
 }
 
-// Computes a weight gradient of a layer that is first replaced by another one (conv_weight_alone): a layer of few
-// channels becomes a 1x1 convolution of rows, whose product is turned into the gradient afterwards; or x is upsampled,
-// or dout is spread out.
+// Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone):
+//   few channels   It becomes a 1x1 convolution of rows. Afterwards the product is turned into the layer's gradient.
+//   upsampling     x is first upsampled.
+//   stride 2       dout is first spread out, with zeros in between.
 static void conv_weight_one(WeightWork w, Lane* lane) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
-    char* const detour = lane->workspace + conv_workspace(w.shape); // behind the workspace of that convolution
+    char* const detour = lane->workspace + conv_workspace(w.shape); // after the workspace of the new convolution
     if (conv_is_few(s)) {
         const act*& few = conv_is_last(s) ? w.dout : w.x1;
         ConvFew p = make_few_rows(s, few, nullptr, detour, lane);
@@ -16523,7 +16556,8 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
     conv_weight_batch({w}, lane);
 }
 
-// Returns which part of a large enough launch a weight gradient fills. 1 means that it needs no others beside it.
+// Returns what fraction of a large enough launch this weight gradient fills. With 1 or more it needs no other layers in
+// its launch.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -16534,14 +16568,15 @@ static double conv_weight_load(const ConvShape& s) {
         if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
         else cost.tile = s.out_W() > 8 ? 830 : 430;
     }
-    // Blocks of the portable kernels take longer. So their launches must be larger: otherwise a last round that is not
-    // full costs too much.
+    // Blocks of the portable kernels take longer. So their launches must be larger: otherwise the last round of blocks,
+    // which does not fill the GPU, costs too much.
     const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
     const double cycles = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / cost.slots;
     return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
 }
 
-// The operation of the interface. First it computes all layers that can share launches, then the others one by one.
+// The operation of the interface: computes weight gradients. First come all layers that can share launches, then the
+// other layers one by one.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
     conv_weight_batch(works, lane);
     for (const WeightWork& w : works)
@@ -16551,32 +16586,34 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* la
 // =====================================================================================================================
 // 23. The GPU: memory, copies, repeated work
 //
-// Three streams. The main lane's has a high priority and runs nearly everything. The side lane's has a low one: its
-// kernels fill multiprocessors that the main lane leaves free. The copy stream copies the next batch to the GPU while
-// the current one is computed. Events order the streams: a stream waits for a moment in another one, and the host does
-// not wait.
+// There are three streams. The main lane's stream has a high priority and runs nearly everything. The side lane's
+// stream has a low priority: its kernels fill multiprocessors that the main lane leaves free. The copy stream copies
+// the next batch to the GPU while the current one is computed. CUDA events order the streams: a stream waits for an
+// event of another stream, and the host does not wait.
 
-// Returns the largest number of parts of a tensor's Stats: one for each tile of a convolution, and no tile is smaller
-// than 8 x 8 pixels.
+// Returns the largest number of parts that a tensor's Stats can have. There is one part for each tile of a convolution,
+// and no tile is smaller than 8 x 8 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
-// start_device asks the runtime about this kernel's code, and so about this binary's.
+// A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled, which is
+// the same for all kernels of this binary.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
 static cudaDeviceProp properties; // of the GPU of this process
-static cudaStream_t side_stream;  // the side lane's
+static cudaStream_t side_stream;  // the side lane's stream
 
-// Returns how many GPUs the program can use; 0 also if there is no driver.
+// Returns how many GPUs the program can use. Without a driver this is 0.
 static int count_gpus() {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// Chooses GPU `number`, or ends the program with a sentence about the reason: the driver, or no GPU at all.
+// Returns the number of the GPU that this process uses. With one process this is `number`. If the process can't use
+// this GPU, ends the program with a message that tells the reason.
 static int choose_device(int number) {
     int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
-    CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: none is installed
+    CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: no driver is installed
     if (error == cudaErrorInsufficientDriver && driver)
         die("this GPU's driver is too old for the program: it knows CUDA %d.%d, and the program was built with %d.%d; "
             "update the driver, or build with a CUDA toolkit that is no newer than it (make -B train_unet "
@@ -16585,8 +16622,8 @@ static int choose_device(int number) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
             cudaGetErrorString(error));
-    // If a machine has several processes, each takes a GPU of its own.
-    if (world.size > 1 && count == 1) number = 0; // some launchers show each process a GPU of its own
+    // If several processes run on a machine, each of them uses a different GPU.
+    if (world.size > 1 && count == 1) number = 0; // some launchers let each process see only its own GPU
     else if (world.size > 1) number += world.local_rank;
     if (world.size > 1 && number >= count)
         die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
@@ -16596,8 +16633,8 @@ static int choose_device(int number) {
     return number;
 }
 
-// Returns for which architecture the code was compiled that this binary runs on GPU `number`: 80 for compute capability
-// 8.0, and so on. It is the same even if the driver translates this code for a newer GPU.
+// Returns the architecture of the code that GPU `number` runs: 80 if the code was compiled for compute capability 8.0,
+// and so on. If the driver translates the code for a newer GPU, this does not change the result.
 static int code_version(int number) {
     cudaFuncAttributes code;
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
@@ -16612,7 +16649,7 @@ static int code_version(int number) {
     return code.ptxVersion;
 }
 
-// Chooses the GPU, finds out all that decisions depend on (`gpu`), and makes the streams.
+// Chooses the GPU, fills in `gpu` (the properties that the choice of kernels depends on), and makes the streams.
 static void start_device(const std::string& precision, int number) {
     number = choose_device(number);
     CUDA_CHECK(cudaSetDevice(number));
@@ -16623,13 +16660,14 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .overlap = version >= 90,
            .clusters = version >= 90 && allowed.clusters,
-           // Code for 9.0 is always sm_90a's, which has wgmma: the #error at the head of section 16 makes sure of that.
+           // Code for 9.0 is always compiled for sm_90a, which has wgmma. The #error at the head of section 16 makes
+           // sure of that.
            .wgmma = version == 90 && allowed.hopper};
     act_element = element_named(precision, Element::BF16);
     if (precision == "fp8" && !gpu.wgmma)
         die("--precision fp8: needs an H100 or H200 (compute capability 9.0), and GPU %d has %d.%d; use bf16", number,
             properties.major, properties.minor);
-    int low, high; // priorities
+    int low, high; // the lowest and the highest priority of a stream
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&side_stream, cudaStreamNonBlocking, low));
@@ -16662,7 +16700,7 @@ static size_t device_available() {
     return available;
 }
 
-// Both copies wait until the main stream has done its work, and until the copy is complete.
+// copy_to_device and copy_to_host wait until the main stream has done all its work so far and the copy is complete.
 static void copy_to_device(void* to, const void* host, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, device.stream));
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
@@ -16672,10 +16710,10 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
 }
 
-// Runs work() as a CUDA graph: the first call records its launches, without running them, and every call then launches
-// the whole recording at once. A training step is hundreds of launches, each of which costs the host microseconds. The
-// arguments of a launch (pointers, sizes) stay as they were recorded, so all that changes from step to step lies on the
-// device.
+// Runs work() as a CUDA graph. The first call records the launches of work(), without running them. Every call,
+// including the first, then launches the whole recording at once. This saves time: a training step has hundreds of
+// launches, and each costs the host microseconds. The arguments of a launch (pointers, sizes) stay as they were
+// recorded. So everything that changes from step to step lies in device memory.
 template <class F> static void replay(Graph* g, F work) {
     if (!allowed.graphs) return work();
     if (!g->exec) {
@@ -16690,20 +16728,21 @@ template <class F> static void replay(Graph* g, F work) {
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.stream));
 }
 
-// A graph must not be destroyed while it runs.
+// Destroys a graph. It first waits, because a graph must not be destroyed while it runs.
 static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)g->exec));
     g->exec = nullptr;
 }
 
-// Records a moment of a stream in *moment: all work that is in the stream now is before the moment. The event is made
-// at the first use.
+// Records the event *moment in a stream: the event happens when all work that is in the stream now has been done. The
+// first call makes the event.
 static void record(cudaEvent_t* moment, cudaStream_t stream) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, stream));
 }
-// The lane's later work waits for that moment or, in the second form, for all work that the other lane has got so far.
+// All later work of the lane waits for the event `moment`. In the second form of the function, it waits for all work
+// that is in the lane `other` now.
 static void follow(Lane* lane, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(lane->stream, moment));
     lane->joined = true;
@@ -16714,9 +16753,9 @@ static void follow(Lane* lane, const Lane& other) {
     follow(lane, moment);
 }
 
-// Runs work(side lane). It may begin when the main lane has done all its work so far. Its end gets a ticket:
-// wait_for_side(ticket) makes the main lane wait for it.
-static std::map<int, cudaEvent_t> side_events; // by ticket
+// Calls work(side lane), which launches kernels on the side lane. These kernels begin after the main lane has done all
+// its work so far. Then wait_for_side(ticket) makes the main lane wait until they have ended.
+static std::map<int, cudaEvent_t> side_events; // by ticket: the end of that work
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
     work(&device.side);
@@ -16724,9 +16763,9 @@ template <class F> static void run_beside(int ticket, F work) {
 }
 static void wait_for_side(int ticket) { follow(MAIN_LANE, side_events[ticket]); }
 
-// An Upload's buffers go back and forth: the host fills u->host; send copies it to u->device in the copy stream, as
-// soon as all work before the latest release has been done, which reads it; the main stream waits for the copy, uses it
-// and releases it.
+// How an Upload u is used, again and again: the host fills u->host. send copies u->host to u->device, in the copy
+// stream. The copy begins when the main stream has done all work before the latest call of release, because this work
+// still reads the old content of u->device. The main stream waits for the copy, reads u->device and releases it.
 //
 //   host           fill        fill (waits until `sent`)
 //   copy stream        copy         copy (waits until `released`)
@@ -16736,7 +16775,7 @@ static Upload make_upload(size_t bytes) {
     Upload u{nullptr, (uint8_t*)device_alloc_bytes(bytes), bytes, nullptr, nullptr};
     CUDA_CHECK(cudaMallocHost(&u.host, bytes));
     record((cudaEvent_t*)&u.sent, device.copy_stream);
-    release(&u); // device_alloc_bytes fills it with zeros in the main stream; the first copy has to wait for that
+    release(&u); // the first copy has to wait until the main stream has filled u.device with zeros
     return u;
 }
 static void wait_for_host_side(Upload* u) { CUDA_CHECK(cudaEventSynchronize((cudaEvent_t)u->sent)); }
@@ -16747,14 +16786,15 @@ static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.stream, (cudaEvent_t)u->sent));
 }
 
-// Makes memory grow to at least `wanted` bytes. Its content is lost.
+// If the memory has fewer than `wanted` bytes, replaces it by larger memory. The old content is lost.
 static void grow(char** memory, size_t* bytes, size_t wanted) {
     if (wanted <= *bytes) return;
     if (*memory) device_free(*memory);
     *bytes = wanted;
     *memory = device_alloc<char>(wanted);
 }
-// Allocates memory for all later operations: each lane's workspace, which they share, and the norms' sums.
+// Allocates memory for all later operations: for each lane a workspace, which all operations of the lane share, and
+// memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes
     if (training) {
@@ -16769,7 +16809,7 @@ static void reserve(const Workspace& most, bool training) {
 // 24. Between ranks: from device to device
 // A rank is a process with a device of its own (host/ranks.h). This section has three ways to exchange data between
 // devices, and a build contains one of them:
-//   USE_NCCL   GPUs: NCCL or, where GPUs of one machine can, copies into each other's memory (world.direct)
+//   USE_NCCL   GPUs: NCCL or, if GPUs of one machine can access each other's memory, direct copies (world.direct)
 //   USE_MPI    CPUs: MPI
 //   neither    one process, which has nothing to exchange
 
@@ -16787,10 +16827,10 @@ static const char* ranks_need() {
 }
 
 #ifdef USE_NCCL
-// it is never destroyed, since that would wait for the graphs in which it was recorded
+// The communicator is never destroyed: this would wait for the graphs in which its calls were recorded.
 static ncclComm_t communicator = nullptr;
 
-static void leave_devices() {} // a process just ends
+static void leave_devices() {} // nothing to do before a process ends
 
 static std::string nccl_error(ncclResult_t error) {
     return text("NCCL: %s (%s)", ncclGetErrorString(error), ncclGetLastError(communicator));
@@ -16799,30 +16839,32 @@ static void nccl_check(ncclResult_t error) {
     if (error != ncclSuccess) die("%s", nccl_error(error).c_str());
 }
 
-// Returns what has gone wrong in calls that NCCL still works on, or "". The watch of host/ranks.h asks for it from time
-// to time.
+// Returns the error of a call that NCCL is still working on, or "" if there is no error. The watch in host/ranks.h
+// calls this from time to time.
 static std::string device_trouble() {
     ncclResult_t error = ncclSuccess;
     if (communicator) ncclCommGetAsyncError(communicator, &error);
     return error == ncclSuccess || error == ncclInProgress ? "" : nccl_error(error);
 }
 
-// Ranks of one machine open memory for each other (CUDA's interprocess communication): a rank's pointer table then says
-// where each other rank's piece of memory appears in its own address space. Copy engines write there while kernels run,
-// whereas NCCL's kernels would take multiprocessors from them. And kernels can write their results there directly.
+// Ranks on one machine open memory for each other (CUDA's interprocess communication): then a process can write to
+// memory that another process has allocated on another GPU. The GPUs' copy engines do this while kernels run. (NCCL
+// copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also write
+// their results directly to the other GPUs. `opened` has one entry for each piece of memory that the ranks have opened.
 struct Opened {
     size_t bytes;
-    std::vector<char*> at; // by rank: where its piece of memory lies for this process
+    std::vector<char*> at; // by rank: the address, in this process, of that rank's piece of memory
 };
 static std::vector<Opened> opened;
-static Lane sender;          // the lane of copies to others
-static bool sending = false; // copies have begun, and somebody has to wait for them
-// How many meetings (meet_kernel) each rank has reached, as it has told this rank; at index NEAR, the number of this
-// rank's own meetings.
+static Lane sender;          // the lane that copies to other ranks
+static bool sending = false; // copies have begun, and end_exchange has to wait for them
+// meetings[r]: how many meetings (meet_kernel) rank r has reached; rank r itself writes this number here.
+// meetings[NEAR]: how many meetings this rank has reached.
 static unsigned* meetings;
 
-// Returns the address at rank r that corresponds to p here, or null if p is not in opened memory. If p lies before a
-// piece, the offset is negative, and so, as a size_t, larger than any piece.
+// p points into memory of this rank. Returns the address of the same place in rank r's memory, or null if p is not in
+// opened memory. If p lies before a piece of memory, the offset is negative, and as a size_t it is larger than any
+// piece.
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened) {
         const size_t offset = (char*)p - o.at[world.rank];
@@ -16831,8 +16873,9 @@ static void* at_rank(void* p, int r) {
     return nullptr;
 }
 
-// Every rank makes a handle of its new memory, sends it to all others, and opens the handles that it gets. All ranks
-// call this together. If one of them can't open memory of another one, all go on by NCCL: world.direct becomes false.
+// Allocates memory that is open to all ranks, if world.direct. All ranks call this together. Every rank makes a handle
+// of its new memory, sends it to all other ranks, and opens the handles that it receives. If a rank can't open another
+// rank's memory, all ranks use NCCL from then on: world.direct becomes false.
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // a smaller piece could share a page with memory that must not be opened
@@ -16840,13 +16883,13 @@ static void* open_alloc(size_t bytes) {
     std::vector<char*> at(world.size, own);
     cudaIpcMemHandle_t handle = {};
     cudaError_t error = cudaIpcGetMemHandle(&handle, own);
-    CUDA_CHECK(cudaStreamSynchronize(device.stream)); // its zeros are there
+    CUDA_CHECK(cudaStreamSynchronize(device.stream)); // wait until it is filled with zeros
     const std::vector<cudaIpcMemHandle_t> handles = gather_host("opening memory for others", handle);
     for (int r = 0; r < world.size && !error; r++) {
         if (r == world.rank) continue;
         error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     }
-    cudaGetLastError(); // clears the error, which is handled here
+    cudaGetLastError(); // clears CUDA's last error, which this function handles
     world.direct = !any_rank("opening others' memory", error != cudaSuccess);
     if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
@@ -16854,8 +16897,8 @@ static void* open_alloc(size_t bytes) {
     return own;
 }
 
-// Connects the ranks' GPUs: by NCCL, whose ranks find each other by an id that rank 0 makes and the hosts send to each
-// other; and by opened memory, if `direct` asks for it and all are on one machine.
+// Connects the ranks' GPUs by NCCL. For this, rank 0 makes an id and sends it to all other ranks. If `direct` is true
+// and all ranks are on one machine, the ranks also open memory for each other.
 static void join_devices(bool direct) {
     if (world.size < 2) return;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // no NVLink multicast, unless the user has set the variable
@@ -16869,16 +16912,17 @@ static void join_devices(bool direct) {
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 
-// One warp, in which thread 0 counts this meeting, and thread k tells it to the k-th rank of `meetings` and waits until
-// that rank has come to the same meeting. The fences concern what was written before: the first one makes this rank's
-// writes visible to the others before they learn of the meeting; after the second one this rank sees theirs.
-// The difference of the numbers is compared with 0, so that they may overflow.
+// Each rank waits here until all ranks have come. The kernel has one warp. Thread 0 counts this meeting. Each thread
+// k > 0 works for one other rank: it writes the number of this meeting to that rank's memory, and waits until that rank
+// has written the same number (or a larger one) here. The first fence makes all earlier writes of this rank visible to
+// the other ranks before they see the number. After the second fence this rank sees the earlier writes of the others.
+// The numbers may overflow, because the code only compares their difference with 0.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
     const unsigned turn = own[NEAR] + 1;
     const int k = threadIdx.x;
-    const int r = k <= rank ? k - 1 : k; // the k-th rank of meetings, where this rank is the first
+    const int r = k <= rank ? k - 1 : k; // the rank of meetings.at[k]; meetings.at[0] is this rank's
     __syncwarp();
     if (k == 0) own[NEAR] = turn;
     if (k == 0 || k >= meetings.ranks) return;
@@ -16892,8 +16936,8 @@ static void meet() {
     if (world.direct) launch(meet_kernel, 1, 32, 0, everywhere(meetings), world.rank);
 }
 
-// All calls between these two become one launch of NCCL's. end_exchange waits for direct copies, and then all ranks
-// meet. After that the copies of all ranks have arrived.
+// All NCCL calls between begin_exchange and end_exchange become one launch. If there were direct copies, end_exchange
+// makes the main lane wait for them, and then all ranks meet. After that the copies of all ranks have arrived.
 static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
@@ -16903,12 +16947,12 @@ static void end_exchange() {
     meet();
 }
 
-// Copies piece(r) into the memory that each other rank r has opened, to the place that is reserved there for this rank.
-// The copies begin when the lane has done all its work so far.
+// For each other rank r: copies piece(r) to the memory that rank r has opened, to the place in it that is reserved for
+// this rank. The copies begin when the lane has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Lane& lane, F piece) {
     follow(&sender, lane);
     for (int k = 1; k < world.size; k++) {
-        // each rank begins with another rank, so that no link has several copies at once
+        // every rank begins with a different receiver, so that no link has several copies at once
         const int r = (world.rank + k) % world.size;
         char* const there = (char*)at_rank(to, r) + world.rank * bytes;
         CUDA_CHECK(cudaMemcpyAsync(there, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.stream));
@@ -16916,8 +16960,8 @@ template <class F> static void send_directly(void* to, size_t bytes, const Lane&
     sending = true;
 }
 
-// These are the two operations of the interface: by direct copies if recv or all is opened memory, otherwise by NCCL,
-// as bytes.
+// The next two functions are the operations of the interface. They use direct copies if the receiving array (recv or
+// all) is opened memory. Otherwise they use NCCL, which sends bytes.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
     auto piece = [&](int r) { return (const char*)send + r * bytes; };
     if (at_rank(recv, 0)) return send_directly(recv, bytes, *lane, piece);
@@ -16935,7 +16979,7 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane* lane) {
     lane->joined = true;
 }
 #else // no rank can access another one's memory
-// MPI's calls are complete when they return, so nothing has to be begun, ended or waited for.
+// The exchange is complete when a call of MPI returns, so the next three functions have nothing to do.
 static void begin_exchange() {}
 static void end_exchange() {}
 static void meet() {}
@@ -16943,10 +16987,11 @@ static void* open_alloc(size_t bytes) { return device_alloc_bytes(bytes); }
 static void* at_rank(void*, int) { return nullptr; }
 static std::string device_trouble() { return ""; }
 #ifdef USE_MPI
-// Starts MPI. Only this thread calls it (FUNNELED), and its errors come back to us (mpi_check).
+// Starts MPI. Only this thread calls MPI (MPI_THREAD_FUNNELED). MPI returns its errors (MPI_ERRORS_RETURN), and
+// mpi_check handles them.
 static void join_devices(bool) {
     if (world.size < 2) return;
-    any_rank("the start of MPI", false); // finds out here if a rank has ended because of an error, and names it
+    any_rank("the start of MPI", false); // if a rank has ended because of an error, this finds it and names the rank
     int level, size;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
@@ -16955,27 +17000,28 @@ static void join_devices(bool) {
         die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
 }
 
-// MPI must be ended if it was started.
+// Ends MPI if it was started.
 static void leave_devices() {
     int joined = 0;
     MPI_Initialized(&joined);
     if (joined) MPI_Finalize();
 }
 
-// An error of MPI ends the run. But if a rank has ended, that is the reason that has to be told, and the watch finds it
-// earlier.
+// An error of MPI ends the run. Its reason may be that another rank has ended. Then the watch (host/ranks.h) tells the
+// user this reason, and ends the program, before this function does.
 static void mpi_check(int error) {
     if (error == MPI_SUCCESS) return;
-    sleep(3); // during this time the watch ends the program, if a rank has ended
+    sleep(3); // if a rank has ended, the watch ends the program during this time
     char why[MPI_MAX_ERROR_STRING] = "";
     int length;
     MPI_Error_string(error, why, &length);
     die("MPI: %s", why);
 }
 
-// Pieces are counted in floats. A rank does not send its own piece, so its count is 0.
+// MPI wants the length of each piece, and its place, as numbers of floats. A rank does not send its own piece to
+// itself, so the length of this piece is 0.
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
-    const int floats = (int)(bytes / sizeof(float)); // of a piece
+    const int floats = (int)(bytes / sizeof(float)); // floats of a piece
     std::vector<int> count(world.size, floats);
     std::vector<int> first(world.size); // the first float of each piece
     for (int r = 0; r < world.size; r++) first[r] = r * floats;
