@@ -13,99 +13,99 @@
 //   2606     6. The plan: what the backward pass adds where, and where in memory each buffer lies
 //   2853     7. Forward and backward: two walks over the list
 //   2974     8. Diffusion: noise schedules, objectives, samplers
-//   3242         the level of a training sample, drawn, and its share of the loss
-//   3684         samplers
-//   4217     9. Data: .bin files that may be larger than memory, the order of their images
-//   4737    10. Model files: weights and checkpoints, initial weights
-//   5122    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5137         the learning rate, the verdict on a step, averages of the weights
-//   5220         what a trainer holds
-//   5351         a step
-//   5646    12. A run: log, guard, checkpoints, resume, samples
-//   5671         the log in memory, as the page shows it
-//   5781         what a run holds
-//   5849         the log and the status line
-//   6037         checkpoints, snapshots and grids
-//   6300         the start of a run: new, from a file's weights, or resumed
-//   6496         the loop over the steps
-//   6611         a run from its first to its last line
-//   6781         samples, without a run
-//   6938    13. main: the command line, then a run or samples
-//   7214         what ranks must have in common
-//   7284         main
-//   7409  Part II. The device
-//   7412    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7490    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7559    16. The GPU: what all kernels share
-//   7624         Launches, which may overlap
-//   7667         Decisions: what kernels are chosen with
-//   7715         Single instructions: shared memory, mbarriers, clusters
-//   7800         Activations: pieces of 16 bytes
-//   8094         each_kernel: a thread for an element
-//   8108         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8267         Swizzle: how rows lie in shared memory
-//   8285         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8514         building blocks of Hopper's kernels (sm_90a)
-//   8808    17. Small operations: resampling, embeddings, diffusion
-//   8811         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9011         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9365         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9871    18. Group norm
-//   9874         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10407         groupnorm_backward_whole: an image's slab in shared memory
-//  10783    19. Attention
-//  10888         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11427         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11565         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12242    20. Convolution
-//  12281         ConvOut: results, 4 channels of a pixel at a time
-//  12515         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12577         conv_halo: 3x3, stride 1, any GPU
-//  12981         conv_gather: any kernel size and stride, any GPU
-//  13242         conv_few: the first and the last layer
-//  13414         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  13986         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14105         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14565         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  14995         conv_weight_tma: weight gradients (sm_90a)
-//  15277    21. The optimiser
-//  15280         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15510    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15513         groupnorm_backward
-//  15648         attention: forward and, where a has dout, backward
-//  15709         convolution: forward and input gradient
-//  16162         convolution: weight gradients
-//  16498    23. The GPU: memory, copies, repeated work
-//  16715    24. Between ranks: from device to device
+//   3244         the level of a training sample, drawn, and its share of the loss
+//   3698         samplers
+//   4249     9. Data: .bin files that may be larger than memory, the order of their images
+//   4773    10. Model files: weights and checkpoints, initial weights
+//   5167    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5182         the learning rate, the verdict on a step, averages of the weights
+//   5269         what a trainer holds
+//   5402         a step
+//   5700    12. A run: log, guard, checkpoints, resume, samples
+//   5725         the log in memory, as the page shows it
+//   5835         what a run holds
+//   5903         the log and the status line
+//   6091         checkpoints, snapshots and grids
+//   6354         the start of a run: new, from a file's weights, or resumed
+//   6550         the loop over the steps
+//   6665         a run from its first to its last line
+//   6835         samples, without a run
+//   6992    13. main: the command line, then a run or samples
+//   7268         what ranks must have in common
+//   7338         main
+//   7463  Part II. The device
+//   7466    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7544    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7613    16. The GPU: what all kernels share
+//   7678         Launches, which may overlap
+//   7721         Decisions: what kernels are chosen with
+//   7769         Single instructions: shared memory, mbarriers, clusters
+//   7854         Activations: pieces of 16 bytes
+//   8148         each_kernel: a thread for an element
+//   8162         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8321         Swizzle: how rows lie in shared memory
+//   8339         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8568         building blocks of Hopper's kernels (sm_90a)
+//   8862    17. Small operations: resampling, embeddings, diffusion
+//   8865         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9065         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9419         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9925    18. Group norm
+//   9928         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10461         groupnorm_backward_whole: an image's slab in shared memory
+//  10837    19. Attention
+//  10942         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11481         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11619         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12296    20. Convolution
+//  12335         ConvOut: results, 4 channels of a pixel at a time
+//  12569         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12631         conv_halo: 3x3, stride 1, any GPU
+//  13035         conv_gather: any kernel size and stride, any GPU
+//  13296         conv_few: the first and the last layer
+//  13468         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14040         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14159         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14619         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15060         conv_weight_tma: weight gradients (sm_90a)
+//  15347    21. The optimiser
+//  15350         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15582    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15585         groupnorm_backward
+//  15723         attention: forward and, where a has dout, backward
+//  15785         convolution: forward and input gradient
+//  16244         convolution: weight gradients
+//  16587    23. The GPU: memory, copies, repeated work
+//  16809    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7405, run_program 7345, train 6737, run_step 6546, train_step 5580, load_batch 4694;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16625):
-//     step_gradients 5481: draw_levels 9379, forward_and_loss 5395, q_sample_forward 9569, unet_forward 2880,
-//     forward_layer 2866 (a function of the layer's kind), loss_forward_backward 9679, unet_backward 2945,
-//     sum_gradients 15326;
-//     judge_step 15373, update_slice 5546, adamw_update 15483, next_step 15379, record_step 15384;
-//     later collect_steps 6500
-//   pictures, from noise: sample_batch 4134, plan_route 3908, device_step 3951, euler_step 3714 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16039 draws all of its roads):
-//     forward_conv 2107; conv_forward 16073, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 15992 above that; conv_tiles 14550, with conv_tiles_kernel above it;
-//     Accumulators 8742; Wgmma 8341;
-//     on any other GPU pick_conv_halo_bf16 15781; conv_halo 12968, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8159
-//   why several GPUs compute the bits of one: step_gradients 5481
-//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7453, with_nonlinearity 7463 (a case); BEHIND_NORMS, in front of
+//     main 7459, run_program 7399, train 6791, run_step 6600, train_step 5634, load_batch 4730;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16717):
+//     step_gradients 5534: draw_levels 9433, forward_and_loss 5448, q_sample_forward 9623, unet_forward 2880,
+//     forward_layer 2866 (a function of the layer's kind), loss_forward_backward 9733, unet_backward 2945,
+//     sum_gradients 15397;
+//     judge_step 15444, update_slice 5599, adamw_update 15555, next_step 15450, record_step 15456;
+//     later collect_steps 6554
+//   pictures, from noise: sample_batch 4164, plan_route 3930, device_step 3974, euler_step 3728 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16119 draws all of its roads):
+//     forward_conv 2107; conv_forward 16154, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16071 above that; conv_tiles 14604, with conv_tiles_kernel above it;
+//     Accumulators 8796; Wgmma 8395;
+//     on any other GPU pick_conv_halo_bf16 15859; conv_halo 13022, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8213
+//   why several GPUs compute the bits of one: step_gradients 5534
+//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7507, with_nonlinearity 7517 (a case); BEHIND_NORMS, in front of
 //     add_norm 2320, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3172
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3174
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 398, and beside each other edm_question 3018,
-//     ask 3052, frame_of 3062, sigma_draws 3068, has_steps_of_t 3074; the head of their section lists the changes
+//     ask 3054, frame_of 3064, sigma_draws 3070, has_steps_of_t 3076; the head of their section lists the changes
 //   a kind of layer: forward_linear 2027 and what stands beside it, with a list of all places in front of
 //     LayerKind 1999; add_resblock 2370 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 226, ElementOf 7429; until they know it, nothing compiles: unpack 7818,
-//     pack 7846, FourOf 7898, mma 8159, with_act 7682, cast_params 15403, adamw_update 15483, tma_type 8472;
-//     which kernels take it: conv_product 16039, act_has_wgmma 7693; docs/READING.md says what at each
+//   an element type beside bf16: Element 226, ElementOf 7483; until they know it, nothing compiles: unpack 7872,
+//     pack 7900, FourOf 7952, mma 8213, with_act 7736, cast_params 15475, adamw_update 15555, tma_type 8526;
+//     which kernels take it: conv_product 16119, act_has_wgmma 7747; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1118, called by who does not know it
 //
