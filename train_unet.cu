@@ -64,35 +64,35 @@
 //  13035         conv_gather: any kernel size and stride, any GPU
 //  13296         conv_few: the first and the last layer
 //  13468         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14040         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14159         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14619         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15060         conv_weight_tma: weight gradients (sm_90a)
-//  15347    21. The optimiser
-//  15350         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15582    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15585         groupnorm_backward
-//  15723         attention: forward and, where a has dout, backward
-//  15785         convolution: forward and input gradient
-//  16244         convolution: weight gradients
-//  16587    23. The GPU: memory, copies, repeated work
-//  16809    24. Between ranks: from device to device
+//  14043         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14162         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14623         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15064         conv_weight_tma: weight gradients (sm_90a)
+//  15351    21. The optimiser
+//  15354         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15586    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15589         groupnorm_backward
+//  15727         attention: forward and, where a has dout, backward
+//  15789         convolution: forward and input gradient
+//  16249         convolution: weight gradients
+//  16592    23. The GPU: memory, copies, repeated work
+//  16814    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7459, run_program 7399, train 6791, run_step 6600, train_step 5634, load_batch 4730;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16717):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16722):
 //     step_gradients 5534: draw_levels 9433, forward_and_loss 5448, q_sample_forward 9623, unet_forward 2880,
 //     forward_layer 2866 (a function of the layer's kind), loss_forward_backward 9733, unet_backward 2945,
-//     sum_gradients 15397;
-//     judge_step 15444, update_slice 5599, adamw_update 15555, next_step 15450, record_step 15456;
+//     sum_gradients 15401;
+//     judge_step 15448, update_slice 5599, adamw_update 15559, next_step 15454, record_step 15460;
 //     later collect_steps 6554
 //   pictures, from noise: sample_batch 4164, plan_route 3930, device_step 3974, euler_step 3728 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16119 draws all of its roads):
-//     forward_conv 2107; conv_forward 16154, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16071 above that; conv_tiles 14604, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 16124 draws all of its roads):
+//     forward_conv 2107; conv_forward 16159, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16075 above that; conv_tiles 14608, with conv_tiles_kernel above it;
 //     Accumulators 8796; Wgmma 8395;
-//     on any other GPU pick_conv_halo_bf16 15859; conv_halo 13022, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 15863; conv_halo 13022, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8213
 //   why several GPUs compute the bits of one: step_gradients 5534
 //   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7507, with_nonlinearity 7517 (a case); BEHIND_NORMS, in front of
@@ -104,8 +104,8 @@
 //     LayerKind 1999; add_resblock 2370 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 226, ElementOf 7483; until they know it, nothing compiles: unpack 7872,
-//     pack 7900, FourOf 7952, mma 8213, with_act 7736, cast_params 15475, adamw_update 15555, tma_type 8526;
-//     which kernels take it: conv_product 16119, act_has_wgmma 7747; docs/READING.md says what at each
+//     pack 7900, FourOf 7952, mma 8213, with_act 7736, cast_params 15479, adamw_update 15559, tma_type 8526;
+//     which kernels take it: conv_product 16124, act_has_wgmma 7747; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1118, called by who does not know it
 //
@@ -1094,8 +1094,8 @@ constexpr int MORE_EMAS = 7; // the most averages of the weights beside the firs
 // --objective ect: the largest q^a that is allowed. The gap between student and teacher is divided by q^a, and a
 // smaller gap would be lost in fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
-// The averages of --ema_snapshots follow power functions (Karras et al. 2024, appendix C). These have exponents instead
-// of rates. The list of rates (Config::emas) contains these exponents, too.
+// The averages of --ema_snapshots weight the parameters of each step by a power of the step's number (Karras et al.
+// 2024, appendix C). These are the exponents. With --ema_snapshots the list of rates (Config::emas) contains them, too.
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
 // Returns the row of a flag, or null if there is no such flag.
@@ -8130,7 +8130,7 @@ INLINE void fold_columns(float* shared, int columns, const float (&first)[V], co
     }
     __syncthreads();
     const int lanes = THREADS / (2 * V * columns); // threads that add up one sum together
-    const int i = threadIdx.x / lanes;             // the number of the sum
+    const int i = threadIdx.x / lanes;             // the index of the sum that this thread helps to add up
     const int lane = threadIdx.x % lanes;
     const int k = i / columns;
     const int column = i % columns;
@@ -13515,12 +13515,13 @@ constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
 // for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
-// The works of several layers, which one launch does. Blocks first_block[i] .. first_block[i + 1] - 1 do work i.
-constexpr int WEIGHT_BATCH = 8;
+constexpr int WEIGHT_BATCH = 8;          // how many layers' weight gradients one launch computes at most
 template <class Work> struct WorkBlock { // a block's work, and its number among that work's blocks
     const Work& work;
     int block;
 };
+// What one launch computes: the weight gradients of n layers, of which work[i] describes one. The blocks from
+// first_block[i] to first_block[i + 1] - 1 compute work[i], and all blocks from the last first_block on compute the last.
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
@@ -13821,7 +13822,8 @@ static __global__ void __launch_bounds__(384, 1)
     Copies copies{p, base, co0, ci_tile * 64, first, end};
     for (int i = 0; i < STAGES - 1; i++) copies.copy_tile(first + i);
 
-    // The addresses of this lane's rows for ldmatrix, which loads four matrices of 8 x 8.
+    // ldmatrix loads four matrices at once, each of 8 pixels of one image row and 8 channels. Each lane gives it the
+    // address of one pixel of one matrix. The four matrices are, by image row and channels:
     // Of x:    (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
     // Of dout: (row, co 0-7), (row, co 8-15), (row + 1, co 0-7), (row + 1, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -13980,7 +13982,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // The addresses of this lane's rows for ldmatrix, which loads four matrices of 8 x 8.
+    // ldmatrix loads four matrices at once, each of 8 pixels and 8 channels. Each lane gives it the address of one pixel
+    // of one matrix. The four matrices are, by pixels and channels:
     // Of x:    (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
     // Of dout: (pixels 0-7, co 0-7), (0-7, co 8-15), (8-15, co 0-7), (8-15, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -14577,7 +14580,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
             }
         }
-        if (T::FP8 && T::CAN_SKIP && p.skip.slices) { // the skip connection's products are not scaled
+        // With a skip connection, the sums of FP8 are scaled here, before its products are added, which are not scaled.
+        if (T::FP8 && T::CAN_SKIP && p.skip.slices) {
             acc.wait();
             UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
         }
@@ -16098,11 +16102,12 @@ static bool conv_is_small(const ConvCall& c) {
 }
 
 // Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
-// largest tile with which every multiprocessor still has a block. The table shows the roads from the network's list of
-// layers to an instruction of the tensor cores. Each function calls the function below it:
+// largest tile with which every multiprocessor still has a block. The table shows which functions lead from the network's
+// list of layers to an instruction of the tensor cores. Each function calls the function below it:
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
-//   conv_forward                 goes the whole way, or a detour (upsampling, stride 2, few channels); fills a ConvCall
+//   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
+//                                convolution by another one
 //   conv_product                 chooses the kernel, by the table in it
 //
 //   Hopper, bf16, 3x3 (1x1);     Hopper, bf16, small images;  any GPU, 3x3, stride 1       any GPU, all others
