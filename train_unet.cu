@@ -64,35 +64,35 @@
 //  13035         conv_gather: any kernel size and stride, any GPU
 //  13296         conv_few: the first and the last layer
 //  13468         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14043         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14162         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14623         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15064         conv_weight_tma: weight gradients (sm_90a)
-//  15351    21. The optimiser
-//  15354         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15586    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15589         groupnorm_backward
-//  15727         attention: forward and, where a has dout, backward
-//  15789         convolution: forward and input gradient
-//  16249         convolution: weight gradients
-//  16592    23. The GPU: memory, copies, repeated work
-//  16814    24. Between ranks: from device to device
+//  14044         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14163         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14624         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15065         conv_weight_tma: weight gradients (sm_90a)
+//  15352    21. The optimiser
+//  15355         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15587    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15590         groupnorm_backward
+//  15728         attention: forward and, where a has dout, backward
+//  15790         convolution: forward and input gradient
+//  16250         convolution: weight gradients
+//  16593    23. The GPU: memory, copies, repeated work
+//  16815    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7459, run_program 7399, train 6791, run_step 6600, train_step 5634, load_batch 4730;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16722):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16723):
 //     step_gradients 5534: draw_levels 9433, forward_and_loss 5448, q_sample_forward 9623, unet_forward 2880,
 //     forward_layer 2866 (a function of the layer's kind), loss_forward_backward 9733, unet_backward 2945,
-//     sum_gradients 15401;
-//     judge_step 15448, update_slice 5599, adamw_update 15559, next_step 15454, record_step 15460;
+//     sum_gradients 15402;
+//     judge_step 15449, update_slice 5599, adamw_update 15560, next_step 15455, record_step 15461;
 //     later collect_steps 6554
 //   pictures, from noise: sample_batch 4164, plan_route 3930, device_step 3974, euler_step 3728 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16124 draws all of its roads):
-//     forward_conv 2107; conv_forward 16159, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16075 above that; conv_tiles 14608, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 16125 draws all of its roads):
+//     forward_conv 2107; conv_forward 16160, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16076 above that; conv_tiles 14609, with conv_tiles_kernel above it;
 //     Accumulators 8796; Wgmma 8395;
-//     on any other GPU pick_conv_halo_bf16 15863; conv_halo 13022, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 15864; conv_halo 13022, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8213
 //   why several GPUs compute the bits of one: step_gradients 5534
 //   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7507, with_nonlinearity 7517 (a case); BEHIND_NORMS, in front of
@@ -104,8 +104,8 @@
 //     LayerKind 1999; add_resblock 2370 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 226, ElementOf 7483; until they know it, nothing compiles: unpack 7872,
-//     pack 7900, FourOf 7952, mma 8213, with_act 7736, cast_params 15479, adamw_update 15559, tma_type 8526;
-//     which kernels take it: conv_product 16124, act_has_wgmma 7747; docs/READING.md says what at each
+//     pack 7900, FourOf 7952, mma 8213, with_act 7736, cast_params 15480, adamw_update 15560, tma_type 8526;
+//     which kernels take it: conv_product 16125, act_has_wgmma 7747; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1118, called by who does not know it
 //
@@ -370,7 +370,7 @@ static_assert(picture_words_are_in_order(),
 struct Dropout {
     float p = 0;
     uint64_t seed = 0;
-    const int64_t* step = nullptr; // device
+    const int64_t* step = nullptr; // in device memory: the number of the step
     int64_t sample0 = 0;           // the batch's first sample
     uint32_t layer = 0;            // index of the residual block
 };
@@ -12755,7 +12755,7 @@ template <class Tile> struct HaloCopies {
         const int pixel = first_pixel + i * PIXELS_AT_ONCE;
         const int source = sources[pixel];
         const bool channel_inside = c < p.C1;
-        const bool valid = channel_inside && source >= 0; // not valid: zeros
+        const bool valid = channel_inside && source >= 0; // if false, the copy writes zeros
         const T* const x = (const T*)p.x1 + (channel_inside ? c : 0);
         const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
@@ -12833,7 +12833,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int tap = BACKWARD ? 8 - place_of_tap : place_of_tap;
         const int k = k0 + (BACKWARD ? row(i) + first_row : chunk * 8); // input channel
         const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
-        const bool valid = k < p.C1 && c < p.Cout;                      // not valid: zeros
+        const bool valid = k < p.C1 && c < p.Cout;                      // if false, the copy writes zeros
         int C = BACKWARD ? p.Cout : p.C1;                               // channels of a tap in global memory
         asm volatile("" : "+r"(C)); // otherwise the compiler would keep many multiples of C in registers
         const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
@@ -13126,7 +13126,7 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
             const int r = row + i * ROWS_AT_ONCE;
             const int c = c0 + (BACKWARD ? chunk * 8 : r); // output channel
             const int k = BACKWARD ? r : chunk * 8;        // input channel, in the slice
-            const bool valid = c < p.Cout && k0 + k < C;   // not valid: zeros
+            const bool valid = c < p.Cout && k0 + k < C;   // if false, the copy writes zeros
             const uint32_t index = BACKWARD ? ((weight_k0 + k) * p.taps + tap) * p.Cout + c
                                             : (c * p.taps + tap) * (p.C1 + p.C2) + weight_k0 + k;
             const int offset = stage + i * ROWS_AT_ONCE * ROW_BYTES;
@@ -13222,7 +13222,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         const T* const input = (const T*)(second ? p.x2 : p.x1);
         const T* const x = input + (chunk_inside ? c : 0);
         UNROLL_FOR (int i = 0; i < COPIES; i++) {
-            const bool valid = chunk_inside && source[i] >= 0; // not valid: zeros
+            const bool valid = chunk_inside && source[i] >= 0; // if false, the copy writes zeros
             const uint32_t pixel = valid ? n * p.source_pixels + source[i] : 0;
             copy_channels(own_pixels, stage + i * PIXELS_AT_ONCE * ROW, pixel_of(x, pixel, C), valid);
         }
@@ -13521,7 +13521,8 @@ template <class Work> struct WorkBlock { // a block's work, and its number among
     int block;
 };
 // What one launch computes: the weight gradients of n layers, of which work[i] describes one. The blocks from
-// first_block[i] to first_block[i + 1] - 1 compute work[i], and all blocks from the last first_block on compute the last.
+// first_block[i] to first_block[i + 1] - 1 compute work[i], and all blocks from the last first_block on compute the
+// last.
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
@@ -13929,7 +13930,7 @@ template <class T, int N> struct WeightGatherCopies {
             const int pixel = p0 + i;
             int source = -1;
             if (pixel < HWo) source = direct ? pixel : source_pixel<false>(p.shape, Wo_inverse, h0, w0, i, offset);
-            const bool x_valid = x_in && source >= 0; // not valid: zeros
+            const bool x_valid = x_in && source >= 0; // if false, the copy writes zeros
             const bool dout_valid = dout_in && pixel < HWo;
             const uint32_t x_pixel = x_valid ? n * p.shape.H * p.shape.W + source : 0;
             const uint32_t dout_pixel = dout_valid ? n * HWo + pixel : 0;
@@ -13982,8 +13983,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // ldmatrix loads four matrices at once, each of 8 pixels and 8 channels. Each lane gives it the address of one pixel
-    // of one matrix. The four matrices are, by pixels and channels:
+    // ldmatrix loads four matrices at once, each of 8 pixels and 8 channels. Each lane gives it the address of one
+    // pixel of one matrix. The four matrices are, by pixels and channels:
     // Of x:    (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
     // Of dout: (pixels 0-7, co 0-7), (0-7, co 8-15), (8-15, co 0-7), (8-15, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -16102,8 +16103,8 @@ static bool conv_is_small(const ConvCall& c) {
 }
 
 // Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
-// largest tile with which every multiprocessor still has a block. The table shows which functions lead from the network's
-// list of layers to an instruction of the tensor cores. Each function calls the function below it:
+// largest tile with which every multiprocessor still has a block. The table shows which functions lead from the
+// network's list of layers to an instruction of the tensor cores. Each function calls the function below it:
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
