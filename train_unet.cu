@@ -261,7 +261,7 @@ static inline uint8_t fp8_bits(float v) {
     uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa; the FP8 number keeps 3 of the 23
     memcpy(&bits, &size, sizeof bits);
     bits += 0x7FFFF + (bits >> 20 & 1);
-    return sign | (uint8_t)((bits >> 20) - ((127 - 7) << 3)); // the exponents' biases are 127 and 7
+    return sign | (uint8_t)((bits >> 20) - ((127 - 7) << 3)); // fp32 stores its exponent plus 127, FP8 plus 7
 }
 [[maybe_unused]] static inline float fp8_value(uint8_t bits) { // only the CPU build calls this
     const int exponent = bits >> 3 & 15;
@@ -272,7 +272,7 @@ static inline uint8_t fp8_bits(float v) {
 }
 
 // A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array, or two arrays of C1 and
-// C2 channels. With upsample = 1 it is a 3x3 with stride 1 and reads its input enlarged to 2H x 2W.
+// C2 channels. With upsample = 1 the convolution is 3x3, its stride is 1, and it reads its input enlarged to 2H x 2W.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     Element in = act_element, out = act_element; // the network's own input and output are FP32
@@ -315,14 +315,14 @@ struct Stats {
 };
 
 // What attention keeps of each row of scores s = q . k, so that the backward pass can compute the softmax again:
-// P = 2^((s - top) log2(e) / sqrt(d) - log_sum), where top is one of the highest scores of the row. Usually only one
-// number is kept, the log of the sum of exponentials. If scores are large, however, the rounding of that number would
+// P = 2^((s - top) log2(e) / sqrt(d) - log_sum), where top is one of the highest scores of the row. Most programs keep
+// only one number, the log of the sum of exponentials. But if scores are large, the rounding of that number would
 // change it by more than 1.
 struct SoftmaxRow {
     float top, log_sum;
 };
 
-// A random draw depends on these, and on the number of the sample within the batch.
+// A random draw depends on these members, and on the number of the sample within the batch.
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE and so on
@@ -339,7 +339,7 @@ HD static inline RandomKey of_purpose(RandomKey key, uint32_t purpose) {
 // What is random about the pictures that a batch is conditioned on. Outside of training all members except the key are
 // 0, so only the holes of --cond mask are random.
 struct PictureDraws {
-    RandomKey key;            // the step and the first sample; each draw has a purpose of its own
+    RandomKey key;            // the seed, the step and the first sample; each draw sets the purpose
     bool random_flip = false; // whether half of the images are mirrored, each together with its picture
     float dropout = 0;        // the probability of leaving a picture out
     float noise = 0;          // the largest standard deviation of the noise on a small picture
@@ -386,8 +386,8 @@ struct NoiseLevel {
     float log_var = 0;
     float log_ratio = 0;
     float range = 0;
-    int first = 0;            // 1: it is the level of t = 0
-    int quarter = 0;          // in which quarter of the levels it lies, ordered by noise: 0 to 3
+    int first = 0;            // 1: this is the level of t = 0
+    int quarter = 0;          // the quarter of all levels that this level lies in: 0 (least noise) to 3
     int index = 0;            // ddpm: t
     float importance = 0;     // ddpm: 1 / (T times the probability of drawing t)
     float target_teacher = 0; // ect: the factor of the teacher's answer in the target
@@ -411,9 +411,9 @@ struct Tuning {
     HD bool on() const { return q > 0; }
 };
 
-// A change to an image (--augment), and what the network is told of it. First the image is mirrored. Then the changed
-// image has at (x, y) what the mirrored image has at (x_x x + x_y y + x_1, y_x x + y_y y + y_1). Places are counted
-// from the centre.
+// A change to an image (--augment), and what the network is told of it. First the image is mirrored. Pixel (x, y)
+// of the changed image is then pixel (x_x x + x_y y + x_1, y_x x + y_y y + y_1) of the mirrored image. Coordinates are
+// measured from the centre.
 constexpr int AUGMENT_NUMBERS = 9;
 struct Augmentation {
     float told[AUGMENT_NUMBERS];
@@ -429,8 +429,8 @@ struct SigmaDraws {
 };
 
 // What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
-// mse * squared error + bound * variational bound in nats. If mse is 0, the bound also trains the mean. With tuning the
-// loss is another one (tuning_loss).
+// mse * squared error + bound * variational bound in nats. If mse is 0, the bound also trains the mean. If tuning.on(),
+// the loss is that of tuning_loss instead.
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn from a distribution
     int steps;
@@ -458,10 +458,10 @@ struct SamplerStep {
 
 // Settings that are the same in all steps of a sampler.
 // With guidance, the second half of the batch is a copy of the first half. For the copies the network is not told the
-// class, numbers or picture, if training has also left these out sometimes. Its answers for the copies are called
-// `unconditional`. The sampler uses the answer unconditional + guidance * (out - unconditional).
-// With a limit, x0 is limited to [-s, s] and divided by s. s is 1. But with rank >= 0, s is the rank-th smallest |x0|
-// of the image (counted from 0), if that is larger than 1.
+// class, numbers or picture, if training has also left these out sometimes. The network's answers for the copies are
+// called `unconditional`. The sampler uses the answer unconditional + guidance * (out - unconditional).
+// With a limit, x0 is limited to [-s, s] and divided by s. With rank < 0, s is 1. With rank >= 0, s is the rank-th
+// smallest |x0| of the image (counted from 0), or 1 if that |x0| is smaller than 1.
 struct Denoising {
     bool limit, guided;
     float guidance;
@@ -489,7 +489,7 @@ struct AdamW {
 //
 // A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
 // ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
-// And the ranks also share the first weights evenly, which are the ones that are read in fp32.
+// The first weights of an array, which are read in fp32, are also shared evenly in this way.
 constexpr size_t PIECE = 1 << 14; // floats
 struct Slice {
     size_t n;
@@ -497,18 +497,18 @@ struct Slice {
     HD size_t each() const { return pieces * PIECE; }     // floats of a segment that a rank owns
     HD size_t owned() const { return segments * each(); } // floats of all segments that a rank owns
     HD size_t whole() const { return ranks * owned(); }   // floats of a flat array with its padding
-    // Says where in a flat array rank r's part of a segment begins.
+    // Returns where in a flat array rank r's part of a segment begins.
     HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
-    // Says where in a flat array the i-th of this rank's own floats lies.
+    // Returns where in a flat array the i-th float of this rank's slice lies.
     HD size_t flat(size_t i) const {
         const unsigned segment = (unsigned)(i / PIECE) / pieces;
         return i + ((size_t)segment * (ranks - 1) + rank) * each();
     }
 };
 
-// The gradients of this rank's slice, as each rank has computed them. own: a flat array of what this rank has computed.
-// received: another flat array. At the place of rank r's part of a segment it holds what rank r has computed for this
-// rank's part of that segment.
+// The gradients of this rank's slice, as each rank has computed them. own: a flat array of the gradients that this rank
+// has computed. received: another flat array. At the place of rank r's part of a segment, it holds the gradients that
+// rank r has computed for this rank's part of that segment.
 struct RankGradients {
     const float *own, *received;
     Slice slice;
@@ -528,7 +528,7 @@ template <class T> struct Everywhere {
 };
 
 // adamw_update works on these arrays. params, copy (the weights in the activations' type) and sum are flat arrays. ema,
-// m and v have only this rank's slice. New weights are written to every rank, in the form in which the network reads
+// m and v hold only this rank's slice. New weights are written to every rank, in the form in which the network reads
 // them: the first `plain` floats in fp32, the others in copy.
 struct Update {
     Everywhere<float> params;
@@ -556,8 +556,8 @@ struct StepState {
     Guard guard;
 };
 
-// A residual block's skip connection: a 1x1 convolution of [x1 | x2], which the convolution that adds its result
-// computes, too. weight: (Cout, C1 + C2).
+// A residual block's skip connection: a 1x1 convolution of [x1 | x2]. The convolution that adds the result of the skip
+// connection also computes it. weight: (Cout, C1 + C2).
 struct ConvSkip {
     const act *x1, *x2, *weight;
     const float* bias;
@@ -571,7 +571,7 @@ struct ConvSkip {
 // functions do not add to them either.
 // A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
-// A queue of a GPU's operations, which run one after the other. Different lanes run at the same time.
+// A queue of a GPU's operations, which run one after the other. Different lanes can run at the same time.
 struct Lane;
 extern Lane* const MAIN_LANE; // the lane of all operations that are not given another lane
 constexpr int HISTORY = 10;   // how many losses of each t --schedule_sampler loss-second-moment remembers
@@ -579,9 +579,9 @@ constexpr int HISTORY = 10;   // how many losses of each t --schedule_sampler lo
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums of out are written to stats. With a
-// skip the convolution also computes a skip connection and adds it; conv_takes_skip says whether it can do so. With a
-// skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and out = factors * conv(x1, weight) +
-// the same addends.
+// skip, the convolution also computes a skip connection and adds its result; conv_takes_skip returns whether this is
+// possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and
+// out = factors * conv(x1, weight) + the same addends (bias and so on).
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -595,15 +595,15 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
 static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
                                 const act* weight, ConvShape s);
-// Computes the weight gradients of several layers together. conv_weight_load returns which part of the device the
-// weight gradient of one layer fills; 1: it fills the device alone.
+// Computes the weight gradients of several layers together. conv_weight_load returns what fraction of the device the
+// weight gradient of one layer keeps busy; 1 or more: it needs no other layer beside it.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
 static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
-// with xhat = (x - mean) rstd. With scale_shift (scale in columns [0, C), shift in [C, 2C))
-// out = f((xhat weight + bias) (1 + scale) + shift). With a factor, all of this is multiplied by the factor and rounded
-// to FP8.
+// with xhat = (x - mean) rstd. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). The columns [0, C)
+// of scale_shift are scale, and the columns [C, 2C) are shift. With a factor, the result is multiplied by the factor
+// and rounded to FP8.
 static void groupnorm_forward(act* out,                    // (B, HW, C)
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
@@ -651,16 +651,16 @@ static void join_channels(float* out, const float* x, const float* cond, int B, 
 static void take_pictures(float* cond,          // (B, H, W, K)
                           const void* pictures, // (B, K, H, W), of 1 or 4 bytes a value
                           PictureDraws draws, int B, int K, int H, int W, int bytes);
-// --cond lowres. shrink_images: the mean of each square of factor x factor pixels, plus noise, makes a small picture.
-// enlarge_pictures: the small picture, enlarged.
+// --cond lowres. shrink_images makes small pictures. Each of their pixels is the mean of a square of factor x factor
+// pixels of the image, plus noise. enlarge_pictures enlarges the small pictures to the size of the images.
 static void shrink_images(float* small,       // (B, H / factor, W / factor, C)
                           const void* images, // (B, C, H, W)
                           int factor, PictureDraws draws, int B, int C, int H, int W, int bytes);
 static void enlarge_pictures(float* cond,        // (B, H, W, C)
                              const float* small, // (B, H / factor, W / factor, C)
                              int factor, PictureDraws draws, int B, int C, int H, int W);
-// --cond gray: the image in grey. --cond mask: the image with holes, and one more channel that says where the holes
-// are.
+// --cond gray: grey_images makes grey pictures of the images. --cond mask: mask_images makes copies of the images, with
+// holes and with one more channel that says where the holes are.
 static void grey_images(float* cond,        // (B, H, W, 1)
                         const void* images, // (B, 3, H, W)
                         PictureDraws draws, int B, int H, int W, int bytes);
@@ -705,10 +705,10 @@ static void values_embedding_backward(GradOf<float> dx,    // as x
                                       int B, int K, int C);
 static void finish_gradients(); // does the work that backward functions have left to be done for all layers together
 
-// Diffusion. Draws each sample's noise level, and writes what the network is told of it, and in which quarter of the
-// levels it lies.
+// Diffusion. Draws each sample's noise level. Writes the level, t (what the network is told of the level), and in which
+// quarter of all levels it lies.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// With o.tuning: writes the levels of these samples' teachers, and what the network is told of each.
+// If o.tuning.on(): writes the levels of the same samples' teachers, and what the network is told of each level.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
 // Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes what the network
 // should answer, the target [+ target_teacher teacher].
@@ -718,8 +718,9 @@ static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const void* images, // x_0 (B, C, H, W): uint8 if bytes is 1, float32 in [-1, 1] if it is 4
                              bool random_flip,   // whether to mirror half of the images
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
-// The loss that objective o chooses, for each sample a mean over its values. dout = the gradient of factor * sum(loss).
-// If the objective has no variational bound (o.bound = 0), the gradient of the output channels after the first C is 0.
+// Computes the loss that objective o chooses. The loss of a sample is a mean over its values. dout = the gradient of
+// factor * sum(loss). If the objective has no variational bound (o.bound = 0), the gradient of the output channels
+// after the first C is 0.
 static void loss_forward_backward(double* loss,             // (B)
                                   float* dout,              // as out
                                   const float* out,         // (B, HW, Cout)
@@ -727,7 +728,7 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// This is called instead if o.tuning is on: loss = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the
+// This function is called instead if o.tuning.on(): loss = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the
 // teacher's image, with D = the sum of (x0_out (out - target))^2 over a sample's n values.
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
@@ -755,8 +756,8 @@ static void update_weights(double* weights,          // (T)
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
 // t (B) = what the network is told in step *k
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
-// Makes the sampler's step *key.step, in place. With guidance, x and out hold 2 B samples: B samples with class,
-// numbers and picture, then the same B samples without.
+// Makes step number *key.step of the sampler, and overwrites x by the result. With guidance, x and out hold 2 B
+// samples: B samples with class, numbers and picture, then the same B samples without.
 static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
@@ -805,7 +806,7 @@ static void reserve(const Workspace& most, bool training);
 // end_exchange become one launch.
 //   all_to_all   rank r receives piece r of every other rank's `send`: what rank s has sent becomes piece s of `recv`
 //   all_gather   `all` becomes the arrays `own` of all ranks, in the ranks' order; own may lie at its place in `all`
-static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: of a piece
+static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: the size of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
 static void begin_exchange();
 static void end_exchange();
@@ -848,7 +849,7 @@ template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
 // run_beside runs work on the side lane, at the same time as work on the main lane. wait_for_side(ticket) makes the
-// main lane wait until the work with this ticket has ended, and all earlier work of the side lane.
+// main lane wait until two things have ended: the work with this ticket, and all earlier work of the side lane.
 template <class F> static void run_beside(int ticket, F work); // work(Lane*)
 static void wait_for_side(int ticket);
 // These switches allow what makes the program fast. dev/bench turns them off, for its profile and for tests. early,
@@ -868,7 +869,7 @@ static struct Allowed {
 struct Upload {
     uint8_t *host, *device;
     size_t bytes;
-    void *sent, *released;
+    void *sent, *released; // on a GPU: events, see release
 };
 static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // waits until u->host may be written
@@ -890,11 +891,11 @@ static act* make_copy(float* params, size_t n) {
 // =====================================================================================================================
 // 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
-// counter = (block, sample, step, purpose). It has no state, so any step of any run can be reproduced alone, on any
-// machine.
+// counter = (block, sample, step, purpose). Here a block is four random words, which are drawn together; a sample's
+// blocks are numbered. Philox has no state, so any step of any run can be reproduced alone, on any machine.
 
 // The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws other numbers in
-// each residual block, so its word also contains the block's index, in the bits from 8 on.
+// each residual block, so its word also contains the residual block's index, in the bits from 8 on.
 enum RandomPurpose : uint32_t { // files and the PyTorch twin use these numbers: append new ones at the end
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
@@ -963,10 +964,10 @@ HD static inline void normals(float z[4], const Words& r) {
 // Dropout drops an element if its random word is below this threshold.
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
-// Returns the number of the image at position pos of epoch's permutation of [0, n). A Feistel network of four rounds
-// permutes the numbers of 2 * half bits: it splits a number into a left and a right half, and mixes the left half with
-// a random function of the right half. In general n is not a power of 4. So if the result is not below n, it is
-// permuted again, until it is.
+// In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
+// network of four rounds permutes the numbers of 2 * half bits: it splits a number into a left and a right half, and
+// mixes the left half with a random function of the right half. In general n is not a power of 4. So if the result is
+// not below n, it is permuted again, until it is.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
     int half = 1; // bits of a half: so many that two halves can hold all numbers below n
     while ((int64_t)1 << 2 * half < n) half++;
@@ -1021,7 +1022,7 @@ struct Flag {
 inline std::vector<Flag> FLAGS;
 inline std::map<std::string, std::string> PRESETS; // the flags that each preset sets
 inline const char* heading = "";                   // the heading of the rows that follow
-inline const char* objectives = "";                // and the objectives that use them
+inline const char* objectives = "";                // the objectives that use the rows that follow
 
 // Here common/flags.h becomes C++; its head says what its rows mean. FLAG(int, sample, 0, "draw ...") makes
 //   int sample = 0;                                 a member of Config
@@ -1080,7 +1081,7 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
-    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // how many the network is told
+    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // numbers the network is told
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
     bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // steps are the model's timesteps
     bool can_churn() const { return sampler == "euler" || sampler == "heun"; }        // see S_churn
@@ -1127,14 +1128,15 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
     unknown_word(flag, word);
 }
 
-// Returns the element of activations that --precision names. With auto it is `usual`, which this build prefers. With
-// fp8 it is also `usual`, because only some tensors are FP8.
+// Returns the element of activations that --precision names. With auto it returns `usual`, the element that this build
+// prefers. With fp8 it also returns `usual`, because only some tensors are FP8.
 static Element element_named(const std::string& precision, Element usual) {
     if (precision == "auto" || precision == "fp8") return usual;
     return meaning<Element>("precision", precision, {{"fp32", Element::FP32}, {"bf16", Element::BF16}});
 }
 
-// set_value sets a flag of each type from its text. It returns "" or, if the text is wrong, what it must be.
+// These functions set flags of different types from a text. They return "" or, if the text is wrong, a text that says
+// what the value must be.
 static std::string set_value(bool* flag, const Flag&, const std::string& value) {
     const bool yes = value == "True" || value == "true" || value == "1";
     const bool no =
@@ -1210,7 +1212,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
     if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // a weighting is meant for one prediction
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // the preset's value suits its own --predict
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
     return names;
 }
@@ -1267,8 +1269,8 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
     for (char letter : a) {
-        // The shortest way to each beginning of b ends with one of three edits, or with a letter that is the same in
-        // both.
+        // The shortest list of edits that makes a beginning of b ends with one of three edits, or with a letter that
+        // stays as it is.
         size_t diagonal = row[0]; // row[j] as it was before this letter
         row[0]++;
         for (size_t j = 0; j < b.size(); j++) {
@@ -1442,7 +1444,8 @@ static std::string parse_cond(Config* c) {
     return "";
 }
 
-// Parses how many channels each level has. Without the flag it is guided-diffusion's choice for images of this height.
+// Parses how many channels each level has. Without the flag, guided-diffusion's choice for images of this height is
+// used.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1550,8 +1553,8 @@ static std::string parse_values(Config* c) {
     return fits ? "" : wrong(c, "values", text("must be %d numbers with commas, or a .csv file of rows of them", K));
 }
 
-// Checks that the flags name pictures if the model is conditioned on pictures, and none if it is not. Returns "", or
-// one sentence that says what is wrong. (take_data_shape compares a run's pictures with its data.)
+// Checks that the flags name pictures if the model is conditioned on pictures, and that they name no pictures if it is
+// not. Returns "", or one sentence that says what is wrong. (take_data_shape compares a run's pictures with its data.)
 static std::string check_pictures(Config* c) {
     const bool has_file = !c->cond_file.empty();
     if (has_file && !c->cond_channels)
@@ -1799,7 +1802,7 @@ struct Buffer {
     size_t bytes;                   // for one sample
     int first = INT_MAX, last = -1; // the first and the last time at which it is in use (see plan_lifetimes)
     size_t offset = 0;              // in the arena
-    int again; // if the tensor is computed again (--use_checkpoint): the buffer for that; else this buffer itself
+    int again; // if the tensor is computed again (--use_checkpoint): the buffer for the result; else this buffer
 };
 
 struct UNet {
@@ -1810,10 +1813,10 @@ struct UNet {
     std::vector<Buffer> buffers;
     size_t num_params = 0;                 // how many parameters there are, without padding
     size_t flat_size = 0;                  // floats in a flat array, with padding
-    size_t plain_size = 0;                 // how many floats at its beginning are read in fp32, and never from a copy
+    size_t plain_size = 0;                 // length of a flat array's beginning, which is read in fp32, not from a copy
     int input = -1, emb = -1, output = -1; // tensors
     int residual_blocks = 0;
-    double flops = 0; // of one image's forward pass; a multiply-add is 2
+    double flops = 0; // floating-point operations of one image's forward pass; a multiply-add is 2 of them
     // Set by plan_memory:
     int B = 0;
     size_t arena_bytes = 0;
@@ -1876,7 +1879,7 @@ struct LayerArgs {
     const float *weight, *bias;
     const act* copy; // the weight in the activations' type
     const uint8_t* fp8_weight;
-    const float *fp8_factors, *fp8_factor; // of a convolution that reads FP8; of a norm that writes FP8
+    const float *fp8_factors, *fp8_factor; // fp8_factors: of a convolution that reads FP8; fp8_factor: of a norm
     const float* emb;                      // (B, emb_stride), from this layer's first column on
     int emb_stride;
     float* saved;
@@ -1897,15 +1900,15 @@ struct LayerArgs {
     }
     NormShape norm() const { return {B, H * W, Cin, C2, 32, layer->nonlinearity, 1e-5f}; }
 
-    // x1, out, dout and d1 of a layer whose tensors are fp32: the embedding's, and those of patches.
+    // x1, out, dout and d1 of a layer whose tensors are fp32: the layers of the embedding, JOIN, PATCHES and PIXELS.
     const float* x_fp32() const { return (const float*)x1; }
     float* out_fp32() const { return (float*)out; }
     const float* dout_fp32() const { return (const float*)dout; }
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
-// Looks up all that a layer's functions need. If the network has no memory yet (plan_memory), or if the walk has no
-// weights, the pointers to these are null. The shapes are right even then.
+// Looks up all that a layer's functions need. If the network has no memory yet (plan_memory), the pointers to tensors
+// and gradients are null. If the walk has no weights, the pointers to weights are null. The shapes are right even then.
 static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     UNet* const net = walk.net;
     const Tensor x = net->tensor(layer.x1), out = net->tensor(layer.out);
@@ -1961,7 +1964,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
         }
     }
 
-    // All blocks' projections of the embedding lie side by side in one tensor: this layer's columns begin at emb_byte.
+    // The embedding's projections for all residual blocks lie side by side in one tensor. This layer's columns begin at
+    // emb_byte.
     const size_t emb_byte = layer.emb_offset * sizeof(float);
     a.emb = buffer_data<float>(net, net->tensor(layer.emb).buffer, emb_byte);
     a.emb_stride = net->tensor(net->emb).C; // columns of all blocks together
@@ -2002,11 +2006,11 @@ struct LayerKind {
     void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
     int backward_reads = 0; // what the forward pass has left that the backward pass reads
-    bool embedding = false; // it is a layer of the embedding; these are computed beside the first other layers
+    bool embedding = false; // a layer of the embedding; these layers run at the same time as the first others
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
-    double (*flops)(const LayerArgs&) = no_flops;            // of a forward pass; a multiply-add is 2
+    double (*flops)(const LayerArgs&) = no_flops;            // operations of a forward pass; a multiply-add is 2
     Workspace (*workspace)(const LayerArgs&) = no_workspace; // memory that its functions need beside their arrays
 };
 
@@ -2281,7 +2285,8 @@ static int add_conv_params(UNet* net, const std::string& name, Shape shape, Para
     return weight;
 }
 
-// Ends the program if a convolution's weight was not added by add_conv_params, or if another parameter was.
+// Ends the program if a convolution's weight was not added by add_conv_params, or if add_conv_params has added another
+// parameter.
 static void check_conv_params(const UNet& net) {
     for (size_t i = 0; i < net.params.size(); i++) {
         auto reads_it = [&](const Layer& l) { return l.kind == &CONV && l.weight == (int)i; };
@@ -2337,7 +2342,8 @@ static int add_norm(UNet* net, Layer l) {
 
 enum Resample { SAME, UP, DOWN };
 
-// Adds an average pool or a nearest neighbour upsampling, which have no parameters.
+// DOWN: adds an average pool. UP: adds a nearest neighbour upsampling. SAME: adds nothing, and returns x. None of these
+// has parameters.
 static int add_resample(UNet* net, Resample resample, const std::string& name, int x) {
     const Tensor t = net->tensors[x];
     switch (resample) {
@@ -2348,10 +2354,10 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
     ALL_CASES_RETURN
 }
 
-// Ends a residual block or an attention block: it consists of the layers from `first` on. Returns its output. With
-// --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept. Before
-// the block's backward pass its layers are computed again. Two layers are not computed again: the last one and the skip
-// connection, because no other layer of the block reads their results.
+// Ends a residual block or an attention block. The block consists of the layers from `first` on. Returns its output.
+// With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept.
+// Before the block's backward pass its layers are computed again. Two layers are not computed again: the last one and
+// the skip connection, because no other layer of the block reads their results.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -2364,9 +2370,9 @@ static int end_block(UNet* net, size_t first) {
 
 // Adds a residual block: group norm, SiLU, convolution, embedding; then group norm, SiLU, dropout, convolution, plus
 // the block's input. If the number of channels changes, the input goes through a 1x1 convolution (the shortcut) before
-// it is added. The embedding is added after the first convolution, or it scales and shifts the result of the second
-// norm. With a resample, the main path changes its resolution after the first SiLU. The input that is added at the end
-// then changes its resolution, too.
+// it is added. The embedding is added after the first convolution. With --use_scale_shift_norm it scales and shifts the
+// result of the second norm instead. With UP or DOWN, the resolution changes after the first SiLU. The resolution of
+// the input that is added at the end changes, too.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = net->tensor(x1).C + net->tensor(x2).C;
@@ -2487,8 +2493,9 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
 }
 
 // Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the block
-// before. It reads the encoder's tensors in reverse order. A level has one residual block more than in the encoder. The
-// additional block reads the result of the first convolution, or of the layer or block that halved the resolution.
+// before. The decoder reads the encoder's tensors in reverse order. A level has one residual block more than in the
+// encoder. The additional block reads the result of the first convolution, or of the layer or block that halved the
+// resolution.
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -2509,7 +2516,7 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     return h;
 }
 
-// Says which of four groups a parameter belongs to. In the flat arrays the groups follow each other:
+// Returns which of four groups a parameter belongs to. In the flat arrays the groups follow each other:
 //   0, 1  the embedding projections of all blocks: first all weights, so that they are one matrix, then all biases
 //   2     all other parameters that kernels read in fp32
 //   3     convolutions' weights, if the kernels read a copy of them
@@ -2548,7 +2555,7 @@ static void choose_fp8(UNet* net) {
     for (const Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
-    for (int i = FP8_SPARED; i < last; i++) { // every model has at least 12, so at least 3 of middle_block are chosen
+    for (int i = FP8_SPARED; i < last; i++) { // there are at least 12, so at least 3 in middle_block are chosen
         const Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
@@ -2605,8 +2612,8 @@ static UNet build_unet(const Config& c) {
 // =====================================================================================================================
 // 6. The plan: what the backward pass adds where, and where in memory each buffer lies
 // All of a network's activations and gradients lie in one piece of memory, the arena. Two buffers may share a place if
-// they are never in use at the same time. Time is counted in layers: 0 is when the batch is drawn, 1 + i is the forward
-// pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of layer i.
+// they are never in use at the same time. Time is counted in layers. L is the number of layers. 0 is when the batch is
+// drawn, 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of layer i.
 //
 // In the order in which they run: plan_memory calls plan_gradients, plan_waits, plan_fusions, plan_lifetimes and
 // place_buffers.
@@ -2659,9 +2666,10 @@ static void plan_gradients(UNet* net) {
 }
 
 // A convolution's weight gradient is computed beside the layers that follow in the backward pass, in one launch with
-// those of other convolutions. So the tensors that it reads must stay in memory for some time, which is counted in
-// layers (see the head of this section). When that time is over, a layer waits for the weight gradient. Tensors of
-// small images need little memory. So they may stay longer, and more weight gradients share a launch.
+// those of other convolutions. So the tensors that the weight gradient reads must stay in memory for some time, which
+// is counted in layers (see the head of this section). When that time is over, the backward pass waits until the weight
+// gradient is complete. Tensors of small images need little memory. So they may stay longer, and more weight gradients
+// share a launch.
 // Returns how long the tensors that layer l reads stay in memory.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
@@ -2783,7 +2791,7 @@ static void place_buffers(UNet* net, int B) {
         for (const auto& [offset, other] : placed) {
             const bool overlap = other->first <= b->last && b->first <= other->last; // they are in use at the same time
             if (!overlap) continue;
-            if (b->offset + bytes(b) <= offset) break; // it fits into the gap before the other one
+            if (b->offset + bytes(b) <= offset) break; // b fits into the gap before the other buffer
             b->offset = std::max(b->offset, offset + bytes(other));
         }
         placed.insert({b->offset, b});
@@ -2817,7 +2825,8 @@ static void check_memory(UNet* net, bool training) {
         die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
 }
 
-// Gives the network its device memory for batches of up to B, or ends the program with the batch that would fit.
+// Gives the network its device memory for batches of up to B. If there is too little memory, the program ends with a
+// message that says which batch would fit.
 static void plan_memory(UNet* net, int B, bool training) {
     const double pixels = (double)B * net->config.H * net->config.W;
     if (pixels > INT_MAX)
@@ -2836,8 +2845,9 @@ static void plan_memory(UNet* net, int B, bool training) {
     check_memory(net, training);
     net->arena = device_alloc<char>(net->arena_bytes);
 
-    // The operations of a lane use its workspace one after the other, so it is as large as the largest of them needs.
-    // But what they leave for finish_gradients (sums) is kept for all of them, so these sizes are added up.
+    // The operations of a lane use its workspace one after the other, so the workspace is as large as the largest
+    // operation needs. But what each operation leaves for finish_gradients (Workspace::sums) is kept until then, so
+    // these sizes are added up.
     Workspace most{loss_workspace(B)};
     const Walk walk{.net = net, .B = B};
     for (const Layer& l : net->layers) {
@@ -2908,8 +2918,8 @@ struct WeightGradients {
 
     // Launches the weight gradients that wait. After that, those of all layers from `last` on have been sent.
     void send() {
-        // In the flat arrays, gradients from complete_from on are then complete. The convolutions' weights without a
-        // complete gradient all lie before it.
+        // In the flat arrays, gradients from complete_from on are then complete. All convolutions' weights without a
+        // complete gradient lie before complete_from.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
