@@ -325,8 +325,8 @@ struct SoftmaxRow {
 // A random draw depends on these members, and on the number of the sample within the batch.
 struct RandomKey {
     uint64_t seed;
-    uint32_t purpose;    // what is drawn: RANDOM_NOISE and so on
-    const int64_t* step; // device; it is read at each draw, so that a recorded graph draws anew in each step
+    uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
+    const int64_t* step; // device; read at each draw, so that a recorded graph draws new numbers in each step
     int64_t sample0;     // the batch's first sample
 };
 
@@ -804,8 +804,8 @@ static void reserve(const Workspace& most, bool training);
 // These functions send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4
 // bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
 // end_exchange become one launch.
-//   all_to_all   rank r receives piece r of every other rank's `send`: what rank s has sent becomes piece s of `recv`
-//   all_gather   `all` becomes the arrays `own` of all ranks, in the ranks' order; own may lie at its place in `all`
+//   all_to_all   rank r receives piece r of every other rank's `send`; the piece from rank s becomes piece s of `recv`
+//   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may lie in `all` already
 static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: the size of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
 static void begin_exchange();
@@ -843,7 +843,7 @@ static int max_stat_parts(int H, int W); // the largest number of parts in which
 // Work that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one launch.
 struct Graph {
     void* exec = nullptr;
-    size_t nodes = 0; // how many launches it has
+    size_t nodes = 0; // how many launches the graph contains
 };
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
@@ -865,7 +865,8 @@ static struct Allowed {
     bool hopper = true;   // kernels with instructions that only Hopper has, in place of kernels for any GPU
 } allowed;
 
-// A buffer that the host fills for the device, while the device still works on another one.
+// A buffer that the host fills for the device. A trainer has two buffers: the host fills one, while the device still
+// works on the other.
 struct Upload {
     uint8_t *host, *device;
     size_t bytes;
@@ -1068,8 +1069,8 @@ struct Config {
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
-    // Returns how many channels a level has. It is rounded to the nearest whole number, because 1.6666666 * 96 should
-    // be 160. The product in double is exact.
+    // Returns how many channels a level has. The product is rounded to the nearest whole number, because
+    // 1.6666666 * 96 should be 160. In double the product itself is exact.
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int patch() const { return std::max(patch_size, 1); }
@@ -1207,7 +1208,7 @@ static std::string wrong(Config* c, const char* name, const std::string& why) {
 }
 
 // Returns the flags of a preset that would undo or forbid what the command line asks for. A preset does not change
-// these.
+// these flags.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
     if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
@@ -1351,7 +1352,8 @@ static void take_aliases(Config* c) {
     // is.
     const int64_t steps = c->lr_anneal_steps;
     // An upsampler enlarges images from small_size to large_size.
-    // If large_size is 512, its levels differ from those of a model of 512 x 512 that is not an upsampler.
+    // If large_size is 512, the upsampler's channel_mult differs from that of a model of 512 x 512 that is not an
+    // upsampler.
     const int large = c->large_size;
     const int small = c->small_size;
     if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
@@ -1397,7 +1399,9 @@ static bool parse_list(const std::string& list, std::vector<float>* numbers) {
 }
 
 // Each of the functions that follow, up to parse_model, parses a part of a model's flags. It returns "", or one
-// sentence that says why the flags are wrong. 64 is 64x64; in HxW the height comes first.
+// sentence that says why the flags are wrong.
+
+// --image_size: 64 means 64x64; in HxW the height comes first.
 static std::string parse_image_size(Config* c) {
     int n = 0; // how many characters were read; 5 digits can't overflow
     const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
@@ -1724,7 +1728,7 @@ static void check_run(Config* c, const std::string& where) {
 // =====================================================================================================================
 // 5. The network: a list of layers, made of guided-diffusion's flags
 // build_unet walks the architecture once, as guided-diffusion's UNetModel does, and appends parameters (in state_dict
-// order) and layers (in the order of the forward pass). Another configuration gives another list; the code is the same.
+// order) and layers (in the order of the forward pass). For another configuration, the same code makes another list.
 //
 //   t, labels, values -> sinusoids, linear, SiLU, linear [+ label] [+ linear of the values], SiLU, linear:
 //                        the embedding, some columns a block
@@ -1893,7 +1897,7 @@ struct LayerArgs {
 
     int tokens() const { return H * W; } // attention's T
     Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
-    float* rstd() const { return saved + B * 32; } // of a norm; it lies after the means of 32 groups
+    float* rstd() const { return saved + B * 32; } // of a norm; rstd lies after the means of 32 groups
     ConvShape conv() const {
         const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
         return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
@@ -2005,7 +2009,7 @@ struct LayerKind {
     void (*forward)(LayerArgs&);
     void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
-    int backward_reads = 0; // what the forward pass has left that the backward pass reads
+    int backward_reads = 0; // which tensors of the forward pass the backward pass reads
     bool embedding = false; // a layer of the embedding; these layers run at the same time as the first others
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
@@ -2548,14 +2552,14 @@ static void place_params(UNet* net) {
 constexpr int FP8_SPARED = 4;
 
 // --precision fp8: chooses the 3x3 convolutions that multiply in FP8. Such a convolution reads what a group norm has
-// written. The size of the norm's values is known before (fp8_factor), so the norm itself writes FP8. All other tensors
-// keep their element. This is also true of the convolutions' results.
+// written. The size of the norm's values is estimated from the norm's weight and bias (fp8_factor), so the norm itself
+// can write FP8. All other tensors keep their element, and so do the convolutions' results.
 static void choose_fp8(UNet* net) {
     std::vector<const Layer*> convs; // all 3x3 ones, from the first to the last
     for (const Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
-    for (int i = FP8_SPARED; i < last; i++) { // there are at least 12, so at least 3 in middle_block are chosen
+    for (int i = FP8_SPARED; i < last; i++) { // convs has at least 12, so at least 3 of middle_block are chosen
         const Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
@@ -2637,12 +2641,12 @@ static void plan_gradients(UNet* net) {
         adds.resize(2, -1);
         return GradPlan{d, adds[0], adds[1]};
     };
-    // The loss writes the gradient of the output. Then each layer finds the gradient of its output complete, since all
-    // layers that read it come later in the list.
+    // The loss writes the gradient of the output. When the loop comes to a layer, the gradient of its output is
+    // complete, because all layers that read this output come later in the list.
     contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
-        if (waiting[l.out].empty()) continue; // nobody needs it: it is a layer without a backward pass
+        if (waiting[l.out].empty()) continue; // nobody needs this gradient: the layer has no backward pass
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
@@ -2685,7 +2689,7 @@ static int first_emb_reader(const UNet* net) {
 }
 
 // Says which weight gradients each layer waits for in the backward pass. A layer that waits for the weight gradient of
-// one layer also waits for those of all layers that come later in the list.
+// layer k also waits for the weight gradients of all layers after k in the list.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
     int done = L; // some layer waits already for the weight gradients of this layer and of all later ones
@@ -2935,7 +2939,7 @@ struct WeightGradients {
         waiting.clear();
         load = 0;
     }
-    // Adds a layer's weight gradient to what waits.
+    // Adds a layer's weight gradient to those that wait.
     void add(int layer, const LayerArgs& a) {
         waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
         last = layer;
