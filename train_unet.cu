@@ -340,7 +340,7 @@ HD static inline RandomKey of_purpose(RandomKey key, uint32_t purpose) {
 // 0, so only the holes of --cond mask are random.
 struct PictureDraws {
     RandomKey key;            // the seed, the step and the first sample; each draw sets the purpose
-    bool random_flip = false; // whether half of the images are mirrored, each together with its picture
+    bool random_flip = false; // whether an image and its picture are mirrored with probability 1/2
     float dropout = 0;        // the probability of leaving a picture out
     float noise = 0;          // the largest standard deviation of the noise on a small picture
 };
@@ -528,8 +528,8 @@ template <class T> struct Everywhere {
 };
 
 // adamw_update works on these arrays. params, copy (the weights in the activations' type) and sum are flat arrays. ema,
-// m and v hold only this rank's slice. New weights are written to every rank, in the form in which the network reads
-// them: the first `plain` floats in fp32, the others in copy.
+// m and v hold only this rank's slice. New weights are written to this rank and to all ranks whose memory this rank can
+// write to. The network reads the first `plain` weights in fp32 (params) and the others from copy.
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
@@ -716,7 +716,7 @@ static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const NoiseLevel* levels,  // (B)
                              const float* teacher,      // [as target]: the teacher's answer
                              const void* images, // x_0 (B, C, H, W): uint8 if bytes is 1, float32 in [-1, 1] if it is 4
-                             bool random_flip,   // whether to mirror half of the images
+                             bool random_flip,   // whether to mirror each image with probability 1/2
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
 // Computes the loss that objective o chooses. The loss of a sample is a mean over its values. dout = the gradient of
 // factor * sum(loss). If the objective has no variational bound (o.bound = 0), the gradient of the output channels
@@ -769,8 +769,8 @@ static void keep_known(float* x,           // (B or 2 B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. sum (flat) = [old sum +] the ranks' gradients, in the ranks' order.
-// squares: the sum of squares of each piece of sum, written to all ranks. step_gradients explains this order, and why
-// there are pieces.
+// squares: the sum of squares of each piece of sum, written to the same ranks as new weights (Everywhere).
+// step_gradients explains this order, and why there are pieces.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Decides whether a step is good or is skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (pieces)
