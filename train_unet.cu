@@ -549,8 +549,8 @@ struct StepState {
     int64_t step, updates;         // finished steps, and those of them that have changed the weights
     int64_t bad_total, bad_in_row; // skipped steps: all of them, and those since the last good step
     double loss, grad_norm;
-    double loss_q[4]; // the mean loss of each quarter of the noise levels,
-    int count_q[4];   // and how many samples fell into each quarter
+    double loss_q[4]; // the mean loss of each quarter of the noise levels
+    int count_q[4];   // how many samples fell into each quarter
     int ok;           // 1: the step was good
     float lr;
     Guard guard;
@@ -1589,10 +1589,11 @@ static std::string check_model(Config* c) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
 
-    // Attention's heads must divide the channels. Their number follows from --num_head_channels, if that is not -1.
+    // Attention's heads must divide the channels. The number of heads follows from --num_head_channels, or is
+    // --num_heads if that flag is -1.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
-    const size_t lowest = c->mult.size() - 1; // the middle always has attention, and as many channels
+    const size_t lowest = c->mult.size() - 1; // the middle has the same channels, and always attention
     for (size_t level = 0; level <= lowest; level++) {
         if (!c->has_attention(level) && level < lowest) continue;
         const int ch = c->channels(level);
@@ -2397,7 +2398,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     norm2.nonlinearity = BEHIND_NORMS;
     norm2.dropout_block = net->residual_blocks;
     net->residual_blocks++;
-    const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // scale and shift, or one number that is added
+    const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // for each channel: scale and shift, or an addend
     Layer& reader = c.use_scale_shift_norm ? norm2 : conv1;
     reader.emb = net->emb;
     reader.emb_offset = net->tensor(net->emb).C;
@@ -2616,8 +2617,9 @@ static UNet build_unet(const Config& c) {
 // =====================================================================================================================
 // 6. The plan: what the backward pass adds where, and where in memory each buffer lies
 // All of a network's activations and gradients lie in one piece of memory, the arena. Two buffers may share a place if
-// they are never in use at the same time. Time is counted in layers. L is the number of layers. 0 is when the batch is
-// drawn, 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of layer i.
+// they are never in use at the same time. Time is counted in layers. L is the number of layers. Time 0 is when the
+// batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of
+// layer i.
 //
 // In the order in which they run: plan_memory calls plan_gradients, plan_waits, plan_fusions, plan_lifetimes and
 // place_buffers.
