@@ -3033,9 +3033,9 @@ HD static inline Question edm_question(double sigma, double sigma_data) {
     };
 }
 
-// Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise. The answer should be noise - x_0, and so x_0 = x_t - t
-// answer. The parameter `sigma` is, as for every objective here, the coefficient of the noise divided by the
-// coefficient of x_0. So sigma = t / (1 - t). The network is told 1000 t.
+// Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise. The answer should be noise - x_0, and so
+// x_0 = x_t - t answer. The parameter `sigma` is, as for every objective here, the coefficient of the noise divided by
+// the coefficient of x_0. So sigma = t / (1 - t). The network is told 1000 t.
 HD static inline Question flow_question(double sigma) {
     const double t = sigma / (1 + sigma);
     return Question{
@@ -3100,8 +3100,9 @@ HD static inline NoiseLevel make_level(const Question& q) {
 // The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
 // noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is that of edm or flow.
 
-// Returns the teacher's sigma r for a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where n(t) = 1
-// + k sigmoid(-b t). If that is negative, r is 0. a begins at 1 and grows by 1 every d steps, so r approaches t.
+// Returns the teacher's sigma r for a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where
+// n(t) = 1 + k sigmoid(-b t). If that is negative, r is 0. a begins at 1 and grows by 1 every d steps, so r approaches
+// t.
 HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     const double a = 1 + (double)(*tuning.step / tuning.d);
     const double n = 1 + tuning.k / (1 + exp(tuning.b * t));
@@ -3138,7 +3139,7 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
-    teacher.target_x0 = 0; // a teacher learns nothing
+    teacher.target_x0 = 0; // a teacher is not trained, so it has no target
     teacher.target_noise = 0;
     return make_level(teacher);
 }
@@ -3252,7 +3253,7 @@ static Objective make_objective(const Config& c) {
 // the probability of its t). So the expected loss is the same as with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this part of the probability is divided equally among all t
 
-// Stores the losses of a batch's samples at timestep t in the row of t. Each loss is first divided by its factor
+// Stores the losses of a batch's samples at timestep t in the row of t. Each loss is first divided by its sample's
 // `importance`. A row is HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns
 // the new weight of t, or -1 while the row has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
@@ -3336,8 +3337,8 @@ HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words)
 }
 
 // A data file stores a value of an image as uint8_t (1 byte) or as a float in [-1, 1] (4 bytes). image_value returns
-// value i of images, in [-1, 1]. canvas_value also reads such values itself. So a third type of values would have to be
-// added to knows_image_values, image_value and canvas_value.
+// value i of images, in [-1, 1]. canvas_value reads such values itself, without image_value. So a third type of values
+// would have to be added to knows_image_values, image_value and canvas_value.
 static bool knows_image_values(int bytes) { return bytes == 1 || bytes == 4; }
 HD static inline float image_value(const void* images, int bytes, size_t i) {
     if (bytes == 1) return ((const uint8_t*)images)[i] / 127.5f - 1.0f;
@@ -3527,8 +3528,8 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
     return sum / (float)(factor * factor);
 }
 
-// The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from [0,
-// 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
+// The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
+// [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
 constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // philox's `block` when the factor is drawn; the noise uses lower ones
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
@@ -3653,7 +3654,7 @@ struct BoundTerm {
     float value, d_mean, d_variance;
 };
 
-// guided-diffusion's approximation of the normal distribution function, and its derivative.
+// Returns guided-diffusion's approximation of the normal distribution function. Writes its derivative to *density.
 HD static inline double normal_cdf(double z, double* density) {
     constexpr double ROOT_2_OVER_PI = 0.7978845608028654;
     const double t = tanh(ROOT_2_OVER_PI * (z + 0.044715 * z * z * z));
@@ -3938,7 +3939,7 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
     const int first = first_step(c, N);
-    int last = -1; // the step before this one
+    int last = -1; // the step that was taken before this one; -1: none
     for (int i : step_order(c, N)) {
         double s = sigmas[i];
         if (i == first && i > last) route.first = (int64_t)route.moves.size();
@@ -4119,7 +4120,8 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }
 
-// A row has cond_dim numbers, and then the numbers of an augmentation. The latter are zeros: the image is not changed.
+// A row holds cond_dim numbers, and then the numbers of an augmentation. The latter are zeros, because the image is not
+// changed.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
@@ -4185,7 +4187,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     net->cond = s->cond;
     if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
-    const bool adds = !s->images.empty(); // noise is added to the given images
+    const bool adds = !s->images.empty(); // whether noise is added to the given images
     for (int copy = 0; copy < copies; copy++) {
         float* const images = x + (size_t)copy * B * n;
         draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, adds);
@@ -4906,13 +4908,13 @@ static bool same_value(const std::string& name, const std::string& a, const std:
 // file's order: 0 is the weights, 1 is the first average, 2 and 3 are AdamW's moments, and from 4 on there are further
 // averages.
 struct ModelFile : InputFile {
-    // Returns whether the file has all that these bits stand for (HAS_EMA, HAS_TRAINING).
+    // Returns whether the file holds everything that these bits stand for (HAS_EMA, HAS_TRAINING).
     bool has(int bits) const {
         const bool ours = header.slot[SLOT_MAGIC] == MODEL_MAGIC;
         return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
     }
 
-    // These three return how many averages the file has, the rate of the k-th average, and the number of its array.
+    // These three return how many averages the file holds, the rate of the k-th average, and the number of its array.
     int emas() const {
         if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
         return has(HAS_EMA);
@@ -4926,7 +4928,7 @@ struct ModelFile : InputFile {
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
     }
 
-    // Returns the counters of the run when the file was written.
+    // Returns the run's counters and its guard, as they were when the file was written.
     StepState state() const {
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP);
@@ -4946,7 +4948,7 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks the lengths of the header's lists, and that every slot is 0 that has no meaning in this file.
+// Checks the lengths of the header's lists. Checks also that every slot that has no meaning in this file is 0.
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
@@ -5000,8 +5002,8 @@ static ModelFile open_model(const std::string& path) {
     return m;
 }
 
-// Copies one parameter between our layout and PyTorch's. Only for two kinds of parameters do the layouts differ: ours
-// is (N, I, J, block) and theirs is (N, J, I, block). The floats of a block lie side by side in both.
+// Copies one parameter between our layout and PyTorch's. The layouts differ for two kinds of parameters: our layout is
+// (N, I, J, block) and PyTorch's is (N, J, I, block). The `block` floats lie side by side in both layouts.
 //   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
 //   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
 //   old order of attention
@@ -5034,7 +5036,8 @@ static void check_size(const ModelFile& m, const UNet& net) {
     bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
     if (s[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC) {
         // A header of unet.cu does not hold the number of parameters, so the file's size is compared with the size of
-        // all parameters. Moments may follow the weights (slots 8, 9). Slot 4 is the number of the output's channels.
+        // all parameters. If slot 8 or 9 is not 0, moments may follow the weights. Slot 4 is the number of the output's
+        // channels.
         const size_t bytes = 1024 + n * sizeof(float);
         const bool has_moments = s[8] || s[9];
         const bool size_fits = m.size == bytes || (has_moments && m.size > bytes);
@@ -5081,11 +5084,12 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
 }
 
 // --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to FP8. weight,
-// bias: those of the norm (n channels). Before they are applied, values have a standard deviation of 1, so
-// |weight| + |bias| estimates the size of a channel's values. The factor is such that 32 times the size of the largest
-// channel still fits in FP8. Larger values become FP8_MAX. (The 32 also leaves room for the embedding's scale, which is
-// not known here.) Small values keep their precision, because FP8 is a floating-point format: its largest number is
-// almost 2^15 times its smallest normal number. The factor is a power of 2, so multiplying by it rounds nothing.
+// bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard deviation of
+// 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32 times the largest
+// of these estimates still fits in FP8. Larger values become FP8_MAX. (The 32 also leaves room for the embedding's
+// scale, which is not known here.) Small values keep their precision, because FP8 is a floating-point format: its
+// largest number is almost 2^15 times its smallest normal number. The factor is a power of 2, so multiplying by it
+// rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
@@ -5098,10 +5102,10 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
 // --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in which parameters
 // have the same places as in a flat array:
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
-//             of them becomes FP8_MAX
-//   factors   only the part of a flat array that is read in fp32. In the place of a norm's first weight it has the
-//             norm's factor (fp8_factor). In the place of a bias of a convolution it has scale / factor, which turns
-//             the sums of that output channel into values
+//             |weight| of the channel becomes FP8_MAX
+//   factors   only the part of a flat array that is read in fp32. The place of a norm's first weight holds the norm's
+//             factor (fp8_factor). The place of a bias of a convolution holds scale / factor, which turns the sums of
+//             that output channel into values
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -5109,14 +5113,14 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
     for (const Layer& conv : net.layers) {
         if (conv.kind != &CONV || net.tensors[conv.x1].element != Element::FP8) continue;
         const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
-        const Param* const norm_params = &net.params[norm.weight]; // weight, bias
-        const Param* const conv_params = &net.params[conv.weight]; // weight, bias
+        const Param* const norm_params = &net.params[norm.weight]; // [0]: the norm's weight, [1]: its bias
+        const Param* const conv_params = &net.params[conv.weight]; // [0]: the weight, [1]: the bias
         const int channels = norm_params->shape[0];
         const float factor = fp8_factor(&flat[norm_params[0].offset], &flat[norm_params[1].offset], channels);
         factors[norm_params->offset] = factor;
 
         const int outputs = conv_params->shape[0];
-        const size_t inputs = conv_params->size / outputs; // the weights of an output channel, of all taps
+        const size_t inputs = conv_params->size / outputs; // the number of weights of an output channel, over all taps
         for (int c = 0; c < outputs; c++) {
             const size_t row = conv_params->offset + c * inputs;
             float largest = 0;
@@ -5221,7 +5225,7 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
 }
 
 // Returns whether a step is healthy: neither its loss nor its gradient's norm is suspicious. If it is healthy, the
-// guard's means and variances are updated with the two.
+// guard's means and variances are updated with this loss and this norm.
 HD static inline bool healthy(Guard* g, double loss, double norm) {
     if (suspicious(loss, g->n, g->mean_loss, g->var_loss)) return false;
     if (suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
@@ -5261,8 +5265,8 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 }
 
 // Returns a weight's new average over all updates. ema: its average before this update; p: the weight's newest value.
-// The average is exponential or, with a rate above 1, weighted by a power function with the rate as its exponent
-// (Karras et al. 2024, eq. 2). step: what power_step returns.
+// With a rate of up to 1, the average is exponential. With a rate above 1, the value after update k has a weight in
+// proportion to k^rate (Karras et al. 2024, eq. 2). step: what power_step returns.
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
@@ -5276,7 +5280,7 @@ HD static inline float power_step(float rate, int64_t updates) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
 // All that changes from step to step lies in device memory, so that a step can be recorded once and replayed. There is
-// memory for two batches: one is copied to the device while the model is trained on the other.
+// memory for two batches: one batch is copied to the device while the model is trained on the other batch.
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
 // the shapes below, B is the batch size, and micro is the number of samples in a microbatch.
 struct Trainer {
@@ -5286,8 +5290,9 @@ struct Trainer {
     AdamW adamw;
     Slice own; // this rank's part of the flat arrays
 
-    // Flat arrays of floats, one for each parameter.
-    // The weights in fp32. With several ranks and a copy, only the first plain_size and this rank's slice are valid.
+    // Flat arrays. Each holds one number for each parameter.
+    // The weights in fp32. If there are several ranks and the copy is not params itself, only the first plain_size
+    // weights and this rank's slice are valid.
     float* params;
     float* grads;         // the gradients of the current microbatch
     act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
@@ -5295,11 +5300,11 @@ struct Trainer {
     // This rank's slice of the sum of all gradients of the step. With several ranks it lies in `received`. With one
     // rank it lies in its own array or, if the batch is one microbatch, in `grads`.
     float* sum;
-    // These arrays are slices.
+    // Each of these arrays is a slice: it holds this rank's part.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // the sum of squares of each piece of `sum`, of all ranks
+    double* squares;            // for each piece of the step's gradient, in all ranks' slices: the sum of its squares
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
     Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
@@ -5369,7 +5374,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
-    // In fp32 this makes no new array: ema_copy is then the array that whole_array returns for the average.
+    // In fp32, make_copy makes no new array: ema_copy is then the array that whole_array returns for the average.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -5510,9 +5515,9 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 // Computes this rank's slice of the gradient of a step. The result is in tr->sum.
 //
 // Why N ranks compute the same bits as one. Sums of floats depend on their order, so the results of a run on N ranks
-// could be rounded differently from those of a run on one rank. They are not, because everything that is computed
-// depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must have the same
-// microbatch. Without --microbatch it is a rank's share of the batch, which depends on N.)
+// could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all that
+// is computed depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must have
+// the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.)
 //
 // 1. The same draws. Noise, noise levels, flips, dropout, and the choice of a sample's image: each is a function of the
 //    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
@@ -5532,7 +5537,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    to one rank. The order in which the rank sums it does not depend on the rank's other pieces. All ranks receive the
 //    sums of all pieces and add them up in the order of the array (judge_step). The length of the padded array depends
 //    on N, but the padding is zero, and x + 0 = x.
-// 5. The same decision. Every rank has the loss of every sample, in the order of the samples, and the norm. So all
+// 5. The same decision. Every rank holds the loss of every sample, in the order of the samples, and the norm. So all
 //    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
 //    The owner sends the new weight to all ranks.
@@ -5581,7 +5586,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
                 const size_t begin = own.at(unsent, 0);
-                if (begin >= own.n) continue; // it is padding
+                if (begin >= own.n) continue; // this segment is padding
                 all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), lane);
             }
         };
@@ -5603,7 +5608,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 }
 
 // Does the optimiser's part of a step, for this rank's slice. Then all ranks exchange their new weights in the form
-// that kernels read: the first plain_size in fp32, and the others in the copy.
+// that kernels read: the first plain_size weights in fp32, and the other weights in the copy.
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
@@ -5627,8 +5632,8 @@ static void update_slice(Trainer* tr) {
     end_exchange();
 }
 
-// Returns the whole of an array. Each rank has a slice of it, which is gathered in tr.grads, where it stays until the
-// next step. Only the weights (params) are completed in their own array.
+// Returns a whole flat array, of which each rank holds a slice. The slices are gathered in tr.grads, where they stay
+// until the next step. Only the slices of the weights (params) are gathered in their own array.
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
@@ -5677,10 +5682,10 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     Objective objective = tr->objective;
     objective.weights = nullptr;
     objective.tuning.step = tr->last_step;
-    for (int i = 0; i < count; i += N * most) { // each rank takes one batch
+    for (int i = 0; i < count; i += N * most) { // in each round, every rank computes one batch
         come_to("a batch of validation");
         const int first = world.rank * most;
-        const int B = std::min(most, count - i - first); // below 1 if none is left for this rank
+        const int B = std::min(most, count - i - first); // below 1 if no image is left for this rank
         if (B > 0) {
             if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
             const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
