@@ -5265,8 +5265,8 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 }
 
 // Returns a weight's new average over all updates. ema: its average before this update; p: the weight's newest value.
-// With a rate of up to 1, the average is exponential. With a rate above 1, the value after update k has a weight in
-// proportion to k^rate (Karras et al. 2024, eq. 2). step: what power_step returns.
+// With a rate of up to 1, the average is exponential. With a rate above 1, the value after update k has a weight about
+// proportional to k^rate (Karras et al. 2024, eq. 2). step: what power_step returns.
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
