@@ -3015,8 +3015,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // (section 11; a branch that calls a new operation). Add the operation's prototype to section 2, its loops to
 // dev/reference.h, and its kernel beside loss_forward_backward (section 17).
 //
-// The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample: it
-// takes one of ddpm_levels, or calls ask or student_level. Samplers call level_at for the level of a sigma.
+// The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample. It
+// returns one of the ddpm_levels, or calls ask or student_level. Samplers call level_at for the level of a sigma.
 
 // What the network is asked at a given sigma. The members have the meaning of those of NoiseLevel. They are double,
 // because ect subtracts such numbers from each other.
@@ -3050,8 +3050,8 @@ HD static inline Question edm_question(double sigma, double sigma_data) {
 }
 
 // Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise. The answer should be noise - x_0, and so
-// x_0 = x_t - t answer. In all objectives here, sigma is the noise's coefficient divided by the signal's, so here
-// sigma = t / (1 - t). The network is told 1000 t.
+// x_0 = x_t - t answer. The parameter `sigma` is, as for every objective here, the coefficient of the noise divided by
+// the coefficient of x_0. So sigma = t / (1 - t). The network is told 1000 t.
 HD static inline Question flow_question(double sigma) {
     const double t = sigma / (1 + sigma);
     return Question{
@@ -3116,8 +3116,9 @@ HD static inline NoiseLevel make_level(const Question& q) {
 // The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
 // noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is that of edm or flow.
 
-// Returns the teacher's sigma r for a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, or 0 if that
-// is negative, with n(t) = 1 + k sigmoid(-b t). a begins at 1 and grows by 1 every d steps, so r approaches t.
+// Returns the teacher's sigma r for a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where
+// n(t) = 1 + k sigmoid(-b t). If that is negative, r is 0. a begins at 1 and grows by 1 every d steps, so r approaches
+// t.
 HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     const double a = 1 + (double)(*tuning.step / tuning.d);
     const double n = 1 + tuning.k / (1 + exp(tuning.b * t));
@@ -3136,7 +3137,7 @@ HD static inline double tuning_weight(const Objective& o, double t, double r) {
 HD static inline NoiseLevel student_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     const Question nobody{.t = 0, .signal = 1, .sigma = 0, .x0_x = 1, .x0_out = 0, .target_x0 = 0, .target_noise = 0};
-    // At r = 0 there is no teacher. `nobody` stands for one whose image is x_0 itself.
+    // At r = 0 there is no teacher. `nobody` stands for a teacher whose image is x_0 itself.
     const Question teacher = r > 0 ? ask(o.frame, r, o.sigma_data) : nobody;
     Question student = ask(o.frame, t, o.sigma_data);
     const double x0 = teacher.x0_x * teacher.signal - student.x0_x * student.signal;
@@ -3154,7 +3155,7 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
-    teacher.target_x0 = 0; // a teacher learns nothing
+    teacher.target_x0 = 0; // a teacher is not trained, so it has no target
     teacher.target_noise = 0;
     return make_level(teacher);
 }
@@ -3183,10 +3184,11 @@ static std::vector<double> alpha_bars(const Config& c) {
 struct Prediction {
     double target_x0, target_noise; // as in NoiseLevel
     double x0_x, x0_out;            // as in NoiseLevel
-    double error;                   // the square of the answer's error if x_0 is wrong by 1
+    double error;                   // the square of the answer's error if the x_0 that it means is wrong by 1
 };
 
-// Makes the level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. A model of T timesteps is told t.
+// Makes the level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. The network is told t, or 1000 t / T
+// with --rescale_timesteps.
 static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     const double signal = std::sqrt(alpha_bar), sigma = std::sqrt(1 - alpha_bar);
     const double snr = alpha_bar / (1 - alpha_bar);
@@ -3218,8 +3220,9 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         level.index = t;
         level.importance = 1;
         level.quarter = 4 * t / T;
-        // The variational bound compares q(x_s | x_t, x_0), s = t - 1, with the network's normal distribution. `small`
-        // is q's variance (Ho et al. 2020, eq. 7). At t = 0 this variance is 0, so the variance at t = 1 replaces it.
+        // The variational bound compares q(x_s | x_t, x_0), where s = t - 1, with the network's normal distribution.
+        // `small` is the variance of q (Ho et al. 2020, eq. 7). At t = 0 this variance is 0, so the variance at t = 1
+        // replaces it.
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1;
         const double beta = 1 - a / b, next = alpha_bar[1];
         double small = beta * (1 - b) / (1 - a);
@@ -3235,9 +3238,9 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     return levels;
 }
 
-// Makes the objective that the model is trained on. The variational bound is a sum over all T timesteps. A step draws
-// only one of the T, so its term is multiplied by T. In guided-diffusion the unit of the bound is the bit, so the bound
-// is divided by log 2.
+// Makes the objective that the model is trained on. The variational bound is a sum over all T timesteps. Only one
+// timestep is drawn for a sample, so the sample's term is multiplied by T. In guided-diffusion the unit of the bound is
+// the bit, so the bound is divided by log 2.
 static Objective make_objective(const Config& c) {
     const float bits = (float)(c.diffusion_steps / std::log(2.0));
     Objective o{};
@@ -3266,9 +3269,9 @@ static Objective make_objective(const Config& c) {
 // the probability of its t). So the expected loss is the same as with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this part of the probability is divided equally among all t
 
-// Adds the losses of a batch's samples at timestep t to the row of t, without their factor `importance`. A row is
-// HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns the new weight of t, or
-// -1 while the row has fewer than HISTORY losses.
+// Stores the losses of a batch's samples at timestep t in the row of t. Each loss is first divided by its sample's
+// `importance`. A row is HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns
+// the new weight of t, or -1 while the row has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
@@ -3307,8 +3310,9 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     return level;
 }
 
-// Draws sigma from a log-normal distribution, for edm, ect, and a flow with --t_std. Writes to *normal the standard
-// normal number that sigma is computed from, which tells in which quarter of the levels sigma lies.
+// Draws sigma from a log-normal distribution. This is for edm, for ect, and for flow if --t_std is not 0. Writes to
+// *normal the standard normal number that sigma is computed from, which tells in which quarter of the levels sigma
+// lies.
 HD static inline double draw_sigma(const Objective& o, const Words& words, float* normal) {
     float z[4];
     normals(z, words);
@@ -3349,7 +3353,8 @@ HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words)
 }
 
 // A data file stores a value of an image as uint8_t (1 byte) or as a float in [-1, 1] (4 bytes). image_value returns
-// value i of images, in [-1, 1]. Only canvas_value reads such values itself; a third kind would be added to both.
+// value i of images, in [-1, 1]. canvas_value reads such values itself, without image_value. So a third type of values
+// would have to be added to knows_image_values, image_value and canvas_value.
 static bool knows_image_values(int bytes) { return bytes == 1 || bytes == 4; }
 HD static inline float image_value(const void* images, int bytes, size_t i) {
     if (bytes == 1) return ((const uint8_t*)images)[i] / 127.5f - 1.0f;
@@ -3357,12 +3362,12 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 }
 
 // --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with
-// Limited Data", appendix B): a training image is changed in six ways. Each change is drawn by itself, with the same
-// probability p, except that an image is turned upside down with probability p / 2, and mirrored with probability 1 / 2
-// whatever p is. The network is told which changes were made. So it learns that changed images are of another kind, and
-// does not draw such images when it is told that there is no change. These are the changes, and after each semicolon
-// the numbers that the network is told (0 if there is no such change). z and z' are standard normal numbers, drawn for
-// each change:
+// Limited Data", appendix B): a training image is changed in up to six ways. Each change is drawn independently of the
+// others. Its probability is p, with two exceptions: an image is turned upside down with probability p / 2, and
+// mirrored with probability 1 / 2, whatever p is. The network is told which changes were made. So it learns that
+// changed images are of another kind, and does not draw such images when it is told that there is no change. These are
+// the changes, and after each semicolon the numbers that the network is told (0 if there is no such change). z and z'
+// are standard normal numbers, drawn for each change:
 //   mirrored, upside down   in columns, in rows; 1 for each
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; the angle's cosine - 1, its sine
@@ -3398,8 +3403,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_x = shifts ? z[2] : 0;
     const double shift_y = shifts ? z[3] : 0;
 
-    // The map from a pixel of the changed image to the place in the image that it shows. It does, in this order: shift
-    // back, stretch back, turn, scale back.
+    // m maps a pixel of the changed image to the place in the original image that this pixel shows. These steps are
+    // done in this order: shift back, stretch back, turn, scale back.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -3428,8 +3433,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 //      interpolated linearly. The result is the canvas.
 //   3. The same filter halves the canvas.
 // Without a change, the result is the image itself. Steps 1 and 2 together are one sum over the pixels around a place,
-// so the doubled image is never stored. The canvas is stored, with a margin of 6 for the filter. Outside its border, an
-// image is continued by its mirror image.
+// so the doubled image is never stored. The canvas is stored. At each edge it has a margin of 6 of its own pixels,
+// which the filter needs. Outside its border, the image is continued by its mirror image.
 constexpr int FILTER = 12; // taps of sym6
 // A value of the doubled image, interpolated along a row, depends on this number of pixels of the image's row.
 constexpr int AROUND = 7;
@@ -3478,14 +3483,14 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     return a;
 }
 
-// Which pixels of the image the canvas's value at row `fine_y` and column `fine_x` is made of. They are the same in all
-// channels.
+// The pixels of the image that the canvas's value at row `fine_y` and column `fine_x` is made of, and their weights.
+// They are the same in all channels.
 struct CanvasPlace {
     Around rows, columns;
 };
 HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int fine_x, int H, int W) {
     // (x, y): the place in the changed image, in pixels from the centre. (from_x, from_y): the place in the original
-    // image that is shown there. Last, that place is computed in pixels of the doubled image.
+    // image that is shown there. The last two lines convert that place to rows and columns of the doubled image.
     const double x = (fine_x - W - 5) / 2.0;
     const double y = (fine_y - H - 5) / 2.0;
     const double from_x = a.x_x * x + a.x_y * y + a.x_1;
@@ -3539,17 +3544,17 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
     return sum / (float)(factor * factor);
 }
 
-// The standard deviation of the noise on a picture is the largest one (--cond_noise) times a factor, which is uniform
-// in [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
+// The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
+// [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
-constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // philox's `block` for the factor; those of the noise are lower
+constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // philox's `block` when the factor is drawn; the noise uses lower ones
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
 // Number i of an enlarged row (or column) lies between the numbers `first` and `second` of the small row. As in
 // PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
 struct Between {
     int first, second;
-    float part; // the weight of the second number; the first has 1 - part
+    float part; // the weight of the second number; the weight of the first is 1 - part
 };
 HD static inline Between place_in_small(int i, int factor, int size) {
     const float centre = ((float)i + 0.5f) / (float)factor - 0.5f;
@@ -3617,10 +3622,10 @@ HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t from_y = y - s.y0, from_x = x - s.x0;
     const int64_t length2 = along_y * along_y + along_x * along_x;
     const int64_t radius2 = (int64_t)s.radius * s.radius;
-    const int64_t ahead = from_y * along_y + from_x * along_x; // how far along the line, times its length
+    const int64_t ahead = from_y * along_y + from_x * along_x; // distance along the line, times the line's length
     if (ahead <= 0) return from_y * from_y + from_x * from_x <= radius2;
     if (ahead < length2) {
-        const int64_t beside = from_y * along_x - from_x * along_y; // how far beside the line, times its length
+        const int64_t beside = from_y * along_x - from_x * along_y; // distance from the line, times its length
         return beside * beside <= radius2 * length2;
     }
     const int64_t behind_y = y - s.y1, behind_x = x - s.x1;
@@ -3638,7 +3643,8 @@ HD static inline bool is_in_hole(const Holes& holes, int y, int x) {
     return inside;
 }
 
-// Returns the value of a pixel in the mask's channel. As in a mask's file, it is white where the network has to paint.
+// Returns the value of a pixel in the mask's channel. As in a mask's file, the mask is white where the network has to
+// paint.
 HD static inline float mask_value(bool hidden) { return hidden ? 1.0f : -1.0f; }
 
 // The loss of a sample with --objective ect (Geng et al. 2024) is weight (sqrt(D + c^2) - c), the pseudo-Huber distance
@@ -3664,7 +3670,7 @@ struct BoundTerm {
     float value, d_mean, d_variance;
 };
 
-// guided-diffusion's approximation of the normal distribution function, and its derivative.
+// Returns guided-diffusion's approximation of the normal distribution function. Writes its derivative to *density.
 HD static inline double normal_cdf(double z, double* density) {
     constexpr double ROOT_2_OVER_PI = 0.7978845608028654;
     const double t = tanh(ROOT_2_OVER_PI * (z + 0.044715 * z * z * z));
@@ -3685,8 +3691,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
         return BoundTerm{(float)value, (float)pull, (float)d_variance};
     }
     // A value of x_0 stands for the interval from x_0 - 1 / 255 to x_0 + 1 / 255, and x_0 - mean = -x0_out d. The
-    // probability is the difference of the distribution function at the interval's two ends, which are expressed in
-    // units of the standard deviation.
+    // probability is the distribution function at the interval's upper end minus that function at its lower end. Both
+    // ends are measured from the mean, in units of the standard deviation.
     const double centered = -(double)level.x0_out * d;
     const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the standard deviation
     const double high = inverse * (centered + 1.0 / 255);
@@ -3734,8 +3740,8 @@ struct Move {
     double x, x0;             // coefficients of x'
     double m = 0, noise = 0;  // coefficients of x', too
     double m_x = 0, m_x0 = 0; // coefficients of m'
-    double learned_low = 0;   // with a learned variance the network chooses the noise,
-    double learned_high = 0;  // between these two; 0: the noise is .noise
+    double learned_low = 0;   // if the network chooses the noise's standard deviation: the least one
+    double learned_high = 0;  // the largest one; learned_low = 0: the standard deviation is .noise
     double known_until = -1;  // with --inpaint: if this move is the last of its step, the step's n (see keep_known)
 };
 
@@ -3743,7 +3749,7 @@ struct Move {
 // much larger than n, the two terms of the formula are large numbers that nearly cancel.
 static Move euler_step(double s, double n) { return Move{.sigma = s, .x = n / s, .x0 = 1 - n / s}; }
 
-// Ho et al. 2020, eq. 7: the standard deviation of q(x_n | x_s, x_0), where x = x_0 + sigma noise, as above.
+// Returns the standard deviation of q(x_n | x_s, x_0) (Ho et al. 2020, eq. 7). As above, x = x_0 + sigma noise.
 static double posterior_deviation(double s, double n) { return n * std::sqrt(s * s - n * n) / s; }
 
 // DDIM (Song et al. 2021, eq. 12 and 16). With eta = 0 it is Euler's method. With eta > 0 a step goes to a sigma below
@@ -3756,8 +3762,8 @@ static Move ddim_step(double s, double n, double eta) {
 }
 
 // Ho et al. 2020, eq. 6 and 7: x' is the mean of q(x_n | x_s, x_0) plus noise. The variance of the noise is one of two
-// (section 3.2 of that paper), or the network chooses a variance between the two (Nichol & Dhariwal 2021, eq. 15). The
-// last step adds no noise.
+// fixed values (section 3.2 of that paper), or the network chooses a variance between these two (Nichol & Dhariwal
+// 2021, eq. 15). The last step adds no noise.
 static Move ddpm_step(const Config& c, double s, double n) {
     const double small = posterior_deviation(s, n);
     double large = 0;
@@ -3811,7 +3817,7 @@ static double churn_gamma(const Config& c, double sigma, int N) {
     return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
 }
 
-// For --timestep_respacing ddimN: returns N timesteps, every k-th from 0 on. k is chosen so that there are N of them.
+// For --timestep_respacing ddimN: returns N timesteps, every k-th from 0 on. k is chosen so that there are N timesteps.
 static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     const int wanted = std::clamp(atoi(&respacing[strlen("ddim")]), 2, T);
     const int stride = (T + wanted - 1) / wanted;
@@ -3835,7 +3841,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
          "must be a number of steps, ddim and a number, or numbers with commas");
 
     const int parts = (int)counts.size();
-    const int least = parts == 1; // the smallest count: if there are several parts, a part may keep no steps
+    const int least = parts == 1; // the smallest count that is allowed: 1, or 0 if there are several parts
     std::vector<int> steps;
     int start = 0; // where the part begins
     for (int i = 0; i < parts; i++) {
@@ -3869,7 +3875,7 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
 // timesteps. The samplers' sigmas are:
 //   ddpm, ddim    those of the timesteps that --timestep_respacing keeps
 //   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
-//   others        Karras's schedule; but for a model of flow, equal steps of t = sigma / (1 + sigma)
+//   others        Karras's schedule. For a model of flow instead: equal steps of t = sigma / (1 + sigma)
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size();
@@ -3896,12 +3902,12 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     return sigmas;
 }
 
-// Returns the numbers of a sampler's N steps in the order in which they are taken. With --inpaint some are taken again
-// (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by so many steps, until it
-// has taken these steps --jump_n_sample times. Then it goes on with the next steps. The last step is taken once. The
-// first (N - 1) % jump_length steps are taken once, too.
+// Returns the order in which a sampler takes its N steps, as a list of the steps' numbers. With --inpaint some steps
+// are taken again (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by so many
+// steps, until it has taken these steps --jump_n_sample times. Then it goes on with the next steps. The last step is
+// taken once. The first (N - 1) % jump_length steps are taken once, too.
 static std::vector<int> step_order(const Config& c, int N) {
-    std::map<int, int> again; // how often to go back from a level of noise; 0 is the lowest level above no noise
+    std::map<int, int> again; // how often to go back from each level of noise; 0: the least noise; -1: none
     if (!c.inpaint.empty())
         for (int level = 0; level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
     std::vector<int> order;
@@ -3930,8 +3936,8 @@ struct Route {
     int64_t first = 0; // the move that sampling begins with: the first move of the step that first_step returns
 };
 
-// Adds the moves of a step from sigma s to n. before: the sigma at which the step before this one began; 0: there is no
-// step before that could be used.
+// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began; 0: no
+// step before this one may be used.
 static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
     if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
     else if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
@@ -3945,17 +3951,17 @@ static void add_step(std::vector<Move>* moves, const Config& c, double before, d
 
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
-    const bool variance_1 = c.goes_by_timesteps(); // the first x_t gets variance 1, as in guided-diffusion
+    const bool variance_1 = c.goes_by_timesteps(); // the first x_t has variance 1, as in guided-diffusion
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
     const int first = first_step(c, N);
-    int last = -1; // the step before this one
+    int last = -1; // the step that was taken before this one; -1: none
     for (int i : step_order(c, N)) {
         double s = sigmas[i];
         if (i == first && i > last) route.first = (int64_t)route.moves.size();
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
-            // This is sqrt(s'^2 - s^2) with s' = s (1 + gamma), but exactly 0 without churn.
+            // This is S_noise sqrt(s'^2 - s^2) with s' = s (1 + gamma). Without churn it is exactly 0.
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
             if (route.moves.empty()) route.churn = noise;
             else route.moves.back().noise = noise; // the noise is added at the end of the step before
@@ -3985,8 +3991,8 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
     return ddpm_level(c, alpha_bar, std::min(std::max(t, 0.0), (double)last));
 }
 
-// Turns a move into a step of the device. A move works on x, but a step on the network's input u = signal x, where each
-// sigma has another signal. then: the sigma of the next move; 0 after the last move.
+// Turns a move into a step of the device. A move computes x' from x. A step of the device works on the network's input
+// u = signal x, and the signal depends on sigma. then: the sigma of the next move; 0 after the last move.
 static SamplerStep device_step(const Config& c, const std::vector<double>& known, const Move& move, double then) {
     auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
     const NoiseLevel level = level_at(c, known, move.sigma);
@@ -4103,15 +4109,15 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Returns the class of image number i of a seed. The images take the classes of --classes in turns; without --classes,
-// all classes in turns.
+// Returns the class of image number i of a seed. The classes of --classes are used in turn; without --classes, all
+// classes are used in turn.
 static int class_of_image(const Config& c, int64_t i) {
     if (!c.class_cond) return 0;
     const size_t listed = c.class_list.size();
     return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
 }
 
-// Returns the numbers of image number i of a seed. The images take the rows of value_rows in turns.
+// Returns the numbers of image number i of a seed. The rows of value_rows are used in turn.
 static std::span<const float> values_of_image(const Config& c, const Sampler& s, int64_t i) {
     const size_t K = c.cond_dim;
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
@@ -4130,7 +4136,8 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }
 
-// A row has cond_dim numbers, and then the numbers of an augmentation. Those are zeros: the image is not changed.
+// A row holds cond_dim numbers, and then the numbers of an augmentation. The latter are zeros, because the image is not
+// changed.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
@@ -4186,7 +4193,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     float* const x = tensor_data<float>(net, net->input);
     float* const out = tensor_data<float>(net, net->output);
 
-    // What the network is told, and the images or the noise that it begins with.
+    // Set what the network is told, and the images or the noise that sampling begins with.
     put_labels(c, s, first, B, copies);
     if (c.num_values() > 0) put_values(c, s, first, B, copies);
     if (c.cond_channels > 0) put_pictures(c, s, first, B, copies);
@@ -4196,7 +4203,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     net->cond = s->cond;
     if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
-    const bool adds = !s->images.empty(); // noise is added to the given images
+    const bool adds = !s->images.empty(); // whether noise is added to the given images
     for (int copy = 0; copy < copies; copy++) {
         float* const images = x + (size_t)copy * B * n;
         draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, adds);
@@ -4217,8 +4224,8 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
             if (s->known) keep_known(x, s->known, s->mask, s->steps, known_noise, c.guided(), B, n);
             next_step(s->k);
         });
-        // The host only starts a GPU's work, and may be far ahead of the GPU. If progress is shown on a terminal, it
-        // waits for the GPU at every 16th step, so that the progress shown is true.
+        // The host only starts a GPU's work, and may be far ahead of the GPU. If progress is shown on a terminal, the
+        // host waits for the GPU at every 16th step, so that the progress shown is true.
         int64_t reached;
         const bool waits = k % 16 == 15 && terminal_columns();
         if (waits) copy_to_host(&reached, s->k, sizeof reached);
@@ -4250,7 +4257,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
     for (int i = 0; i < n; i += most * N) {
         come_to("a batch of samples");
         const int first = i + most * world.rank;
-        const int B = std::min(most, n - first); // below 1 if none is left for this rank
+        const int B = std::min(most, n - first); // below 1 if no image is left for this rank
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
         if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
         const float* const made = N > 1 ? s->all : own;
@@ -4264,9 +4271,9 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 // =====================================================================================================================
 // 9. Data: .bin files that may be larger than memory, the order of their images
 // A data file consists of a header, images (N, C, H, W) of uint8 or float32, labels (N), and K numbers of each image
-// (N, K) (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. Some batches earlier, the
-// operating system was asked to fetch them into memory. Labels and numbers are kept in memory. The data files of
-// unet.cu are read, too.
+// (N, K) (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. The operating system is
+// asked to fetch them into memory a few batches before the step. Labels and numbers are kept in memory. The program
+// also reads data files of unet.cu.
 //
 // The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
 // file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
@@ -4315,7 +4322,8 @@ struct Dataset : InputFile {
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
-    // The bytes at which the parts of a batch begin. Labels follow the images, at a multiple of 4 bytes.
+    // The bytes of a batch's buffer at which its labels, numbers and pictures begin. The images begin at 0. The labels
+    // follow them, at a multiple of 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
     size_t pictures_at(int B, const Config& c) const {                       // pictures follow the numbers
@@ -4370,7 +4378,7 @@ static uint32_t check_images(Dataset* d) {
 }
 
 // Returns the header of a data file. If the file is one of unet.cu, its header has fewer fields, each one slot earlier.
-// It is turned into a header of our format, with version 0.
+// Then that header is turned into a header of our format, with version 0.
 static Header data_header(const Dataset& d, const char* hint) {
     const int* s = d.header.slot;
     const int magic = s[SLOT_MAGIC];
@@ -4522,14 +4530,14 @@ static std::vector<std::string> prepare_command(const Config& c, const std::stri
             "--image_size", size,    "--channels", channels};
 }
 
-// Returns the same command as one line that a user can type.
+// Returns the command of prepare_command as one line that a user can type.
 static std::string prepare_command_line(const Config& c, const std::string& file) {
     std::string line;
     for (const std::string& word : prepare_command(c, "prepare_data.py", file)) line += " " + word;
     return "`" + line.substr(1) + "`";
 }
 
-// Makes the data file, unless it is up to date.
+// Makes the data file of the pictures in --data_dir, unless the file is up to date.
 static void prepare_folder(const Config& c, const std::string& file) {
     const std::string flag = "--data_dir " + c.data_dir;
     struct stat st;
@@ -4576,7 +4584,8 @@ static void take_data_dir(Config* c, const std::string& where) {
 }
 
 // Reads the first images of a data file, at most `most` of them. Returns them as (count, H, W, C) in [-1, 1]. If the
-// file has only one channel, as a mask has, it is repeated C times. flag: the flag that names the file.
+// file's images have only one channel, as masks have, this channel is repeated C times. flag: the flag that names the
+// file.
 static std::vector<float> first_images(Dataset d, const char* flag, int C, int most) {
     const int HW = d.H * d.W;
     const int count = (int)std::min<int64_t>(d.count, most);
@@ -4598,7 +4607,8 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     return images;
 }
 
-// Opens a file and returns first_images of it. channels: how many channels the file must have.
+// Opens a file, checks the size of its images, and returns what first_images reads of it. channels: how many channels
+// the file must have.
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels, int C) {
     const Dataset d = open_dataset(path);
     const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
@@ -4656,7 +4666,7 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
 }
 
 // Makes the pictures (count, H, W, K) that --cond asks for. They are made of the first images of a file. masks: (count,
-// H, W), which the images take in turns; empty: the holes are drawn.
+// H, W), which are used in turn; empty: the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
     std::vector<float> image(d.image_bytes() / sizeof(float) + 1); // its values are bytes or floats
@@ -4673,7 +4683,7 @@ static std::vector<float> made_pictures(const Config& c, Dataset d, int most, co
     return pictures;
 }
 
-// Returns the end of an error message: the pictures that --cond takes besides images of the model's size.
+// Returns the end of an error message: which pictures --cond accepts, apart from images of the model's size.
 static std::string other_pictures(const Config& c) {
     const int factor = c.picture_factor;
     if (c.picture_kind == PictureKind::LOWRES)
@@ -4713,8 +4723,8 @@ static std::vector<float> sample_pictures(const Config& c) {
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
-// stream consists of epochs; each is all images of the file, shuffled anew. Otherwise the stream is the file's images
-// in the order of the file, again and again.
+// stream consists of epochs: an epoch is all images of the file, in a new random order. Otherwise the stream is the
+// file's images in the order of the file, again and again.
 static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
     const int64_t epoch = position / d.count;
     const int64_t in_epoch = position % d.count;
@@ -4787,10 +4797,10 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 
 // =====================================================================================================================
 // 10. Model files: weights and checkpoints, initial weights
-// A model file consists of a header and then arrays in fp32, which have a number for every parameter. The first array
-// is the weights. With HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two moments and further
-// averages follow, and after all arrays the losses of --schedule_sampler. In each array the tensors are in the order
-// and the layout of PyTorch's state_dict (docs/FORMATS.md).
+// A model file consists of a header and then arrays in fp32. Each array holds one number for every parameter. The first
+// array is the weights. With HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two moments and
+// further averages follow, and after all arrays the losses of --schedule_sampler. In each array the tensors are in the
+// order and the layout of PyTorch's state_dict (docs/FORMATS.md).
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
@@ -4799,12 +4809,12 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 constexpr int MODEL_MAGIC = 20261121;
 constexpr int UNET_CU_MODEL_MAGIC = 12345678;
 
-// The bits of SLOT_CONTENTS: what the file has besides the weights.
+// The bits of SLOT_CONTENTS: what the file holds besides the weights.
 constexpr int HAS_EMA = 1;
 constexpr int HAS_TRAINING = 2;
 
-// Slots of a header. The slots of flags are in common/flags.h. Some of these have a name here, too, because the code
-// below uses them. If something needs several slots, its name is that of the first slot.
+// Slots of a header. The slots of flags are in common/flags.h. Some of those slots have a name here, too, because the
+// code below uses them. If something needs several slots, its name is that of the first slot.
 constexpr int SLOT_CONTENTS = 2;
 constexpr int SLOT_CRC = 3;    // the checksum of the whole file, computed with 0 in this slot
 constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
@@ -4914,13 +4924,13 @@ static bool same_value(const std::string& name, const std::string& a, const std:
 // file's order: 0 is the weights, 1 is the first average, 2 and 3 are AdamW's moments, and from 4 on there are further
 // averages.
 struct ModelFile : InputFile {
-    // Returns whether the file has all that these bits stand for (HAS_EMA, HAS_TRAINING).
+    // Returns whether the file holds everything that these bits stand for (HAS_EMA, HAS_TRAINING).
     bool has(int bits) const {
         const bool ours = header.slot[SLOT_MAGIC] == MODEL_MAGIC;
         return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
     }
 
-    // These three return how many averages the file has, the rate of the k-th average, and the number of its array.
+    // These three return how many averages the file holds, the rate of the k-th average, and the number of its array.
     int emas() const {
         if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
         return has(HAS_EMA);
@@ -4934,7 +4944,7 @@ struct ModelFile : InputFile {
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
     }
 
-    // Returns the counters of the run when the file was written.
+    // Returns the run's counters and its guard, as they were when the file was written.
     StepState state() const {
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP);
@@ -4954,7 +4964,7 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks the lengths of the header's lists, and that every slot is 0 that has no meaning in this file.
+// Checks the lengths of the header's lists. Checks also that every slot that has no meaning in this file is 0.
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
@@ -5008,8 +5018,8 @@ static ModelFile open_model(const std::string& path) {
     return m;
 }
 
-// Copies one parameter between our layout and PyTorch's. Only for two kinds of parameters do the layouts differ: ours
-// is (N, I, J, block) and theirs is (N, J, I, block). The floats of a block lie side by side in both.
+// Copies one parameter between our layout and PyTorch's. The layouts differ for two kinds of parameters: our layout is
+// (N, I, J, block) and PyTorch's is (N, J, I, block). The `block` floats lie side by side in both layouts.
 //   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
 //   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
 //   old order of attention
@@ -5042,7 +5052,8 @@ static void check_size(const ModelFile& m, const UNet& net) {
     bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
     if (s[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC) {
         // A header of unet.cu does not hold the number of parameters, so the file's size is compared with the size of
-        // all parameters. Moments may follow the weights (slots 8, 9). Slot 4 is the number of the output's channels.
+        // all parameters. If slot 8 or 9 is not 0, moments may follow the weights. Slot 4 is the number of the output's
+        // channels.
         const size_t bytes = 1024 + n * sizeof(float);
         const bool has_moments = s[8] || s[9];
         const bool size_fits = m.size == bytes || (has_moments && m.size > bytes);
@@ -5089,11 +5100,12 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
 }
 
 // --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to FP8. weight,
-// bias: those of the norm (n channels). Before they are applied, values have a standard deviation of 1, so
-// |weight| + |bias| estimates the size of a channel's values. The factor is such that 32 times the size of the largest
-// channel still fits in FP8. Larger values become FP8_MAX. (The 32 also leaves room for the embedding's scale, which is
-// not known here.) Small values keep their precision, because FP8 is a floating-point format: its largest number is
-// almost 2^15 times its smallest normal number. The factor is a power of 2, so multiplying by it rounds nothing.
+// bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard deviation of
+// 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32 times the largest
+// of these estimates still fits in FP8. Larger values become FP8_MAX. (The 32 also leaves room for the embedding's
+// scale, which is not known here.) Small values keep their precision, because FP8 is a floating-point format: its
+// largest number is almost 2^15 times its smallest normal number. The factor is a power of 2, so multiplying by it
+// rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
@@ -5106,10 +5118,10 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
 // --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in which parameters
 // have the same places as in a flat array:
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
-//             of them becomes FP8_MAX
-//   factors   only the part of a flat array that is read in fp32. In the place of a norm's first weight it has the
-//             norm's factor (fp8_factor). In the place of a bias of a convolution it has scale / factor, which turns
-//             the sums of that output channel into values
+//             |weight| of the channel becomes FP8_MAX
+//   factors   only the part of a flat array that is read in fp32. The place of a norm's first weight holds the norm's
+//             factor (fp8_factor). The place of a bias of a convolution holds scale / factor, which turns the sums of
+//             that output channel into values
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -5117,14 +5129,14 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
     for (const Layer& conv : net.layers) {
         if (conv.kind != &CONV || net.tensors[conv.x1].element != Element::FP8) continue;
         const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
-        const Param* const norm_params = &net.params[norm.weight]; // weight, bias
-        const Param* const conv_params = &net.params[conv.weight]; // weight, bias
+        const Param* const norm_params = &net.params[norm.weight]; // [0]: the norm's weight, [1]: its bias
+        const Param* const conv_params = &net.params[conv.weight]; // [0]: the weight, [1]: the bias
         const int channels = norm_params->shape[0];
         const float factor = fp8_factor(&flat[norm_params[0].offset], &flat[norm_params[1].offset], channels);
         factors[norm_params->offset] = factor;
 
         const int outputs = conv_params->shape[0];
-        const size_t inputs = conv_params->size / outputs; // the weights of an output channel, of all taps
+        const size_t inputs = conv_params->size / outputs; // the number of weights of an output channel, over all taps
         for (int c = 0; c < outputs; c++) {
             const size_t row = conv_params->offset + c * inputs;
             float largest = 0;
@@ -5229,7 +5241,7 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
 }
 
 // Returns whether a step is healthy: neither its loss nor its gradient's norm is suspicious. If it is healthy, the
-// guard's means and variances are updated with the two.
+// guard's means and variances are updated with this loss and this norm.
 HD static inline bool healthy(Guard* g, double loss, double norm) {
     if (suspicious(loss, g->n, g->mean_loss, g->var_loss)) return false;
     if (suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
@@ -5269,8 +5281,8 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 }
 
 // Returns a weight's new average over all updates. ema: its average before this update; p: the weight's newest value.
-// The average is exponential or, with a rate above 1, weighted by a power function with the rate as its exponent
-// (Karras et al. 2024, eq. 2). step: what power_step returns.
+// With a rate of up to 1, the average is exponential. With a rate above 1, the value after update k has a weight about
+// proportional to k^rate (Karras et al. 2024, eq. 2). step: what power_step returns.
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
@@ -5284,7 +5296,7 @@ HD static inline float power_step(float rate, int64_t updates) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
 // All that changes from step to step lies in device memory, so that a step can be recorded once and replayed. There is
-// memory for two batches: one is copied to the device while the model is trained on the other.
+// memory for two batches: one batch is copied to the device while the model is trained on the other batch.
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
 // the shapes below, B is the batch size, and micro is the number of samples in a microbatch.
 struct Trainer {
@@ -5294,8 +5306,9 @@ struct Trainer {
     AdamW adamw;
     Slice own; // this rank's part of the flat arrays
 
-    // Flat arrays of floats, one for each parameter.
-    // The weights in fp32. With several ranks and a copy, only the first plain_size and this rank's slice are valid.
+    // Flat arrays. Each holds one number for each parameter.
+    // The weights in fp32. If there are several ranks and the copy is not params itself, only the first plain_size
+    // weights and this rank's slice are valid.
     float* params;
     float* grads;         // the gradients of the current microbatch
     act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
@@ -5303,11 +5316,11 @@ struct Trainer {
     // This rank's slice of the sum of all gradients of the step. With several ranks it lies in `received`. With one
     // rank it lies in its own array or, if the batch is one microbatch, in `grads`.
     float* sum;
-    // These arrays are slices.
+    // Each of these arrays is a slice: it holds this rank's part.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // the sum of squares of each piece of `sum`, of all ranks
+    double* squares;            // for each piece of the step's gradient, in all ranks' slices: the sum of its squares
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
     Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
@@ -5377,7 +5390,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
-    // In fp32 this makes no new array: ema_copy is then the array that whole_array returns for the average.
+    // In fp32, make_copy makes no new array: ema_copy is then the array that whole_array returns for the average.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -5518,9 +5531,9 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 // Computes this rank's slice of the gradient of a step. The result is in tr->sum.
 //
 // Why N ranks compute the same bits as one. Sums of floats depend on their order, so the results of a run on N ranks
-// could be rounded differently from those of a run on one rank. They are not, because everything that is computed
-// depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must have the same
-// microbatch. Without --microbatch it is a rank's share of the batch, which depends on N.)
+// could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all that
+// is computed depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must have
+// the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.)
 //
 // 1. The same draws. Noise, noise levels, flips, dropout, and the choice of a sample's image: each is a function of the
 //    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
@@ -5540,7 +5553,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    to one rank. The order in which the rank sums it does not depend on the rank's other pieces. All ranks receive the
 //    sums of all pieces and add them up in the order of the array (judge_step). The length of the padded array depends
 //    on N, but the padding is zero, and x + 0 = x.
-// 5. The same decision. Every rank has the loss of every sample, in the order of the samples, and the norm. So all
+// 5. The same decision. Every rank holds the loss of every sample, in the order of the samples, and the norm. So all
 //    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
 //    The owner sends the new weight to all ranks.
@@ -5589,7 +5602,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
                 const size_t begin = own.at(unsent, 0);
-                if (begin >= own.n) continue; // it is padding
+                if (begin >= own.n) continue; // this segment is padding
                 all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), lane);
             }
         };
@@ -5611,7 +5624,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 }
 
 // Does the optimiser's part of a step, for this rank's slice. Then all ranks exchange their new weights in the form
-// that kernels read: the first plain_size in fp32, and the others in the copy.
+// that kernels read: the first plain_size weights in fp32, and the other weights in the copy.
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
@@ -5635,8 +5648,8 @@ static void update_slice(Trainer* tr) {
     end_exchange();
 }
 
-// Returns the whole of an array. Each rank has a slice of it, which is gathered in tr.grads, where it stays until the
-// next step. Only the weights (params) are completed in their own array.
+// Returns a whole flat array, of which each rank holds a slice. The slices are gathered in tr.grads, where they stay
+// until the next step. Only the slices of the weights (params) are gathered in their own array.
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
@@ -5685,10 +5698,10 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     Objective objective = tr->objective;
     objective.weights = nullptr;
     objective.tuning.step = tr->last_step;
-    for (int i = 0; i < count; i += N * most) { // each rank takes one batch
+    for (int i = 0; i < count; i += N * most) { // in each round, every rank computes one batch
         come_to("a batch of validation");
         const int first = world.rank * most;
-        const int B = std::min(most, count - i - first); // below 1 if none is left for this rank
+        const int B = std::min(most, count - i - first); // below 1 if no image is left for this rank
         if (B > 0) {
             if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
             const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
