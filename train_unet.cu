@@ -8969,8 +8969,8 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
 }
 
 // The reverse of PICK. It writes x (B, ceil(H / 2), ceil(W / 2), C) to the even rows and columns of out (B, H, W, C),
-// and zeros elsewhere. So it turns the gradient of a convolution's output with stride 2 into the gradient of the output
-// that the same convolution has with stride 1. Each thread writes one piece.
+// and zeros elsewhere. If x is the gradient of the output of a convolution with stride 2, out is the gradient of the
+// output of the same convolution with stride 1. Each thread writes one piece.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
     const uint4* from = (const uint4*)x;
@@ -9042,7 +9042,7 @@ static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int
     launch_resample_backward<REPEAT>(dx, dout, B, H, W, C);
 }
 
-// These are F.pixel_unshuffle and its reverse. Each thread moves one element.
+// to_patches is PyTorch's F.pixel_unshuffle, and from_patches is the reverse. Each thread moves one element.
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
     const size_t n = (size_t)B * H * W * C;
     each(n, [=] __device__(size_t i) { out[place_in_patches(i, H, W, C, p)] = x[i]; });
@@ -9074,7 +9074,8 @@ INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     return d + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// How many images a block works on at a time. Cin is a multiple of 4; x, weight and dweight are aligned to 16 bytes.
+// How many images a block works on at a time. The kernels below need a Cin that is a multiple of 4, and x, weight and
+// dweight that are aligned to 16 bytes.
 constexpr int LINEAR_ROWS = 32;
 
 // out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
@@ -9157,14 +9158,16 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 //   dweight = dout^T x      dbias = the sum of dout over images      dx = dout weight
 //
 //   warp    works on 64 inputs of 32 images, and on some groups of eight outputs
-//   lane    works on two of the inputs. Its registers hold their values (32 x 2) and their gradients (as many).
+//   lane    works on two of the inputs. Its registers hold the two values of each image (64 numbers) and the gradients
+//           of these values (64 numbers).
 //
 // A warp works on 8 outputs at a time. Their weights, their dout and their earlier dweight are copied to one of the
-// warp's two stages in shared memory. For each output, a lane reads its own two weights once. It also reads the dout of
-// 32 images, which all lanes read together. Each dout is multiplied four times: by two values (for dweight) and by two
-// weights (for dx). The 4 warps of a block have the same inputs and different outputs; at the end they add up their dx.
-// Blocks of different `splits` also have different outputs. They store their dx as parts (splits, B, Cin), which a
-// second kernel adds up.
+// warp's two stages in shared memory. For each output, a lane reads the weights of its two inputs once. It also reads
+// the dout of 32 images. All lanes read the same dout at the same time. Each dout is multiplied four times: by two
+// values (for dweight) and by two weights (for dx).
+// The 4 warps of a block work on the same inputs and on different outputs. At the end they add up their dx. Blocks of
+// different splits also work on different outputs. They store their dx as parts (splits, B, Cin), which a second kernel
+// adds up.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
 // What a warp reads for 8 outputs. `before` is the dweight summed over the images before these 32, or zeros if there
@@ -9187,9 +9190,9 @@ struct LinearBackward {
     int splits; // into how many parts the outputs are divided; different blocks work on different parts
 };
 
-// Starts the copies of outputs o0 ... o0 + 7 into a stage, for the images b0 ... b0 + 31. A lane copies 16 bytes of the
-// weights, and of the earlier dweight, of every second output. It also copies dout (4 bytes) of one output for every
-// fourth image. If such an image or output does not exist, dout becomes 0.
+// Starts to copy into a stage what belongs to outputs o0 ... o0 + 7 and images b0 ... b0 + 31. For every second output,
+// a lane copies 16 bytes of the weights and 16 bytes of the earlier dweight. It also copies dout (4 bytes) of one
+// output for every fourth image. If such an image or output does not exist, dout becomes 0.
 INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, int b0, int tile) {
     const int lane = threadIdx.x % 32;
     const int w_row = lane / 16;
@@ -9215,7 +9218,7 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
 
 // grid (tiles * splits): a block has one tile of 64 inputs and one split of the outputs. For 32 images at a time:
 //   1. Each lane loads its inputs x.
-//   2. For 8 outputs at a time, it adds the share of these images to dbias, dweight and dx.
+//   2. For 8 outputs at a time, each warp adds what these images contribute to dbias, dweight and dx.
 //   3. The block adds up the dx of its warps.
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
@@ -9226,14 +9229,14 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int split = blockIdx.x / p.tiles;
     const int i = tile * 64 + lane * 2;                            // this lane's first input
     const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output
-    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // from there to its next eight outputs
+    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // how far the warp's next eight outputs are
     // For dbias, this lane sums output o0 + bias_output over images 8 bias_row ... 8 bias_row + 7 of the 32.
     const int bias_output = lane % LINEAR_OUTS;
     const int bias_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
     await_previous_kernel();
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
-        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS]; // of this lane's two inputs, for each image
+        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS]; // values and gradients of this lane's two inputs, for each image
         const int rows = min(LINEAR_ROWS, p.B - b0);
         load_linear_stage(shared.stages[warp][0], p, first, b0, tile);
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
@@ -9347,7 +9350,7 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
 }
 
 // out (B, dim) = [cos(t f_k), sin(t f_k)], where f_k = max_period^(-k / half) for k < half = dim / 2. Each thread
-// computes one pair. f_k is rounded to fp32, as PyTorch does it; angles are double, since t f_k may be large.
+// computes one pair. f_k is rounded to fp32, as in PyTorch. The angle t f_k is a double, since it may be large.
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                        Lane* lane = MAIN_LANE) {
     const int half = dim / 2;
@@ -9447,7 +9450,8 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
-// --augment, in three launches. The canvas is the changed image at twice the resolution (canvas_value).
+// Changes the images as --augment asks, in three launches. The canvas is the changed image at twice the resolution
+// (canvas_value).
 //   1. Each thread draws the change of one sample.
 //   2. Each thread computes one place of the canvas, in all channels.
 //   3. Each thread computes one value of the result from the canvas.
@@ -9482,8 +9486,8 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
 }
 
-// --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples with this
-// t.
+// Used with --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples
+// with this t.
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -9534,8 +9538,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
     return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
 }
 
-// The functions from here to mask_images make the condition: the batch's pictures. Each thread writes one element of
-// the result; in mask_images it writes all channels of a pixel.
+// The functions from here to mask_images make a batch's pictures, which are the network's condition. Each thread writes
+// one element of the result. In mask_images a thread writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
@@ -9674,8 +9678,9 @@ constexpr int LOSS_PARTS = 4; // how many blocks share an image
 // the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On other GPUs it can run 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// Returns to thread 0 the sum over a block of 1024 threads. First each warp adds up its values, then the 32 warps' sums
-// are added. The order is fixed, so that a repeated run has the same losses and norms, bit by bit.
+// Adds up the v of a block's 1024 threads. Only thread 0 may use the result. First each warp adds up its values, then
+// the sums of the 32 warps are added. The order is fixed, so that a repeated run has the same losses and norms, bit by
+// bit.
 INLINE double block_sum(double v) {
     __shared__ double sums[32]; // one sum of each warp
     v = warp_sum(v);
@@ -9708,7 +9713,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
         const int p = i / C; // the pixel of element i; c is its channel
         const int c = i - p * C;
-        const size_t mean = first + (size_t)p * Cout + c; // where out has the answer for element i
+        const size_t mean = first + (size_t)p * Cout + c; // the place in out of the network's answer for element i
         const size_t variance = mean + C;
         const float wanted = target[first_target + i];
         const float d = out[mean] - wanted;
@@ -9747,8 +9752,8 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
 
 // The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. So its
 // gradient is slope (out - target). The slope is one number for the image, and depends on the whole distance
-// (tuning_loss). So there are three launches: this kernel computes the distances, the second launch the slopes, the
-// third one the gradients.
+// (tuning_loss). So there are three launches. This kernel computes the distances, the second launch computes the
+// slopes, and the third launch computes the gradients.
 // grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
@@ -9814,10 +9819,11 @@ struct SamplerView {
     }
 };
 
-// d.threshold (B) = the value with rank d.rank among the |x0| of each image, in rising order from rank 0. A block works
-// on one image. Floats that are not negative have the same order as their bits. So the value is found 8 bits at a time,
-// beginning with the highest bits. Each of four passes looks only at the numbers that begin with the bits found so far.
-// It counts how often each of the 256 values of the next 8 bits occurs, and finds the value that contains the rank.
+// d.threshold (B) holds one value for each image: the |x0| with rank d.rank among all |x0| of the image. Rank 0 is the
+// smallest. A block works on one image. Floats that are not negative have the same order as their bits, read as
+// integers. So the value is found 8 bits at a time, beginning with the highest bits. Each of four passes looks only at
+// the numbers that begin with the bits found so far. The pass counts how often each of the 256 values of the next 8
+// bits occurs. From these counts it finds the 8 bits of the number with the wanted rank.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(SamplerView view, const SamplerStep* steps, Denoising d, const int64_t* k) {
     __shared__ int count[256];
@@ -9839,7 +9845,7 @@ static __global__ void __launch_bounds__(1024)
             if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
         }
         __syncthreads();
-        if (threadIdx.x == 0) { // finds the value that contains the rank, by subtracting the counts of smaller values
+        if (threadIdx.x == 0) { // finds the next 8 bits: subtracts the counts of smaller values from the rank
             int bin = 0;
             while (left >= count[bin]) {
                 left -= count[bin];
@@ -9866,7 +9872,7 @@ INLINE float limited(float x0, float limit) {
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
 //
-// With guidance the batch has a second half. The new x is written there too, so that both halves stay equal.
+// With guidance the batch has a second half. The new x is also written to this half, so that both halves stay equal.
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
                          RandomKey key, int B, int HW, int C, int Cout) {
     const int n = HW * C;
@@ -9935,8 +9941,8 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //
 // ("Film" is the scale and shift that are computed from the embedding, with --use_scale_shift_norm.) The forward kernel
 // needs no pass over x for mean and rstd: the kernel that wrote x also wrote each channel's sums of x and x^2 to Stats.
-// What is left is one multiplication and one addition: z = x scale + shift. The two coefficients of each channel of an
-// image are computed once in a block.
+// For each element, one multiplication and one addition are left: z = x scale + shift. A block computes the two
+// coefficients of each of its channels once.
 //
 // Backward. dz is the gradient of z: dout, taken back through dropout and the nonlinearity.
 //
@@ -9969,7 +9975,7 @@ struct NormArgs {
     const void *x1, *x2;        // (B, HW, C1) and (B, HW, C2)
     const float *weight, *bias; // (C)
     const float* scale_shift;   // (B, ss_stride): film scale (C), then film shift (C); null: none
-    int ss_stride;              // from one image's scales to the next; a multiple of 4 floats, for reads of 16 bytes
+    int ss_stride;              // floats from one image's scales to the next image's; a multiple of 4, for float4 reads
     Dropout dropout;
     NormShape s;
     // Used only in the backward pass:
@@ -10060,7 +10066,7 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
 
 // The parameters from which the coefficients of V channels are computed: z = (xhat weight + bias) factor + shift,
 // factor = 1 + scale, where scale and shift come from the embedding (FiLM, --use_scale_shift_norm). The previous kernel
-// does not write them, so they are loaded before it has ended.
+// does not write these parameters, so they are loaded before that kernel has ended.
 template <int V> struct NormParameters {
     float weight[V], bias[V];
     float scale[V] = {}, shift[V] = {}; // from the embedding
@@ -10074,7 +10080,7 @@ template <int V> struct NormParameters {
         load_floats(shift, film + a.C);
     }
     INLINE float factor(int i) const { return 1 + scale[i]; }
-    // Returns scale and shift of the i-th channel, in z z_factor = x scale + shift.
+    // Returns scale and shift of the i-th channel, so that x scale + shift is z times z_factor.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float x_weight = rstd * weight[i]; // xhat weight = (x - mean) x_weight
         const float z_scale = x_weight * factor(i);
@@ -10171,8 +10177,8 @@ INLINE uint8_t* place_of(const Fp8Out& out, size_t i) { return out.p + i; }
 template <class T, bool DROPOUT, class OUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
     groupnorm_forward_kernel(OUT out,            // (B, HW, C)
-                             float* mean,        // (B, groups), as is rstd; the backward pass needs both
-                             float* rstd,        //
+                             float* mean,        // (B, groups); the backward pass needs mean and rstd
+                             float* rstd,        // (B, groups)
                              const Stats stats1, // the sums of x1's channels
                              const Stats stats2, // the sums of x2's channels
                              NormArgs a) {
@@ -10272,17 +10278,18 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     });
 }
 
-// Computes dz from dout: takes it back through dropout and the nonlinearity. x is the norm's input. scale and shift
-// have been multiplied by Z_FACTOR, because the nonlinearity's derivative expects its argument in that form.
+// Computes dz from dout: multiplies dout by the nonlinearity's derivative and by dropout's factors. x is the norm's
+// input. scale and shift have been multiplied by Z_FACTOR, because Z_FACTOR z is the argument that the function for the
+// derivative (df) expects.
 template <class T, bool DROPOUT>
 INLINE void norm_dz(float (&dz)[VEC<T>],          // holds dout at first, and dz afterwards
                     const float (&x)[VEC<T>],     //
                     const float (&scale)[VEC<T>], //
                     const float (&shift)[VEC<T>], //
                     const NormArgs& a,
-                    uint32_t step, // dropout depends on the step, on
+                    uint32_t step, // the training step; dropout depends on step, b and e
                     int b,         // the image
-                    size_t e) {    // and on the element
+                    size_t e) {    // the first element of the piece, counted within the image
     with_nonlinearity<T>(a.s.nonlinearity, [&](auto nonlinearity) {
         UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
             dz[i] *= nonlinearity.df(x[i] * scale[i] + shift[i]);
@@ -10319,7 +10326,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += t.stride_out;
         copies_committed();
     };
-    // The forward pass has stored x, and all that `channel` loads. So they can be read before await_previous_kernel.
+    // x and all that `channel` loads exist since the forward pass. So they can be read before await_previous_kernel.
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch_x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -10475,9 +10482,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //   are loaded first.
 
 // Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step two
-// lanes exchange half of their values and add. So each lane then has half as many values to go on with. At the end a
-// lane has one pair of sums, at v[0]; if there are more columns, it has several pairs. Returns the index that the
-// lane's first sum had in v.
+// lanes exchange half of their values and add. After a step each lane works on half as many values as before. When only
+// one pair of values is left, the lanes add whole pairs. At the end a lane has one or several pairs of sums, which
+// begin at v[0]. (The more columns, the more pairs.) Returns the index that the lane's first sum had in v.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -10506,13 +10513,14 @@ struct NormWhole {
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // how many pixels a block works on at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // how many pixels a thread has at most
-    // From one row of sums to the next. It is odd, so that the sums of one channel lie in different banks.
+    // Returns the distance from one row of sums to the next. It is odd, so that the sums of one channel lie in
+    // different banks.
     HD int pitch() const { return slab + 1; }
     // Returns the bytes of shared memory of a block. NormSlab divides them in the same order.
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row of each row_warp and each block
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // rows: one for each row_warp and each block
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
@@ -10523,14 +10531,14 @@ constexpr int MAX_WHOLE_THREADS = 384; // threads of a block; a multiprocessor h
 // thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
-    static constexpr int COPY_GROUPS = 4; // dout is copied in so many groups; the sums begin when the first has arrived
+    static constexpr int COPY_GROUPS = 4; // dout is copied in so many groups; sums begin when the first group is there
     static constexpr int BATCH = 2;       // the addends of so many pixels are loaded together
     const NormArgs& a;
     const NormWhole& w;
-    uint4* const kept; // (slots, 2, threads): each thread's x, and its dout, which dz replaces
+    uint4* const kept; // (slots, 2, threads): x and dout of each thread; later dz replaces dout
 
-    // How threads are arranged. The first 2^log_columns lanes of a warp lie in one row, the next ones in the row below
-    // it, and so on. A row works on one pixel at a time.
+    // How threads are arranged. The first 2^log_columns lanes of a warp form one row, the next 2^log_columns lanes form
+    // the next row, and so on. A row of lanes works on one pixel at a time.
     int tid = threadIdx.x;
     int threads = w.threads;
     int rows = w.rows();
@@ -10550,7 +10558,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are several
 
     // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
-    // may still be in the L2 cache. The other one is that the next kernel, which reads dx, begins with the first image.
+    // may still be in the L2 cache. The other reason is that the next kernel, which reads dx, begins with the first
+    // image.
     int b = gridDim.z - 1 - blockIdx.z;
     int slab0 = blockIdx.y * w.slab;         // the slab's first channel
     int first = blockIdx.x * w.chunk + row;  // this thread's first pixel
@@ -10558,13 +10567,13 @@ template <class T, bool DROPOUT> struct NormSlab {
     int c = slab0 + (busy ? column * V : 0); // this thread's first channel
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
-    bool in_x1 = c < a.s.C1;                                                     // false: the channels are x2's
+    bool in_x1 = c < a.s.C1;                                                     // false: the channels belong to x2
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
-    int stride = rows * pitch;                                                   // from this thread's pixel to its next
+    int stride = rows * pitch;                                                   // distance to the thread's next pixel
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
 
-    // The addends of the next BATCH pixels. Those of the first pixels are loaded before the sums are complete. (An
-    // addend may be dx itself.)
+    // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete.
+    // (An addend may be dx itself.)
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
@@ -10587,8 +10596,8 @@ template <class T, bool DROPOUT> struct NormSlab {
             copies_committed();
         }
     }
-    // Adds to v the sums of dz and dz x of each channel. It reads the pieces of dout in the order in which they arrive,
-    // and writes dz to the place of dout.
+    // Adds dz and dz x of each channel to v, for all pixels of this thread. The pieces of dout are read in the order in
+    // which they arrive. dz is written to the place of dout.
     INLINE void sum_pixels(float (&v)[2 * V], const float (&scale)[V], const float (&shift)[V], uint32_t step) const {
         uint4* p = kept + tid;
         NO_UNROLL_FOR (int i = 0; i < COPY_GROUPS; i++) {
@@ -10610,7 +10619,7 @@ template <class T, bool DROPOUT> struct NormSlab {
             }
         }
     }
-    // Loads the addends of the pixels k ... k + BATCH - 1
+    // Loads the addends of this thread's pixels k ... k + BATCH - 1.
     INLINE void load_addends(const GradOf<T>& to, int k) {
         UNROLL_FOR (int j = 0; j < BATCH; j++) {
             if (to.add1 && k + j < count) add1[j] = load16(to.add1 + at + j * stride);
@@ -10627,14 +10636,14 @@ template <class T, bool DROPOUT> struct NormSlab {
     // Adds up a warp's sums of each channel, and writes them to warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
         const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the index of the first sum that this lane has
-        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many sums it has
+        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many sums this lane has
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
         if (busy)
             UNROLL_FOR (int i = 0; i < V; i++)
                 if (2 * i < left) to[i] = make_float2(v[2 * i], v[2 * i + 1]);
     }
     // Writes this block's sums into the shared memory of all blocks of the cluster, and waits until the sums of all
-    // blocks have arrived here. all_here: the barrier that counts their bytes.
+    // blocks have arrived in this block's shared memory. all_here: the barrier that counts the bytes of these sums
     INLINE void exchange(uint32_t all_here) const {
         cluster_wait(); // all blocks have begun, so their shared memory may be written to
         if (tid < w.slab) {
@@ -10807,8 +10816,8 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Returns enough memory for any batch of up to s.B images. norm_grid makes one chunk of each slab, or more chunks if
-// all blocks then still fit on the GPU at the same time.
+// Returns how many bytes are enough for any batch of up to s.B images. norm_grid makes one chunk of each slab. It makes
+// more chunks only if all blocks then still fit on the GPU at the same time.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
@@ -10844,18 +10853,19 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 //              dv = P^T dout            dq = dS k / sqrt(d)          dk = dS^T q / sqrt(d)
 //
 // The forward pass stores two numbers for each row (SoftmaxRow), from which the backward pass computes P again.
-// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head, and reads the
-// other rows of this head tile by tile. These tiles "stream past" the block's own rows. Hopper's kernels compute bf16
-// heads of 32 and 64 channels. Two portable versions compute all other heads. In the backward pass of the portable
-// versions, half of the blocks own queries (and write dq). The other half own keys (and write dk and dv). So every sum
-// is computed by one block, in one order. Both halves run the same code, with own rows A1, A2 and streamed rows B1, B2:
+// S and P never leave the chip (FlashAttention, Dao et al. 2022). A block owns some rows of one head, such as queries.
+// It reads the rows that these are multiplied by, such as all keys and values, tile by tile. These tiles "stream past"
+// the block's own rows. Hopper's kernels compute bf16 heads of 32 and 64 channels. Two portable versions compute all
+// other heads. In the backward pass of the portable versions, half of the blocks own queries (and write dq). The other
+// half own keys (and write dk and dv). So every sum is computed by one block, in one order. Both halves run the same
+// code, with own rows A1, A2 and streamed rows B1, B2:
 //
 //   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
 //   queries q    dout   k    v         dq = dS B1
 //   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
 //
-// The hardware computes powers of 2, so exponentials are computed as such: e^x = 2^(x log2(e)). Scores are q k^T,
-// without the division by sqrt(d). One factor in the exponent stands for both 1 / sqrt(d) and log2(e).
+// The hardware computes powers of 2, so e^x is computed as 2^(x log2(e)). In the kernels, scores are q k^T without the
+// division by sqrt(d). In the exponent they are multiplied by log2(e) / sqrt(d).
 
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
@@ -10927,7 +10937,7 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
             copy_async_16(to + i * Tile::PITCH, piece, i < rows_left);
             piece += ROWS_AT_ONCE * from.pitch;
         }
-    } else { // Such heads do not begin at multiples of 16 bytes, so elements are copied one by one.
+    } else { // Heads of such a d do not begin at multiples of 16 bytes, so elements are copied one by one.
         NO_UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
             NO_UNROLL_FOR (int k = 0; k < VEC<T>; k++) {
                 const bool inside = row0 + r + i < a.T && c + k < a.d;
@@ -10997,7 +11007,7 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     // Forward: the own rows, and two stages of k and v.
     // Backward: the own rows of two operands, and two stages of B1 and B2. If queries stream, a stage also holds their
     // SoftmaxRow and D.
-    static constexpr int PITCH = DIM + V; // from a row to the next one
+    static constexpr int PITCH = DIM + V; // elements from one row to the next
     static constexpr int OWN = M * PITCH;
     static constexpr int STREAMED = N * PITCH;
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T);
@@ -11021,10 +11031,10 @@ template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WA
 //   [ q of warp 3          ]                                        top, sum of 16 rows
 
 // A warp's own rows of one operand, as A fragments: kept[k][m] holds columns 16 k ... 16 k + 15 of the rows 16 m ... 16
-// m + 15. Without KEEP there is only one slot. Then the columns of each k are read into it again for each product.
+// m + 15. Without KEEP there is only one slot: for each product, the columns of each k are read into it again.
 template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
-    const typename Tile::T* rows; // the address that this lane gives to ldmatrix, for columns from 0 on
+    const typename Tile::T* rows; // the address that this lane gives to ldmatrix to read the first columns
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
     float scale[SLOTS]; // the factor that undoes the scale of floats' parts
 
@@ -11041,7 +11051,7 @@ template <class Tile> struct OwnRows {
     __device__ void read(int k) {
         const int slot = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // 16 bytes of rows 0-7, of 8-15, then their next 16
+            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // reads 16 bytes of rows 0 - 15, then their next 16 bytes
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
@@ -11069,14 +11079,14 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
         const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * Tile::PARTS];
-        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbours in one set of 8 rows, and two in the
+        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbouring ones from 8 rows, and two from the
         // next 8 rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) {
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h, shared_address(from));
             }
-        const float scale = own.scale[slot] * take_apart<T>(b); // 1 for bf16
+        const float scale = own.scale[slot] * take_apart<T>(b); // for bf16 it is 1
         multiply<T, Tile::MT, Tile::NT>(scores[0], Tile::NT, 1, own.kept[slot], b, scale);
     }
 }
@@ -11087,7 +11097,7 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
 template <class Tile, int REGISTERS>
 INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-        UNROLL_FOR (int i = 0; i < 4; i++) { // rows g, g + 8 of the first 8 columns, then of the next 8
+        UNROLL_FOR (int i = 0; i < 4; i++) { // rows g, g + 8 in the first 8 columns, then both in the next 8 columns
             const float* const two = p[m][2 * k + i / 2] + i % 2 * 2;
             if constexpr (Tile::PARTS == 1) {
                 a[m][i] = pack_pair<typename Tile::T>(two[0], two[1]);
@@ -11134,8 +11144,9 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
     }
 }
 
-// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's own rows. The results are first written to the place
-// of these rows in shared memory, which no other warp reads. So each store to global memory can have 16 bytes.
+// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's rows in global memory. The results are first written
+// to shared memory, over the warp's own rows, which no other warp reads. From there they are stored in pieces of 16
+// bytes.
 template <class Tile, int CT, class T>
 INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums, const HeadTile& tile, int c0,
                        float factor = 1) {
@@ -11154,7 +11165,7 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums
                 const float* const two = sums[m][n] + 2 * r;
                 store_two(warp_rows + row * Tile::PITCH + column, factor * two[0], factor * two[1]);
             }
-    // 2. Each lane stores whole pieces. If d is not a multiple of a piece's elements, it stores the elements one by
+    // 2. Each lane stores whole pieces. If d is not a multiple of V, the lane stores the elements of its pieces one by
     //    one.
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
@@ -11374,14 +11385,16 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
     }
 }
 
-// A block of the backward pass, which owns keys (KEYS) or queries. It computes the gradients of its own rows in DC
-// columns; chunk says which ones. (If heads have more than 128 channels, the registers have no room for all columns.)
+// What a block of the backward pass does. It owns keys (KEYS) or queries. It computes the gradients of its own rows in
+// the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers have no room
+// for all columns.)
 // Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
 // are queries, a stage also holds their SoftmaxRow and D. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
 //   3. P and dS
-//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k); with KEYS also sum2 += P B2 (of v)
+//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k). With KEYS also sum2 += P B2 (the
+//      gradient of v).
 template <class Tile, bool KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
     constexpr int N = Tile::N, MT = Tile::MT;
@@ -11459,8 +11472,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
-// grid (B * heads * tiles of T, 1, 2 * chunks of d). For each chunk, the blocks that own keys are started before those
-// that own queries, because they have more work.
+// grid (B * heads * tiles of T, 1, 2 * chunks of d). Blocks that own keys have more work than blocks that own queries.
+// So, for each chunk, the blocks that own keys are started first.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
@@ -11487,8 +11500,8 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 constexpr int GENERAL_WARPS = 8;   // warps of a block
 constexpr int GENERAL_COLUMNS = 8; // columns of a lane, 32 apart; a warp has 256
 
-// Returns the dot product of a and b, which have d elements each. All lanes of a warp take part, and all of them return
-// it.
+// Returns the dot product of a and b, which have d elements each. All lanes of a warp work on it together, and each
+// lane returns the whole product.
 template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     float sum = 0;
     for (int c = threadIdx.x % 32; c < d; c += 32) {
