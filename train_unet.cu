@@ -11498,7 +11498,7 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 // Costs: the work of the fp32 units; every row reads all other rows, from the caches.
 
 constexpr int GENERAL_WARPS = 8;   // warps of a block
-constexpr int GENERAL_COLUMNS = 8; // columns of a lane, 32 apart; a warp has 256
+constexpr int GENERAL_COLUMNS = 8; // a lane computes so many columns, which lie 32 apart; a warp computes 256
 
 // Returns the dot product of a and b, which have d elements each. All lanes of a warp work on it together, and each
 // lane returns the whole product.
@@ -11533,7 +11533,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     const float scale = LOG2E * rsqrtf((float)a.d);
     float out[GENERAL_COLUMNS] = {}; // P v
     float top = -INFINITY;           // the highest score so far
-    float sum = 0;                   // of P
+    float sum = 0;                   // the sum of P so far
     for (int j = 0; j < a.T; j++) {
         const float S = warp_dot(q.row(row), k.row(j), a.d);
         const float highest = fmaxf(top, S);
@@ -11594,7 +11594,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     });
 }
 
-// Launches the forward pass or, if a has dout, the backward pass. launch_attention does the same.
+// Launches the backward pass if a.dout is not null, and otherwise the forward pass. So does launch_attention.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
     const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns; a warp computes one chunk
@@ -11604,8 +11604,8 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
     launch(attention_backward_general_kernel<T>, grid, threads, 0, a, launch_attention_dots<T>(a));
 }
 
-// Forward or backward, for heads of up to DIM channels. A warp owns 32 rows (MT = 2) if the rows are short and there
-// are enough of them. Otherwise it owns 16.
+// Launches forward or backward, for heads of up to DIM channels. A warp owns 32 rows (MT = 2) if the rows are short and
+// there are enough of them. Otherwise a warp owns 16 rows.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
     // Small images have too few rows for MT = 2: there would not be enough blocks.
@@ -11690,7 +11690,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
     static constexpr int BLOCKS = ALONE ? 2 : 1; // blocks of a multiprocessor
-    // Registers of a thread: in the warpgroup that computes the queries' gradients, and in those that own keys.
+    // Registers of a thread in the warpgroup that computes the queries' gradients, and in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
     // The number of stages of each ring in shared memory, and the bytes of a stage. A tile is 64 rows of a head.
@@ -11711,8 +11711,8 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// Describes rows of one head (DIM elements each) in shared memory, as TMA has written them, as an operand of wgmma.
-// at(2) is the operand that begins 16 columns further on, and at(2 DIM) the one that begins 16 rows further on.
+// Returns an operand of wgmma: rows of one head (DIM elements each), which TMA has written to shared memory. at(2) is
+// the operand that begins 16 columns further on. at(2 DIM) is the operand that begins 16 rows further on.
 template <int DIM> INLINE Operand head_rows(uint32_t address) {
     constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // the descriptor's numbers for 128 and for 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
@@ -11857,12 +11857,12 @@ template <int N> struct Softmax {
 //   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
 //   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time: out += P
 //      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk to the
-//      place of chunk i - 1. It could load one to the place of chunk i already, but then it would have to wait for the
-//      other warpgroup.
+//      place of chunk i - 1. If it loaded a chunk to the place of chunk i instead, it would have to wait for the other
+//      warpgroup, which may still read chunk i.
 //   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
-// The compiler overlaps products of wgmma only on two conditions. It must see the wait for each product in the same
-// turn of the loop. And between fence and wait no other instruction may touch the product's registers. Otherwise it
-// overlaps no products at all, and ptxas prints a warning (C7510 to C7520).
+// The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
+// turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
+// registers. Otherwise no products overlap at all, and ptxas prints a warning (C7510 to C7520).
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -11925,8 +11925,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         accumulators_ready(o);
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        // With a ring, the last turn computes scores that nobody uses. A branch around them would keep wgmma from
-        // overlapping.
+        // With a ring, the last turn computes scores that nobody uses. If a branch skipped them, the compiler would not
+        // overlap the products.
         if (!T::CHUNKS || i + 1 < chunks) {
             multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
         }
@@ -11937,8 +11937,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
-    // Four lanes share a row: each of them holds a part of the sum of its P, and stores a part of out / sum. The first
-    // of these lanes stores the row's SoftmaxRow.
+    // Four lanes share a row. Each of them holds a part of the row's sum of P and a part of its out. The first of these
+    // lanes stores the row's SoftmaxRow.
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
@@ -11963,9 +11963,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 //   sums     the block before: a chunk's dq so far        query_gradients
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
-// Blocks send `sums` and `dots` to each other. For these two rings, the `full` barriers are those of the receiving
-// block, and the `empty` barriers those of the sending block. A role that both reads and writes a ring needs two
-// positions in it. So it has a copy of the ring (keys_to_load, sums_to_send, dots_to_send).
+// Blocks send `sums` and `dots` to each other. For these two rings, the `full` barriers of the receiving block are used
+// and the `empty` barriers of the sending block. A role that both fills and empties a ring needs two positions in the
+// ring. For the second position there is a copy of the ring (keys_to_load, sums_to_send, dots_to_send).
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
@@ -12005,8 +12005,9 @@ template <class T> struct BackwardBlock {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // Returns the first query of the chunk of a step. Each block works WARPGROUPS chunks behind the block before it. So
-    // block 0 begins with the head's first chunk, and the other blocks begin with the head's last chunks.
+    // Returns the first query of the chunk of a step. In each step, block r works on the chunk that lies WARPGROUPS
+    // chunks before the chunk of block r - 1. (The chunk before the first chunk is the last one.) So block 0 begins with
+    // the head's first chunk, and the other blocks begin with the head's last chunks.
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * rank;
         return (step - before + (step < before ? steps : 0)) * 64;
@@ -12025,8 +12026,8 @@ template <class T> struct BackwardBlock {
             tma_load(to.address + i * T::TILE_BYTES, &p.qkv_rows, to.full, part * p.C + c, row, image);
         }
     }
-    // Loads the next chunk into the next stage. If all stages have been filled before, this is the stage of the chunk
-    // before the one whose dS has just arrived. Nobody reads that stage any more.
+    // Loads the next chunk into the next stage. Once all stages have been filled, the next stage holds an old chunk:
+    // the chunk before the one whose dS has just arrived. Nobody reads this old chunk any more.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -12056,7 +12057,7 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    INLINE void send_dots(const Dots& d, int part) { // four lanes share two rows; each sends them to other blocks
+    INLINE void send_dots(const Dots& d, int part) { // four lanes share two rows; each sends both -D to some blocks
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
@@ -12116,12 +12117,12 @@ template <class T> struct BackwardBlock {
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
-                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D that is due
+                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D for this step
                 const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
                 // Loads for the next head are started before the products, so that nobody has to wait for them.
                 if (dots_now) load_dots(dot, head + head_stride, part);
-                if (dots_now && T::ALONE) send_dots(dot, part); // not later: there are fewer registers to keep dot in
+                if (dots_now && T::ALONE) send_dots(dot, part); // at once: ALONE has too few registers to keep dot
                 float dq[DIM / 2] = {};
                 if (begun) {
                     const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
@@ -12160,8 +12161,8 @@ template <class T> struct BackwardBlock {
                 }
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
-            // All dS of this head have arrived. So key_gradients has read -D of this head. The blocks that sent it are
-            // told so.
+            // All dS of this head have arrived. So key_gradients has read -D of this head, and the stage of `dots` is
+            // free. The blocks that sent -D are told so.
             const int stage = dots.hand_over();
             if (thread < blocks) {
                 if (T::ALONE) dots.free(stage);
@@ -12175,10 +12176,10 @@ template <class T> struct BackwardBlock {
     // computed in registers, can be A operands. In each step:
     //   1. dP^T = v dout^T - D. The sum begins with -D.
     //   2. P^T is computed while dP^T is multiplied. Then dv += P^T dout.
-    //   3. dS^T = P^T dP^T (here dP is already dP - D). It is also written to `ds`.
+    //   3. dS^T = P^T times the result of step 1, element by element. dS^T is also written to `ds`.
     //   4. S^T = k q^T of the next chunk, and dk += dS^T q
     INLINE void key_gradients(int warpgroup) {
-        float s[32], dp[32]; // S^T, then P^T; dP^T, then dS^T: 64 keys x 64 queries
+        float s[32], dp[32]; // s: S^T, then P^T; dp: dP^T - D, then dS^T. Each is 64 keys x 64 queries.
         float dk[DIM / 2], dv[DIM / 2];
         uint32_t p_fragments[4][4], ds_fragments[4][4];
         auto probability = [&](float s, const float* r) { return exp2_fast((s - r[0]) * (scale * LOG2E) - r[1]); };
@@ -12229,8 +12230,8 @@ template <class T> struct BackwardBlock {
                 if (last && !none) own = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
-                // After the last chunk nobody uses these scores. A branch around them would keep wgmma from
-                // overlapping.
+                // After the last chunk nobody uses these scores. If a branch skipped them, the compiler would not
+                // overlap the products.
                 multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
