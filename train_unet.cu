@@ -9310,8 +9310,8 @@ static void linear_forward(float* out, const float* x, const float* weight, cons
     launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
-// Returns the number of splits. It is chosen to give about two blocks for each multiprocessor, but not so many blocks
-// that one would have no outputs.
+// Returns the number of splits. There should be about two blocks for each multiprocessor, but not so many blocks that
+// some warps have no outputs.
 static int linear_splits(int Cin, int Cout) {
     const int two_blocks_an_sm = 2 * gpu.sms / ceil_div(Cin, 64);
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
@@ -9375,8 +9375,8 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
     });
 }
 // dx = dout. dtable (rows, C): each row is the sum of dout over the samples whose label is this row. A thread computes
-// one element of dx, and the element of dtable in the same place. For the latter it looks through the labels of all
-// samples. So there are no atomics, and the order of the sum is fixed.
+// one element of dx, and the element of dtable in the same place. For the element of dtable, the thread looks through
+// the labels of all samples. So there are no atomics, and the order of the sum is fixed.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
     const size_t n = (size_t)std::max(B, rows) * C;
@@ -9527,8 +9527,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// picture_is_mirrored says whether the image of sample b, and so also its picture, is mirrored. picture_is_left_out
-// says whether its picture is left out.
+// picture_is_mirrored returns whether the image of sample b is mirrored, and so also its picture. picture_is_left_out
+// returns whether the picture of sample b is left out.
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -9724,7 +9724,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
             term = bound_term(l, d, v, x0);
         }
         sum += (double)mse * d * d + (double)bound * term.value;
-        // if there is an mse, the bound trains only the variance
+        // if the loss has an mse term, the bound trains only the variance
         const float d_bound = o.mse > 0 ? 0.0f : bound * term.d_mean;
         dout[mean] = slope * (2 * mse * d + d_bound);
         if (Cout > C) dout[variance] = slope * bound * term.d_variance;
@@ -10208,8 +10208,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     if (g <= a.group_of(t.slab0 + a.slab - 1)) {
         double sum = 0;    // of x
         double square = 0; // of x^2
-        // Adds up the group's sums that belong to one tensor (x1 or x2): those of the channels from, from + 1, ... in
-        // all parts of Stats. Eight lanes share this table; each part is a row of it.
+        // Adds up the group's sums that belong to one tensor (x1 or x2): the sums of its channels from, from + 1, ...,
+        // over all parts of Stats. These sums form a table, which eight lanes share. Each part is a row of the table.
         auto add = [&](const Stats& stats, int C, int from, const LaneShare& of) {
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + from;
             for (int part = of.row, c = of.column; part < stats.parts;) {
@@ -10376,7 +10376,7 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
 //   1. Every thread starts the loads of its first pixels.
 //   2. For each group of the slab, eight threads add up the chunks' sums. x_factor and offset follow from these sums.
 //   3. The blocks of the first chunk also compute this image's part of the parameters' gradients.
-//   4. Each thread walks down its pixels. For each of them it computes dz again, and then dx.
+//   4. Each thread walks down its pixels. For each pixel it computes dz again, and then dx.
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2,
@@ -10513,8 +10513,8 @@ struct NormWhole {
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // how many pixels a block works on at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // how many pixels a thread has at most
-    // Returns the distance from one row of sums to the next. It is odd, so that the sums of one channel lie in
-    // different banks.
+    // Returns the distance from one row of sums to the next. The distance is odd, so that the sums of one channel lie
+    // in different banks.
     HD int pitch() const { return slab + 1; }
     // Returns the bytes of shared memory of a block. NormSlab divides them in the same order.
     int bytes() const {
@@ -10854,7 +10854,7 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 //
 // The forward pass stores two numbers for each row (SoftmaxRow), from which the backward pass computes P again.
 // S and P never leave the chip (FlashAttention, Dao et al. 2022). A block owns some rows of one head, such as queries.
-// It reads the rows that these are multiplied by, such as all keys and values, tile by tile. These tiles "stream past"
+// It reads the rows that its own rows are combined with, such as all keys and values, tile by tile. These "stream past"
 // the block's own rows. Hopper's kernels compute bf16 heads of 32 and 64 channels. Two portable versions compute all
 // other heads. In the backward pass of the portable versions, half of the blocks own queries (and write dq). The other
 // half own keys (and write dk and dv). So every sum is computed by one block, in one order. Both halves run the same
@@ -10865,7 +10865,7 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 //   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
 //
 // The hardware computes powers of 2, so e^x is computed as 2^(x log2(e)). In the kernels, scores are q k^T without the
-// division by sqrt(d). In the exponent they are multiplied by log2(e) / sqrt(d).
+// division by sqrt(d). In the exponent the scores are multiplied by log2(e) / sqrt(d).
 
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
@@ -11238,7 +11238,8 @@ template <class Tile> struct RunningSoftmax {
     }
 };
 
-// grid (B * heads * tiles of T): a block works on M queries of one head, and each of its warps on 16 MT of them.
+// grid (B * heads * tiles of T): a block works on M queries of one head. Each of its warps works on 16 MT of these
+// queries.
 // Shared memory: the block's queries; two stages, each with N keys and N values. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = q k^T, for SUB keys at a time
@@ -11269,8 +11270,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     OwnRows<Tile> q;
     Sums<Tile, CT> out = {};
     RunningSoftmax<Tile> softmax;
-    // first: the first of the N keys that lie in `stage`. The copies into a stage are started one round before they are
-    // used.
+    // first: the first of the N keys that lie in `stage`. The copies into a stage are started one round before the
+    // stage is read.
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
@@ -11304,7 +11305,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     store_rows<Tile, CT>(tile.of_out<T>(a.to), own, out, tile, 0);
 }
 
-// Returns D of a row: rowsum(dout * out). Four lanes add it up, and all four of them return it.
+// Returns D of a row: rowsum(dout * out). Four lanes compute D together, and each of them returns it.
 // d: how many elements each of the two rows has
 template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
@@ -11450,7 +11451,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             a2.load(own2);
         }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
-        // b1, b2: this stage's rows. If they are queries, stage_rows holds their SoftmaxRows and dots their D.
+        // b1, b2: this stage's rows. If these are queries, stage_rows holds their SoftmaxRows, and dots holds their D.
         const T* b1 = streamed + stage * 2 * Tile::STREAMED;
         const T* b2 = b1 + Tile::STREAMED;
         const float* stage_rows = query_values + stage * Tile::QUERY_VALUES;
@@ -11554,7 +11555,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
 }
 
 // grid (B * heads * tiles of T, chunks of d, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A warp owns
-// one row, and reads the streamed rows one after the other. For each of them:
+// one row, and reads the streamed rows one after the other. For each streamed row:
 //   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   sum2 += P B2
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
@@ -11717,7 +11718,7 @@ template <int DIM> INLINE Operand head_rows(uint32_t address) {
     constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // the descriptor's numbers for 128 and for 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
 }
-// Each of these starts products, as one group of wgmma. b lies in shared memory.
+// Each of these functions starts products, as one group of wgmma. b lies in shared memory.
 //   multiply_abt   d += a b^T; a lies in shared memory
 //   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0 the sum begins with 0.
 //   multiply_atb   d += a^T b; a lies in shared memory, in rows of 64 elements
@@ -11801,7 +11802,7 @@ INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 // the first row, s[4 j + 2] and s[4 j + 3] to the second one.
 template <int N> struct Softmax {
     float scale;           // log2(e) / sqrt(d)
-    float top[2];          // one for each of the two rows
+    float top[2];          // one value for each of the two rows
     float sum[2] = {0, 0}; // the sum of P over this thread's columns
 
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(top, s); }
@@ -11950,8 +11951,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 }
 
 // A block of the backward pass. It owns KEYS keys of a head; each of its key_gradients warpgroups owns 64 of them. The
-// blocks of a cluster work on one head after the other. For each head a block takes one step for each chunk of 64
-// queries. It works on a chunk WARPGROUPS steps later than the block before it in the cluster.
+// blocks of a cluster work on one head after the other. For each head, a block does one step for each chunk of 64
+// queries. A block works on a chunk WARPGROUPS steps later than the block before it in the cluster.
 //
 //   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
 //   the last warpgroup                query_gradients: dq, and -D; its first thread loads keys and chunks
@@ -11975,7 +11976,7 @@ template <class T> struct BackwardBlock {
     int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // how many blocks the cluster has
     int rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
     int first_head = blockIdx.x / blocks;          // this cluster's first head
-    int head_stride = gridDim.x / blocks;          // from a head to this cluster's next one: the number of clusters
+    int head_stride = gridDim.x / blocks;          // the number of clusters: a cluster works on every so many-th head
     int steps = blocks * WARPGROUPS;               // how many steps a head takes
     int lane = threadIdx.x % 32;
     int thread = threadIdx.x % 128; // the number of the thread in its warpgroup
@@ -12006,8 +12007,8 @@ template <class T> struct BackwardBlock {
         return pixel * parts * p.C + head % p.heads * DIM;
     }
     // Returns the first query of the chunk of a step. In each step, block r works on the chunk that lies WARPGROUPS
-    // chunks before the chunk of block r - 1. (The chunk before the first chunk is the last one.) So block 0 begins with
-    // the head's first chunk, and the other blocks begin with the head's last chunks.
+    // chunks before the chunk of block r - 1. (The chunk before the first chunk is the last one.) So block 0 begins
+    // with the head's first chunk, and the other blocks begin with some of the head's last chunks.
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * rank;
         return (step - before + (step < before ? steps : 0)) * 64;
@@ -12093,7 +12094,8 @@ template <class T> struct BackwardBlock {
         return address;
     }
 
-    // Role: the queries' gradients. One warpgroup has this role; one of its threads also loads. In each step:
+    // Role: the queries' gradients. One warpgroup has this role. Its first thread also starts the loads of keys and
+    // chunks. In each step:
     //   1. If another block has begun dq of this chunk: dq = the sum that the block before has sent. Otherwise dq = 0.
     //   2. dq += dS k of this block's keys (dS^T arrives in `ds`). At the same time the next chunk is loaded.
     //   3. If this is the last block for this chunk, dq is stored to global memory. Otherwise it is sent to the next
