@@ -9229,7 +9229,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int split = blockIdx.x / p.tiles;
     const int i = tile * 64 + lane * 2;                            // this lane's first input
     const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output
-    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // how far the warp's next eight outputs are
+    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // distance to the warp's next eight outputs
     // For dbias, this lane sums output o0 + bias_output over images 8 bias_row ... 8 bias_row + 7 of the 32.
     const int bias_output = lane % LINEAR_OUTS;
     const int bias_row = lane / LINEAR_OUTS;
@@ -9678,9 +9678,9 @@ constexpr int LOSS_PARTS = 4; // how many blocks share an image
 // the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On other GPUs it can run 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// Adds up the v of a block's 1024 threads. Only thread 0 may use the result. First each warp adds up its values, then
-// the sums of the 32 warps are added. The order is fixed, so that a repeated run has the same losses and norms, bit by
-// bit.
+// Adds up the v of a block's 1024 threads. Only the threads of the first warp may use the result. First each warp adds
+// up its values, then the sums of the 32 warps are added. The order is fixed, so that a repeated run has the same
+// losses and norms, bit by bit.
 INLINE double block_sum(double v) {
     __shared__ double sums[32]; // one sum of each warp
     v = warp_sum(v);
