@@ -8998,8 +8998,8 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
 }
 
 // The reverse of PICK. It writes x (B, ceil(H / 2), ceil(W / 2), C) to the even rows and columns of out (B, H, W, C),
-// and zeros elsewhere. So it turns the gradient of a convolution's output with stride 2 into the gradient of the output
-// that the same convolution has with stride 1. Each thread writes one piece.
+// and zeros elsewhere. If x is the gradient of the output of a convolution with stride 2, out is the gradient of the
+// output of the same convolution with stride 1. Each thread writes one piece.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
     const int pieces = C / act_vec();
     const uint4* from = (const uint4*)x;
@@ -9071,7 +9071,7 @@ static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int
     launch_resample_backward<REPEAT>(dx, dout, B, H, W, C);
 }
 
-// These are F.pixel_unshuffle and its reverse. Each thread moves one element.
+// to_patches is PyTorch's F.pixel_unshuffle, and from_patches is the reverse. Each thread moves one element.
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p) {
     const size_t n = (size_t)B * H * W * C;
     each(n, [=] __device__(size_t i) { out[place_in_patches(i, H, W, C, p)] = x[i]; });
@@ -9103,7 +9103,8 @@ INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     return d + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// How many images a block works on at a time. Cin is a multiple of 4; x, weight and dweight are aligned to 16 bytes.
+// How many images a block works on at a time. The kernels below need a Cin that is a multiple of 4, and x, weight and
+// dweight that are aligned to 16 bytes.
 constexpr int LINEAR_ROWS = 32;
 
 // out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
@@ -9186,14 +9187,16 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 //   dweight = dout^T x      dbias = the sum of dout over images      dx = dout weight
 //
 //   warp    works on 64 inputs of 32 images, and on some groups of eight outputs
-//   lane    works on two of the inputs. Its registers hold their values (32 x 2) and their gradients (as many).
+//   lane    works on two of the inputs. Its registers hold the two values of each image (64 numbers) and the gradients
+//           of these values (64 numbers).
 //
 // A warp works on 8 outputs at a time. Their weights, their dout and their earlier dweight are copied to one of the
-// warp's two stages in shared memory. For each output, a lane reads its own two weights once. It also reads the dout of
-// 32 images, which all lanes read together. Each dout is multiplied four times: by two values (for dweight) and by two
-// weights (for dx). The 4 warps of a block have the same inputs and different outputs; at the end they add up their dx.
-// Blocks of different `splits` also have different outputs. They store their dx as parts (splits, B, Cin), which a
-// second kernel adds up.
+// warp's two stages in shared memory. For each output, a lane reads the weights of its two inputs once. It also reads
+// the dout of 32 images. All lanes read the same dout at the same time. Each dout is multiplied four times: by two
+// values (for dweight) and by two weights (for dx).
+// The 4 warps of a block work on the same inputs and on different outputs. At the end they add up their dx. Blocks of
+// different splits also work on different outputs. They store their dx as parts (splits, B, Cin), which a second kernel
+// adds up.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
 // What a warp reads for 8 outputs. `before` is the dweight summed over the images before these 32, or zeros if there
@@ -9216,9 +9219,9 @@ struct LinearBackward {
     int splits; // into how many parts the outputs are divided; different blocks work on different parts
 };
 
-// Starts the copies of outputs o0 ... o0 + 7 into a stage, for the images b0 ... b0 + 31. A lane copies 16 bytes of the
-// weights, and of the earlier dweight, of every second output. It also copies dout (4 bytes) of one output for every
-// fourth image. If such an image or output does not exist, dout becomes 0.
+// Starts to copy into a stage what belongs to outputs o0 ... o0 + 7 and images b0 ... b0 + 31. For every second output,
+// a lane copies 16 bytes of the weights and 16 bytes of the earlier dweight. It also copies dout (4 bytes) of one
+// output for every fourth image. If such an image or output does not exist, dout becomes 0.
 INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, int b0, int tile) {
     const int lane = threadIdx.x % 32;
     const int w_row = lane / 16;
@@ -9244,7 +9247,7 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
 
 // grid (tiles * splits): a block has one tile of 64 inputs and one split of the outputs. For 32 images at a time:
 //   1. Each lane loads its inputs x.
-//   2. For 8 outputs at a time, it adds the share of these images to dbias, dweight and dx.
+//   2. For 8 outputs at a time, each warp adds what these images contribute to dbias, dweight and dx.
 //   3. The block adds up the dx of its warps.
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
@@ -9255,14 +9258,14 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int split = blockIdx.x / p.tiles;
     const int i = tile * 64 + lane * 2;                            // this lane's first input
     const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output
-    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // from there to its next eight outputs
+    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // distance to the warp's next eight outputs
     // For dbias, this lane sums output o0 + bias_output over images 8 bias_row ... 8 bias_row + 7 of the 32.
     const int bias_output = lane % LINEAR_OUTS;
     const int bias_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
     await_previous_kernel();
     for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
-        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS]; // of this lane's two inputs, for each image
+        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS]; // values and gradients of this lane's two inputs, for each image
         const int rows = min(LINEAR_ROWS, p.B - b0);
         load_linear_stage(shared.stages[warp][0], p, first, b0, tile);
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
@@ -9336,8 +9339,8 @@ static void linear_forward(float* out, const float* x, const float* weight, cons
     launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
-// Returns the number of splits. It is chosen to give about two blocks for each multiprocessor, but not so many blocks
-// that one would have no outputs.
+// Returns the number of splits. There should be about two blocks for each multiprocessor, but not so many blocks that
+// some warps have no outputs.
 static int linear_splits(int Cin, int Cout) {
     const int two_blocks_an_sm = 2 * gpu.sms / ceil_div(Cin, 64);
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
@@ -9376,7 +9379,7 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
 }
 
 // out (B, dim) = [cos(t f_k), sin(t f_k)], where f_k = max_period^(-k / half) for k < half = dim / 2. Each thread
-// computes one pair. f_k is rounded to fp32, as PyTorch does it; angles are double, since t f_k may be large.
+// computes one pair. f_k is rounded to fp32, as in PyTorch. The angle t f_k is a double, since it may be large.
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                        Lane* lane = MAIN_LANE) {
     const int half = dim / 2;
@@ -9401,8 +9404,8 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
     });
 }
 // dx = dout. dtable (rows, C): each row is the sum of dout over the samples whose label is this row. A thread computes
-// one element of dx, and the element of dtable in the same place. For the latter it looks through the labels of all
-// samples. So there are no atomics, and the order of the sum is fixed.
+// one element of dx, and the element of dtable in the same place. For the element of dtable, the thread looks through
+// the labels of all samples. So there are no atomics, and the order of the sum is fixed.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
     const size_t n = (size_t)std::max(B, rows) * C;
@@ -9476,7 +9479,8 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
-// --augment, in three launches. The canvas is the changed image at twice the resolution (canvas_value).
+// Changes the images as --augment asks, in three launches. The canvas is the changed image at twice the resolution
+// (canvas_value).
 //   1. Each thread draws the change of one sample.
 //   2. Each thread computes one place of the canvas, in all channels.
 //   3. Each thread computes one value of the result from the canvas.
@@ -9511,8 +9515,8 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
 }
 
-// --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples with this
-// t.
+// Used with --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples
+// with this t.
 static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
                            const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -9552,8 +9556,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// picture_is_mirrored says whether the image of sample b, and so also its picture, is mirrored. picture_is_left_out
-// says whether its picture is left out.
+// picture_is_mirrored returns whether the image of sample b is mirrored, and so also its picture. picture_is_left_out
+// returns whether the picture of sample b is left out.
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -9563,8 +9567,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
     return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
 }
 
-// The functions from here to mask_images make the condition: the batch's pictures. Each thread writes one element of
-// the result; in mask_images it writes all channels of a pixel.
+// The functions from here to mask_images make a batch's pictures, which are the network's condition. Each thread writes
+// one element of the result. In mask_images a thread writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
@@ -9703,8 +9707,9 @@ constexpr int LOSS_PARTS = 4; // how many blocks share an image
 // the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On other GPUs it can run 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// Returns to thread 0 the sum over a block of 1024 threads. First each warp adds up its values, then the 32 warps' sums
-// are added. The order is fixed, so that a repeated run has the same losses and norms, bit by bit.
+// Adds up the v of a block's 1024 threads. Only the threads of the first warp may use the result. First each warp adds
+// up its values, then the sums of the 32 warps are added. The order is fixed, so that a repeated run has the same
+// losses and norms, bit by bit.
 INLINE double block_sum(double v) {
     __shared__ double sums[32]; // one sum of each warp
     v = warp_sum(v);
@@ -9737,7 +9742,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
         const int p = i / C; // the pixel of element i; c is its channel
         const int c = i - p * C;
-        const size_t mean = first + (size_t)p * Cout + c; // where out has the answer for element i
+        const size_t mean = first + (size_t)p * Cout + c; // the place in out of the network's answer for element i
         const size_t variance = mean + C;
         const float wanted = target[first_target + i];
         const float d = out[mean] - wanted;
@@ -9748,7 +9753,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
             term = bound_term(l, d, v, x0);
         }
         sum += (double)mse * d * d + (double)bound * term.value;
-        // if there is an mse, the bound trains only the variance
+        // if the loss has an mse term, the bound trains only the variance
         const float d_bound = o.mse > 0 ? 0.0f : bound * term.d_mean;
         dout[mean] = slope * (2 * mse * d + d_bound);
         if (Cout > C) dout[variance] = slope * bound * term.d_variance;
@@ -9776,8 +9781,8 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
 
 // The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. So its
 // gradient is slope (out - target). The slope is one number for the image, and depends on the whole distance
-// (tuning_loss). So there are three launches: this kernel computes the distances, the second launch the slopes, the
-// third one the gradients.
+// (tuning_loss). So there are three launches. This kernel computes the distances, the second launch computes the
+// slopes, and the third launch computes the gradients.
 // grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
@@ -9843,10 +9848,11 @@ struct SamplerView {
     }
 };
 
-// d.threshold (B) = the value with rank d.rank among the |x0| of each image, in rising order from rank 0. A block works
-// on one image. Floats that are not negative have the same order as their bits. So the value is found 8 bits at a time,
-// beginning with the highest bits. Each of four passes looks only at the numbers that begin with the bits found so far.
-// It counts how often each of the 256 values of the next 8 bits occurs, and finds the value that contains the rank.
+// d.threshold (B) holds one value for each image: the |x0| with rank d.rank among all |x0| of the image. Rank 0 is the
+// smallest. A block works on one image. Floats that are not negative have the same order as their bits, read as
+// integers. So the value is found 8 bits at a time, beginning with the highest bits. Each of four passes looks only at
+// the numbers that begin with the bits found so far. The pass counts how often each of the 256 values of the next 8
+// bits occurs. From these counts it finds the 8 bits of the number with the wanted rank.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(SamplerView view, const SamplerStep* steps, Denoising d, const int64_t* k) {
     __shared__ int count[256];
@@ -9868,7 +9874,7 @@ static __global__ void __launch_bounds__(1024)
             if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
         }
         __syncthreads();
-        if (threadIdx.x == 0) { // finds the value that contains the rank, by subtracting the counts of smaller values
+        if (threadIdx.x == 0) { // finds the next 8 bits: subtracts the counts of smaller values from the rank
             int bin = 0;
             while (left >= count[bin]) {
                 left -= count[bin];
@@ -9895,7 +9901,7 @@ INLINE float limited(float x0, float limit) {
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
 //
-// With guidance the batch has a second half. The new x is written there too, so that both halves stay equal.
+// With guidance the batch has a second half. The new x is also written to this half, so that both halves stay equal.
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
                          RandomKey key, int B, int HW, int C, int Cout) {
     const int n = HW * C;
@@ -9964,8 +9970,8 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //
 // ("Film" is the scale and shift that are computed from the embedding, with --use_scale_shift_norm.) The forward kernel
 // needs no pass over x for mean and rstd: the kernel that wrote x also wrote each channel's sums of x and x^2 to Stats.
-// What is left is one multiplication and one addition: z = x scale + shift. The two coefficients of each channel of an
-// image are computed once in a block.
+// For each element, one multiplication and one addition are left: z = x scale + shift. A block computes the two
+// coefficients of each of its channels once.
 //
 // Backward. dz is the gradient of z: dout, taken back through dropout and the nonlinearity.
 //
@@ -9998,7 +10004,7 @@ struct NormArgs {
     const void *x1, *x2;        // (B, HW, C1) and (B, HW, C2)
     const float *weight, *bias; // (C)
     const float* scale_shift;   // (B, ss_stride): film scale (C), then film shift (C); null: none
-    int ss_stride;              // from one image's scales to the next; a multiple of 4 floats, for reads of 16 bytes
+    int ss_stride;              // floats from one image's scales to the next image's; a multiple of 4, for float4 reads
     Dropout dropout;
     NormShape s;
     // Used only in the backward pass:
@@ -10089,7 +10095,7 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
 
 // The parameters from which the coefficients of V channels are computed: z = (xhat weight + bias) factor + shift,
 // factor = 1 + scale, where scale and shift come from the embedding (FiLM, --use_scale_shift_norm). The previous kernel
-// does not write them, so they are loaded before it has ended.
+// does not write these parameters, so they are loaded before that kernel has ended.
 template <int V> struct NormParameters {
     float weight[V], bias[V];
     float scale[V] = {}, shift[V] = {}; // from the embedding
@@ -10103,7 +10109,7 @@ template <int V> struct NormParameters {
         load_floats(shift, film + a.C);
     }
     INLINE float factor(int i) const { return 1 + scale[i]; }
-    // Returns scale and shift of the i-th channel, in z z_factor = x scale + shift.
+    // Returns scale and shift of the i-th channel, so that x scale + shift is z times z_factor.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float x_weight = rstd * weight[i]; // xhat weight = (x - mean) x_weight
         const float z_scale = x_weight * factor(i);
@@ -10200,8 +10206,8 @@ INLINE uint8_t* place_of(const Fp8Out& out, size_t i) { return out.p + i; }
 template <class T, bool DROPOUT, class OUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
     groupnorm_forward_kernel(OUT out,            // (B, HW, C)
-                             float* mean,        // (B, groups), as is rstd; the backward pass needs both
-                             float* rstd,        //
+                             float* mean,        // (B, groups); the backward pass needs mean and rstd
+                             float* rstd,        // (B, groups)
                              const Stats stats1, // the sums of x1's channels
                              const Stats stats2, // the sums of x2's channels
                              NormArgs a) {
@@ -10231,8 +10237,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     if (g <= a.group_of(t.slab0 + a.slab - 1)) {
         double sum = 0;    // of x
         double square = 0; // of x^2
-        // Adds up the group's sums that belong to one tensor (x1 or x2): those of the channels from, from + 1, ... in
-        // all parts of Stats. Eight lanes share this table; each part is a row of it.
+        // Adds up the group's sums that belong to one tensor (x1 or x2): the sums of its channels from, from + 1, ...,
+        // over all parts of Stats. These sums form a table, which eight lanes share. Each part is a row of the table.
         auto add = [&](const Stats& stats, int C, int from, const LaneShare& of) {
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + from;
             for (int part = of.row, c = of.column; part < stats.parts;) {
@@ -10301,17 +10307,18 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     });
 }
 
-// Computes dz from dout: takes it back through dropout and the nonlinearity. x is the norm's input. scale and shift
-// have been multiplied by Z_FACTOR, because the nonlinearity's derivative expects its argument in that form.
+// Computes dz from dout: multiplies dout by the nonlinearity's derivative and by dropout's factors. x is the norm's
+// input. scale and shift have been multiplied by Z_FACTOR, because Z_FACTOR z is the argument that the function for the
+// derivative (df) expects.
 template <class T, bool DROPOUT>
 INLINE void norm_dz(float (&dz)[VEC<T>],          // holds dout at first, and dz afterwards
                     const float (&x)[VEC<T>],     //
                     const float (&scale)[VEC<T>], //
                     const float (&shift)[VEC<T>], //
                     const NormArgs& a,
-                    uint32_t step, // dropout depends on the step, on
+                    uint32_t step, // the training step; dropout depends on step, b and e
                     int b,         // the image
-                    size_t e) {    // and on the element
+                    size_t e) {    // the first element of the piece, counted within the image
     with_nonlinearity<T>(a.s.nonlinearity, [&](auto nonlinearity) {
         UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
             dz[i] *= nonlinearity.df(x[i] * scale[i] + shift[i]);
@@ -10348,7 +10355,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += t.stride_out;
         copies_committed();
     };
-    // The forward pass has stored x, and all that `channel` loads. So they can be read before await_previous_kernel.
+    // x and all that `channel` loads exist since the forward pass. So they can be read before await_previous_kernel.
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch_x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -10398,7 +10405,7 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
 //   1. Every thread starts the loads of its first pixels.
 //   2. For each group of the slab, eight threads add up the chunks' sums. x_factor and offset follow from these sums.
 //   3. The blocks of the first chunk also compute this image's part of the parameters' gradients.
-//   4. Each thread walks down its pixels. For each of them it computes dz again, and then dx.
+//   4. Each thread walks down its pixels. For each pixel it computes dz again, and then dx.
 template <class T, bool DROPOUT, bool ADD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2,
@@ -10504,9 +10511,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //   are loaded first.
 
 // Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step two
-// lanes exchange half of their values and add. So each lane then has half as many values to go on with. At the end a
-// lane has one pair of sums, at v[0]; if there are more columns, it has several pairs. Returns the index that the
-// lane's first sum had in v.
+// lanes exchange half of their values and add. After a step each lane works on half as many values as before. When only
+// one pair of values is left, the lanes add whole pairs. At the end a lane has one or several pairs of sums, which
+// begin at v[0]. (The more columns, the more pairs.) Returns the index that the lane's first sum had in v.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -10535,13 +10542,14 @@ struct NormWhole {
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // how many pixels a block works on at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // how many pixels a thread has at most
-    // From one row of sums to the next. It is odd, so that the sums of one channel lie in different banks.
+    // Returns the distance from one row of sums to the next. The distance is odd, so that the sums of one channel lie
+    // in different banks.
     HD int pitch() const { return slab + 1; }
     // Returns the bytes of shared memory of a block. NormSlab divides them in the same order.
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row of each row_warp and each block
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // rows: one for each row_warp and each block
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
@@ -10552,14 +10560,14 @@ constexpr int MAX_WHOLE_THREADS = 384; // threads of a block; a multiprocessor h
 // thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
-    static constexpr int COPY_GROUPS = 4; // dout is copied in so many groups; the sums begin when the first has arrived
+    static constexpr int COPY_GROUPS = 4; // dout is copied in so many groups; sums begin when the first group is there
     static constexpr int BATCH = 2;       // the addends of so many pixels are loaded together
     const NormArgs& a;
     const NormWhole& w;
-    uint4* const kept; // (slots, 2, threads): each thread's x, and its dout, which dz replaces
+    uint4* const kept; // (slots, 2, threads): x and dout of each thread; later dz replaces dout
 
-    // How threads are arranged. The first 2^log_columns lanes of a warp lie in one row, the next ones in the row below
-    // it, and so on. A row works on one pixel at a time.
+    // How threads are arranged. The first 2^log_columns lanes of a warp form one row, the next 2^log_columns lanes form
+    // the next row, and so on. A row of lanes works on one pixel at a time.
     int tid = threadIdx.x;
     int threads = w.threads;
     int rows = w.rows();
@@ -10579,7 +10587,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are several
 
     // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
-    // may still be in the L2 cache. The other one is that the next kernel, which reads dx, begins with the first image.
+    // may still be in the L2 cache. The other reason is that the next kernel, which reads dx, begins with the first
+    // image.
     int b = gridDim.z - 1 - blockIdx.z;
     int slab0 = blockIdx.y * w.slab;         // the slab's first channel
     int first = blockIdx.x * w.chunk + row;  // this thread's first pixel
@@ -10587,13 +10596,13 @@ template <class T, bool DROPOUT> struct NormSlab {
     int c = slab0 + (busy ? column * V : 0); // this thread's first channel
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
-    bool in_x1 = c < a.s.C1;                                                     // false: the channels are x2's
+    bool in_x1 = c < a.s.C1;                                                     // false: the channels belong to x2
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
-    int stride = rows * pitch;                                                   // from this thread's pixel to its next
+    int stride = rows * pitch;                                                   // distance to the thread's next pixel
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
 
-    // The addends of the next BATCH pixels. Those of the first pixels are loaded before the sums are complete. (An
-    // addend may be dx itself.)
+    // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete.
+    // (An addend may be dx itself.)
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
@@ -10616,8 +10625,8 @@ template <class T, bool DROPOUT> struct NormSlab {
             copies_committed();
         }
     }
-    // Adds to v the sums of dz and dz x of each channel. It reads the pieces of dout in the order in which they arrive,
-    // and writes dz to the place of dout.
+    // Adds dz and dz x of each channel to v, for all pixels of this thread. The pieces of dout are read in the order in
+    // which they arrive. dz is written to the place of dout.
     INLINE void sum_pixels(float (&v)[2 * V], const float (&scale)[V], const float (&shift)[V], uint32_t step) const {
         uint4* p = kept + tid;
         NO_UNROLL_FOR (int i = 0; i < COPY_GROUPS; i++) {
@@ -10639,7 +10648,7 @@ template <class T, bool DROPOUT> struct NormSlab {
             }
         }
     }
-    // Loads the addends of the pixels k ... k + BATCH - 1
+    // Loads the addends of this thread's pixels k ... k + BATCH - 1.
     INLINE void load_addends(const GradOf<T>& to, int k) {
         UNROLL_FOR (int j = 0; j < BATCH; j++) {
             if (to.add1 && k + j < count) add1[j] = load16(to.add1 + at + j * stride);
@@ -10656,14 +10665,14 @@ template <class T, bool DROPOUT> struct NormSlab {
     // Adds up a warp's sums of each channel, and writes them to warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
         const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the index of the first sum that this lane has
-        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many sums it has
+        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many sums this lane has
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
         if (busy)
             UNROLL_FOR (int i = 0; i < V; i++)
                 if (2 * i < left) to[i] = make_float2(v[2 * i], v[2 * i + 1]);
     }
     // Writes this block's sums into the shared memory of all blocks of the cluster, and waits until the sums of all
-    // blocks have arrived here. all_here: the barrier that counts their bytes.
+    // blocks have arrived in this block's shared memory. all_here: the barrier that counts the bytes of these sums
     INLINE void exchange(uint32_t all_here) const {
         cluster_wait(); // all blocks have begun, so their shared memory may be written to
         if (tid < w.slab) {
@@ -10836,8 +10845,8 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Returns enough memory for any batch of up to s.B images. norm_grid makes one chunk of each slab, or more chunks if
-// all blocks then still fit on the GPU at the same time.
+// Returns how many bytes are enough for any batch of up to s.B images. norm_grid makes one chunk of each slab. It makes
+// more chunks only if all blocks then still fit on the GPU at the same time.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
@@ -10873,18 +10882,19 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 //              dv = P^T dout            dq = dS k / sqrt(d)          dk = dS^T q / sqrt(d)
 //
 // The forward pass stores two numbers for each row (SoftmaxRow), from which the backward pass computes P again.
-// S and P never leave the chip (FlashAttention, Dao et al. 2022): a block owns some rows of one head, and reads the
-// other rows of this head tile by tile. These tiles "stream past" the block's own rows. Hopper's kernels compute bf16
-// heads of 32 and 64 channels. Two portable versions compute all other heads. In the backward pass of the portable
-// versions, half of the blocks own queries (and write dq). The other half own keys (and write dk and dv). So every sum
-// is computed by one block, in one order. Both halves run the same code, with own rows A1, A2 and streamed rows B1, B2:
+// S and P never leave the chip (FlashAttention, Dao et al. 2022). A block owns some rows of one head, such as queries.
+// It reads the rows that its own rows are combined with, such as all keys and values, tile by tile. These "stream past"
+// the block's own rows. Hopper's kernels compute bf16 heads of 32 and 64 channels. Two portable versions compute all
+// other heads. In the backward pass of the portable versions, half of the blocks own queries (and write dq). The other
+// half own keys (and write dk and dv). So every sum is computed by one block, in one order. Both halves run the same
+// code, with own rows A1, A2 and streamed rows B1, B2:
 //
 //   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
 //   queries q    dout   k    v         dq = dS B1
 //   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
 //
-// The hardware computes powers of 2, so exponentials are computed as such: e^x = 2^(x log2(e)). Scores are q k^T,
-// without the division by sqrt(d). One factor in the exponent stands for both 1 / sqrt(d) and log2(e).
+// The hardware computes powers of 2, so e^x is computed as 2^(x log2(e)). In the kernels, scores are q k^T without the
+// division by sqrt(d). In the exponent the scores are multiplied by log2(e) / sqrt(d).
 
 struct AttentionCall {
     act* to; // out, or dqkv in the backward pass
@@ -10956,7 +10966,7 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
             copy_async_16(to + i * Tile::PITCH, piece, i < rows_left);
             piece += ROWS_AT_ONCE * from.pitch;
         }
-    } else { // Such heads do not begin at multiples of 16 bytes, so elements are copied one by one.
+    } else { // Heads of such a d do not begin at multiples of 16 bytes, so elements are copied one by one.
         NO_UNROLL_FOR (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
             NO_UNROLL_FOR (int k = 0; k < VEC<T>; k++) {
                 const bool inside = row0 + r + i < a.T && c + k < a.d;
@@ -11026,7 +11036,7 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     // Forward: the own rows, and two stages of k and v.
     // Backward: the own rows of two operands, and two stages of B1 and B2. If queries stream, a stage also holds their
     // SoftmaxRow and D.
-    static constexpr int PITCH = DIM + V; // from a row to the next one
+    static constexpr int PITCH = DIM + V; // elements from one row to the next
     static constexpr int OWN = M * PITCH;
     static constexpr int STREAMED = N * PITCH;
     static constexpr int FORWARD_BYTES = (OWN + 4 * STREAMED) * sizeof(T);
@@ -11050,10 +11060,10 @@ template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WA
 //   [ q of warp 3          ]                                        top, sum of 16 rows
 
 // A warp's own rows of one operand, as A fragments: kept[k][m] holds columns 16 k ... 16 k + 15 of the rows 16 m ... 16
-// m + 15. Without KEEP there is only one slot. Then the columns of each k are read into it again for each product.
+// m + 15. Without KEEP there is only one slot: for each product, the columns of each k are read into it again.
 template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
-    const typename Tile::T* rows; // the address that this lane gives to ldmatrix, for columns from 0 on
+    const typename Tile::T* rows; // the address that this lane gives to ldmatrix to read the first columns
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
     float scale[SLOTS]; // the factor that undoes the scale of floats' parts
 
@@ -11070,7 +11080,7 @@ template <class Tile> struct OwnRows {
     __device__ void read(int k) {
         const int slot = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // 16 bytes of rows 0-7, of 8-15, then their next 16
+            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // reads 16 bytes of rows 0 - 15, then their next 16 bytes
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
@@ -11098,14 +11108,14 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
         const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * Tile::PARTS];
-        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbours in one set of 8 rows, and two in the
+        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbouring ones from 8 rows, and two from the
         // next 8 rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) {
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h, shared_address(from));
             }
-        const float scale = own.scale[slot] * take_apart<T>(b); // 1 for bf16
+        const float scale = own.scale[slot] * take_apart<T>(b); // for bf16 it is 1
         multiply<T, Tile::MT, Tile::NT>(scores[0], Tile::NT, 1, own.kept[slot], b, scale);
     }
 }
@@ -11116,7 +11126,7 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
 template <class Tile, int REGISTERS>
 INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-        UNROLL_FOR (int i = 0; i < 4; i++) { // rows g, g + 8 of the first 8 columns, then of the next 8
+        UNROLL_FOR (int i = 0; i < 4; i++) { // rows g, g + 8 in the first 8 columns, then both in the next 8 columns
             const float* const two = p[m][2 * k + i / 2] + i % 2 * 2;
             if constexpr (Tile::PARTS == 1) {
                 a[m][i] = pack_pair<typename Tile::T>(two[0], two[1]);
@@ -11163,8 +11173,9 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
     }
 }
 
-// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's own rows. The results are first written to the place
-// of these rows in shared memory, which no other warp reads. So each store to global memory can have 16 bytes.
+// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's rows in global memory. The results are first written
+// to shared memory, over the warp's own rows, which no other warp reads. From there they are stored in pieces of 16
+// bytes.
 template <class Tile, int CT, class T>
 INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums, const HeadTile& tile, int c0,
                        float factor = 1) {
@@ -11183,7 +11194,7 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums
                 const float* const two = sums[m][n] + 2 * r;
                 store_two(warp_rows + row * Tile::PITCH + column, factor * two[0], factor * two[1]);
             }
-    // 2. Each lane stores whole pieces. If d is not a multiple of a piece's elements, it stores the elements one by
+    // 2. Each lane stores whole pieces. If d is not a multiple of V, the lane stores the elements of its pieces one by
     //    one.
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
@@ -11256,7 +11267,8 @@ template <class Tile> struct RunningSoftmax {
     }
 };
 
-// grid (B * heads * tiles of T): a block works on M queries of one head, and each of its warps on 16 MT of them.
+// grid (B * heads * tiles of T): a block works on M queries of one head. Each of its warps works on 16 MT of these
+// queries.
 // Shared memory: the block's queries; two stages, each with N keys and N values. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = q k^T, for SUB keys at a time
@@ -11287,8 +11299,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     OwnRows<Tile> q;
     Sums<Tile, CT> out = {};
     RunningSoftmax<Tile> softmax;
-    // first: the first of the N keys that lie in `stage`. The copies into a stage are started one round before they are
-    // used.
+    // first: the first of the N keys that lie in `stage`. The copies into a stage are started one round before the
+    // stage is read.
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
@@ -11322,7 +11334,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     store_rows<Tile, CT>(tile.of_out<T>(a.to), own, out, tile, 0);
 }
 
-// Returns D of a row: rowsum(dout * out). Four lanes add it up, and all four of them return it.
+// Returns D of a row: rowsum(dout * out). Four lanes compute D together, and each of them returns it.
 // d: how many elements each of the two rows has
 template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
@@ -11403,14 +11415,16 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
     }
 }
 
-// A block of the backward pass, which owns keys (KEYS) or queries. It computes the gradients of its own rows in DC
-// columns; chunk says which ones. (If heads have more than 128 channels, the registers have no room for all columns.)
+// What a block of the backward pass does. It owns keys (KEYS) or queries. It computes the gradients of its own rows in
+// the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers have no room
+// for all columns.)
 // Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
 // are queries, a stage also holds their SoftmaxRow and D. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
 //   3. P and dS
-//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k); with KEYS also sum2 += P B2 (of v)
+//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k). With KEYS also sum2 += P B2 (the
+//      gradient of v).
 template <class Tile, bool KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
     constexpr int N = Tile::N, MT = Tile::MT;
@@ -11466,7 +11480,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             a2.load(own2);
         }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
-        // b1, b2: this stage's rows. If they are queries, stage_rows holds their SoftmaxRows and dots their D.
+        // b1, b2: this stage's rows. If these are queries, stage_rows holds their SoftmaxRows, and dots holds their D.
         const T* b1 = streamed + stage * 2 * Tile::STREAMED;
         const T* b2 = b1 + Tile::STREAMED;
         const float* stage_rows = query_values + stage * Tile::QUERY_VALUES;
@@ -11488,8 +11502,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
-// grid (B * heads * tiles of T, 1, 2 * chunks of d). For each chunk, the blocks that own keys are started before those
-// that own queries, because they have more work.
+// grid (B * heads * tiles of T, 1, 2 * chunks of d). Blocks that own keys have more work than blocks that own queries.
+// So, for each chunk, the blocks that own keys are started first.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
@@ -11514,10 +11528,10 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 // Costs: the work of the fp32 units; every row reads all other rows, from the caches.
 
 constexpr int GENERAL_WARPS = 8;   // warps of a block
-constexpr int GENERAL_COLUMNS = 8; // columns of a lane, 32 apart; a warp has 256
+constexpr int GENERAL_COLUMNS = 8; // a lane computes so many columns, which lie 32 apart; a warp computes 256
 
-// Returns the dot product of a and b, which have d elements each. All lanes of a warp take part, and all of them return
-// it.
+// Returns the dot product of a and b, which have d elements each. All lanes of a warp work on it together, and each
+// lane returns the whole product.
 template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     float sum = 0;
     for (int c = threadIdx.x % 32; c < d; c += 32) {
@@ -11549,7 +11563,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     const float scale = LOG2E * rsqrtf((float)a.d);
     float out[GENERAL_COLUMNS] = {}; // P v
     float top = -INFINITY;           // the highest score so far
-    float sum = 0;                   // of P
+    float sum = 0;                   // the sum of P so far
     for (int j = 0; j < a.T; j++) {
         const float S = warp_dot(q.row(row), k.row(j), a.d);
         const float highest = fmaxf(top, S);
@@ -11570,7 +11584,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
 }
 
 // grid (B * heads * tiles of T, chunks of d, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A warp owns
-// one row, and reads the streamed rows one after the other. For each of them:
+// one row, and reads the streamed rows one after the other. For each streamed row:
 //   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   sum2 += P B2
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
@@ -11610,7 +11624,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     });
 }
 
-// Launches the forward pass or, if a has dout, the backward pass. launch_attention does the same.
+// Launches the backward pass if a.dout is not null, and otherwise the forward pass. So does launch_attention.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
     const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns; a warp computes one chunk
@@ -11620,8 +11634,8 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
     launch(attention_backward_general_kernel<T>, grid, threads, 0, a, launch_attention_dots<T>(a));
 }
 
-// Forward or backward, for heads of up to DIM channels. A warp owns 32 rows (MT = 2) if the rows are short and there
-// are enough of them. Otherwise it owns 16.
+// Launches forward or backward, for heads of up to DIM channels. A warp owns 32 rows (MT = 2) if the rows are short and
+// there are enough of them. Otherwise a warp owns 16 rows.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
     // Small images have too few rows for MT = 2: there would not be enough blocks.
@@ -11706,7 +11720,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
     static constexpr int BLOCKS = ALONE ? 2 : 1; // blocks of a multiprocessor
-    // Registers of a thread: in the warpgroup that computes the queries' gradients, and in those that own keys.
+    // Registers of a thread in the warpgroup that computes the queries' gradients, and in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
     // The number of stages of each ring in shared memory, and the bytes of a stage. A tile is 64 rows of a head.
@@ -11727,13 +11741,13 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// Describes rows of one head (DIM elements each) in shared memory, as TMA has written them, as an operand of wgmma.
-// at(2) is the operand that begins 16 columns further on, and at(2 DIM) the one that begins 16 rows further on.
+// Returns an operand of wgmma: rows of one head (DIM elements each), which TMA has written to shared memory. at(2) is
+// the operand that begins 16 columns further on. at(2 DIM) is the operand that begins 16 rows further on.
 template <int DIM> INLINE Operand head_rows(uint32_t address) {
     constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // the descriptor's numbers for 128 and for 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
 }
-// Each of these starts products, as one group of wgmma. b lies in shared memory.
+// Each of these functions starts products, as one group of wgmma. b lies in shared memory.
 //   multiply_abt   d += a b^T; a lies in shared memory
 //   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0 the sum begins with 0.
 //   multiply_atb   d += a^T b; a lies in shared memory, in rows of 64 elements
@@ -11817,7 +11831,7 @@ INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 // the first row, s[4 j + 2] and s[4 j + 3] to the second one.
 template <int N> struct Softmax {
     float scale;           // log2(e) / sqrt(d)
-    float top[2];          // one for each of the two rows
+    float top[2];          // one value for each of the two rows
     float sum[2] = {0, 0}; // the sum of P over this thread's columns
 
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(top, s); }
@@ -11873,12 +11887,12 @@ template <int N> struct Softmax {
 //   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
 //   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time: out += P
 //      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk to the
-//      place of chunk i - 1. It could load one to the place of chunk i already, but then it would have to wait for the
-//      other warpgroup.
+//      place of chunk i - 1. If it loaded a chunk to the place of chunk i instead, it would have to wait for the other
+//      warpgroup, which may still read chunk i.
 //   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
-// The compiler overlaps products of wgmma only on two conditions. It must see the wait for each product in the same
-// turn of the loop. And between fence and wait no other instruction may touch the product's registers. Otherwise it
-// overlaps no products at all, and ptxas prints a warning (C7510 to C7520).
+// The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
+// turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
+// registers. Otherwise no products overlap at all, and ptxas prints a warning (C7510 to C7520).
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -11941,8 +11955,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         accumulators_ready(o);
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        // With a ring, the last turn computes scores that nobody uses. A branch around them would keep wgmma from
-        // overlapping.
+        // With a ring, the last turn computes scores that nobody uses. If a branch skipped them, the compiler would not
+        // overlap the products.
         if (!T::CHUNKS || i + 1 < chunks) {
             multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
         }
@@ -11953,8 +11967,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
-    // Four lanes share a row: each of them holds a part of the sum of its P, and stores a part of out / sum. The first
-    // of these lanes stores the row's SoftmaxRow.
+    // Four lanes share a row. Each of them holds a part of the row's sum of P and a part of its out. The first of these
+    // lanes stores the row's SoftmaxRow.
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
@@ -11966,8 +11980,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 }
 
 // A block of the backward pass. It owns KEYS keys of a head; each of its key_gradients warpgroups owns 64 of them. The
-// blocks of a cluster work on one head after the other. For each head a block takes one step for each chunk of 64
-// queries. It works on a chunk WARPGROUPS steps later than the block before it in the cluster.
+// blocks of a cluster work on one head after the other. For each head, a block does one step for each chunk of 64
+// queries. A block works on a chunk WARPGROUPS steps later than the block before it in the cluster.
 //
 //   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
 //   the last warpgroup                query_gradients: dq, and -D; its first thread loads keys and chunks
@@ -11979,9 +11993,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 //   sums     the block before: a chunk's dq so far        query_gradients
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
-// Blocks send `sums` and `dots` to each other. For these two rings, the `full` barriers are those of the receiving
-// block, and the `empty` barriers those of the sending block. A role that both reads and writes a ring needs two
-// positions in it. So it has a copy of the ring (keys_to_load, sums_to_send, dots_to_send).
+// Blocks send `sums` and `dots` to each other. For these two rings, the `full` barriers of the receiving block are used
+// and the `empty` barriers of the sending block. A role that both fills and empties a ring needs two positions in the
+// ring. For the second position there is a copy of the ring (keys_to_load, sums_to_send, dots_to_send).
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
@@ -11991,7 +12005,7 @@ template <class T> struct BackwardBlock {
     int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // how many blocks the cluster has
     int rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
     int first_head = blockIdx.x / blocks;          // this cluster's first head
-    int head_stride = gridDim.x / blocks;          // from a head to this cluster's next one: the number of clusters
+    int head_stride = gridDim.x / blocks;          // the number of clusters: a cluster works on every so many-th head
     int steps = blocks * WARPGROUPS;               // how many steps a head takes
     int lane = threadIdx.x % 32;
     int thread = threadIdx.x % 128; // the number of the thread in its warpgroup
@@ -12021,8 +12035,9 @@ template <class T> struct BackwardBlock {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // Returns the first query of the chunk of a step. Each block works WARPGROUPS chunks behind the block before it. So
-    // block 0 begins with the head's first chunk, and the other blocks begin with the head's last chunks.
+    // Returns the first query of the chunk of a step. In each step, block r works on the chunk that lies WARPGROUPS
+    // chunks before the chunk of block r - 1. (The chunk before the first chunk is the last one.) So block 0 begins
+    // with the head's first chunk, and the other blocks begin with some of the head's last chunks.
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * rank;
         return (step - before + (step < before ? steps : 0)) * 64;
@@ -12041,8 +12056,8 @@ template <class T> struct BackwardBlock {
             tma_load(to.address + i * T::TILE_BYTES, &p.qkv_rows, to.full, part * p.C + c, row, image);
         }
     }
-    // Loads the next chunk into the next stage. If all stages have been filled before, this is the stage of the chunk
-    // before the one whose dS has just arrived. Nobody reads that stage any more.
+    // Loads the next chunk into the next stage. Once all stages have been filled, the next stage holds an old chunk:
+    // the chunk before the one whose dS has just arrived. Nobody reads this old chunk any more.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -12072,7 +12087,7 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    INLINE void send_dots(const Dots& d, int part) { // four lanes share two rows; each sends them to other blocks
+    INLINE void send_dots(const Dots& d, int part) { // four lanes share two rows; each sends both -D to some blocks
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
@@ -12108,7 +12123,8 @@ template <class T> struct BackwardBlock {
         return address;
     }
 
-    // Role: the queries' gradients. One warpgroup has this role; one of its threads also loads. In each step:
+    // Role: the queries' gradients. One warpgroup has this role. Its first thread also starts the loads of keys and
+    // chunks. In each step:
     //   1. If another block has begun dq of this chunk: dq = the sum that the block before has sent. Otherwise dq = 0.
     //   2. dq += dS k of this block's keys (dS^T arrives in `ds`). At the same time the next chunk is loaded.
     //   3. If this is the last block for this chunk, dq is stored to global memory. Otherwise it is sent to the next
@@ -12132,12 +12148,12 @@ template <class T> struct BackwardBlock {
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
-                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D that is due
+                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D for this step
                 const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
                 // Loads for the next head are started before the products, so that nobody has to wait for them.
                 if (dots_now) load_dots(dot, head + head_stride, part);
-                if (dots_now && T::ALONE) send_dots(dot, part); // not later: there are fewer registers to keep dot in
+                if (dots_now && T::ALONE) send_dots(dot, part); // at once: ALONE has too few registers to keep dot
                 float dq[DIM / 2] = {};
                 if (begun) {
                     const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
@@ -12176,8 +12192,8 @@ template <class T> struct BackwardBlock {
                 }
                 if (dots_now && !T::ALONE) send_dots(dot, part);
             }
-            // All dS of this head have arrived. So key_gradients has read -D of this head. The blocks that sent it are
-            // told so.
+            // All dS of this head have arrived. So key_gradients has read -D of this head, and the stage of `dots` is
+            // free. The blocks that sent -D are told so.
             const int stage = dots.hand_over();
             if (thread < blocks) {
                 if (T::ALONE) dots.free(stage);
@@ -12191,10 +12207,10 @@ template <class T> struct BackwardBlock {
     // computed in registers, can be A operands. In each step:
     //   1. dP^T = v dout^T - D. The sum begins with -D.
     //   2. P^T is computed while dP^T is multiplied. Then dv += P^T dout.
-    //   3. dS^T = P^T dP^T (here dP is already dP - D). It is also written to `ds`.
+    //   3. dS^T = P^T times the result of step 1, element by element. dS^T is also written to `ds`.
     //   4. S^T = k q^T of the next chunk, and dk += dS^T q
     INLINE void key_gradients(int warpgroup) {
-        float s[32], dp[32]; // S^T, then P^T; dP^T, then dS^T: 64 keys x 64 queries
+        float s[32], dp[32]; // s: S^T, then P^T; dp: dP^T - D, then dS^T. Each is 64 keys x 64 queries.
         float dk[DIM / 2], dv[DIM / 2];
         uint32_t p_fragments[4][4], ds_fragments[4][4];
         auto probability = [&](float s, const float* r) { return exp2_fast((s - r[0]) * (scale * LOG2E) - r[1]); };
@@ -12245,8 +12261,8 @@ template <class T> struct BackwardBlock {
                 if (last && !none) own = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
-                // After the last chunk nobody uses these scores. A branch around them would keep wgmma from
-                // overlapping.
+                // After the last chunk nobody uses these scores. If a branch skipped them, the compiler would not
+                // overlap the products.
                 multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
