@@ -12308,10 +12308,11 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
 //   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
 //           conv_halo)
-//   slice   the input channels (16 to 64; in FP8 128) that a stage of shared memory holds of each of its pixels
+//   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds one slice of
+//           each of its pixels.
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
-//           the tensor cores sums 16 of them.
+//           the tensor cores sums over 16 values of k (in FP8 over 32).
 //
 // The kernels are listed here. conv_product and conv_weight_batch in section 22 choose between them. A table above
 // conv_product shows the whole road from a layer to an instruction of the tensor cores.
@@ -12327,15 +12328,16 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
 //
 // All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
-// Then the result is rounded, once. On its way to global memory a tile goes through shared memory, where it becomes
-// rows of pixels x channels. The statistics for the next group norm are sums of the rounded values, because the norm
-// will read the rounded values.
+// Then the result is rounded, once. A tile is written to shared memory first, where its values are put into the order
+// pixels x channels. From there it is written to global memory. The statistics for the next group norm are sums of the
+// rounded values, because the norm will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// ConvOut says where results go, and what is added to them. Channels [0, C1) go to part1, and the next C2 channels go
-// to part2. (There are two parts if the results are the gradients of two concatenated inputs.) In the forward pass the
-// addend is the residual. In the backward pass bias, emb and stats are null.
+// A ConvOut holds the addresses that results are written to, and all that is added to results. Channels [0, C1) are
+// written to part1, and the next C2 channels to part2. (There are two parts if the results are the gradients of two
+// concatenated inputs.) In the forward pass the addend is the residual. In the backward pass bias, emb and stats are
+// null.
 struct ConvOut {
     Grad part1, part2 = {};
     int C1, C2 = 0;
@@ -12345,7 +12347,7 @@ struct ConvOut {
     int emb_stride = 0;
     double* stats = nullptr; // sums and sums of squares of the stored values: for each image, one part for each tile
     int* parts = nullptr;    // on the host: the launch writes here how many parts the statistics of an image have
-    ConvSkip skip = {};      // a skip connection that is computed here and added, instead of an addend
+    ConvSkip skip = {};      // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
 // The arguments of every kernel for a convolution. If BACKWARD, the input is dout: then C1 is the layer's Cout, and
@@ -12361,11 +12363,12 @@ struct ConvCall {
     ConvOut out = {};
     // conv_halo and conv_gather set these before they launch their kernels:
     int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
-    int channel_blocks = 0;       // blocks for the output channels
+    int channel_blocks = 0;       // thread blocks among which the output channels are divided
     int slices = 0;               // slices of the C1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // (Cout). Only if s.in is FP8 (then x1 and weight are FP8, too): each channel's sums are multiplied by its factor.
+    // (Cout), used only if s.in is FP8 (then x1 and weight are FP8, too). The sums of channel c are multiplied by
+    // factors[c].
     const float* factors = nullptr;
 };
 
@@ -12373,7 +12376,7 @@ struct ConvCall {
 template <class T> struct OutputLane {
     int pitch;            // channels of a pixel in the tensor that is written (part1 or part2)
     int count;            // 4, or less if the tensor has fewer channels after c; 0: nothing is stored
-    T* out;               // where channel c of pixel 0 goes
+    T* out;               // the address that channel c of pixel 0 is written to
     const T *add1, *add2; // the same place in the addends, or null
     float shift[4];       // bias + embedding, which is added to all pixels
 
@@ -12411,8 +12414,8 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int STEP = 32 / LANES;
     static constexpr int PITCH = WARP_CHANNELS + 4;
     static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
-    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads with sums of the same channel
-    // Which part of the tile a warp computes.
+    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads that sum one channel of an image
+    // These functions return which part of the tile a warp computes.
     static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
     static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
@@ -12420,11 +12423,12 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 
 // Stores what a lane has to store in one round of store_product: 4 channels of N pixels. The lane's pixel i becomes
 // pixel index_of(i) of the output. If index_of(i) is -1, pixel i is not stored.
-//   staged        where shared memory holds the fp32 sums of the lane's first pixel, made by the first K group; the
-//                 sums of K group g lie g * k_group_floats further on
+//   staged        the address in shared memory of the first K group's fp32 sums of the lane's first pixel; the sums of
+//                 K group g lie g * k_group_floats floats further on
 //   addends       the values of l.add1 at these pixels; they were loaded much earlier, to hide the latency
 //   sum, square   the stored (rounded) values and their squares are added to these, for the statistics
-// An addend may be the output itself. So all loads of a batch come before the batch's first store.
+// An addend may be the output itself, so the compiler cannot move a load to a place before a store. Therefore all loads
+// of a batch stand before the batch's first store.
 template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
                          bool stats, const Four<T> (&addends)[N], auto index_of) {
@@ -12434,7 +12438,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0);
     if (l.count == 0) return;
 
-    // Here the output is the network's: the number of its channels is not a multiple of 4, and there are no addends.
+    // This is the network's output: the number of its channels is not a multiple of 4, and there are no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -12471,8 +12475,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
 }
 
 // Computes the block's sums for the statistics. For each image and channel, STAT_ROWS threads have each summed some of
-// the pixels. They have written these sums to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). The sums are added
-// up in double here.
+// the pixels. The threads have written their sums to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). This function
+// adds up these sums in double, and writes the totals to o.stats.
 template <class Tile>
 INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
     constexpr int CHANNELS = Tile::CHANNELS;
@@ -12490,7 +12494,7 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 
 // The end of conv_halo and conv_gather: stores the sums acc[8 pixels][16 channels] of each warp. A thread's registers
 // of a fragment hold neighbouring pixels of one channel, but neighbouring channels are to be stored together. So the
-// sums go through shared memory, in ROUNDS rounds. There the sums of the K groups are added, too.
+// sums are written to shared memory and read again, in ROUNDS rounds. In each round the sums of the K groups are added.
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
@@ -12498,7 +12502,8 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 //   n0, c0        the tile's first image and first channel
 //   tile, tiles   the number of the tile within its image, and how many tiles an image has; each tile writes a part of
 //                 the statistics
-//   pixel         pixel(k): where the k-th of the warp's 64 pixels lies in the output; -1: outside
+//   pixel         pixel(k) returns the index in the output of the k-th of the warp's 64 pixels, or -1 if the pixel
+//                 lies outside
 template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
@@ -12580,10 +12585,11 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 template <class T> using FragmentA = uint32_t[4 * PARTS<T>]; // 16 rows x 16 k
 template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 
-// Says where a chunk lies in a swizzled row of shared memory, in bytes. key: the swizzle_key of the row.
+// Returns where a chunk lies in a swizzled row of shared memory, in bytes from the row's beginning. key: the
+// swizzle_key of the row.
 template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
 
-// Returns the place that is `channels` further on in the same row. The place is found by XOR, whatever the key is: the
+// Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
 // place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold. The row
 // begins at a multiple of its length or of 128 bytes. And `channels` only sets bits that are 0 in the chunk of `place`.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
@@ -12613,12 +12619,12 @@ INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, i
 
 // Splits the floats of operands A and B that this thread has copied to shared memory (for bf16 it does nothing).
 // each_a(f) and each_b(f) call f(address) for each chunk of A and of B that this thread has copied. All threads of the
-// block's WARPS warps must call this function, because it contains a barrier. It sets a_scale and b_scale to the
-// factors that undo the scales. If a_is_new is false, A was split earlier, and a_scale stays as it is.
+// block's WARPS warps must call this function, because it contains a barrier. The function sets a_scale and b_scale to
+// the factors that undo the scales. If a_is_new is false, A was split earlier, and a_scale stays as it is.
 template <class T, int WARPS, class A, class B>
 INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
     if constexpr (PARTS<T> == 2) {
-        __shared__ uint32_t tops[2][WARPS]; // of A and of B: the largest magnitude that each warp has found
+        __shared__ uint32_t tops[2][WARPS]; // the largest magnitude that each warp has found, in A and in B
         if (a_is_new) find_top(tops[0], each_a);
         find_top(tops[1], each_b);
         __syncthreads();
@@ -12663,8 +12669,8 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //   In the code, the instructions that copy stand between the products and have no branches. So the tensor cores do not
 //   wait for them.
 //   A pixel's row in shared memory is swizzled with a key that depends only on the pixel's COLUMN in the halo. So any 8
-//   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the pixel below always
-//   lies the same number of bytes further on.
+//   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the distance in bytes
+//   from a pixel to the pixel below it is always the same.
 //   From the top down: conv_halo launches conv_halo_kernel. The kernel's main loop calls multiply_step for each step.
 //   multiply_step calls multiply_tap for each tap and 16 output channels. multiply_tap has eight mma_bf16, one for each
 //   image row (or 24 mma_fp16, three for each image row).
@@ -12684,7 +12690,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int WARPS_ACROSS = WARPS_DOWN;
     static constexpr int TILE_H = WARPS_DOWN * 8; // pixels
     static constexpr int TILE_W = WARPS_ACROSS * 8;
-    // A slice is 64 bytes of a pixel. It is more if a K group would otherwise have fewer than 16 channels.
+    // A slice is 64 bytes of a pixel. It has more bytes if a K group would otherwise have fewer than 16 channels.
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
     static constexpr int K16 = SLICE / 16 / K_GROUPS_; // a K group has 16 * K16 input channels of a slice
@@ -12694,7 +12700,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int PIXELS = IMAGES * H * W;
     // Shared memory.
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;
-    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of one kw, three taps
+    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of the three taps of one kw
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
     static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // the last copies read sources beyond PIXELS
@@ -12706,8 +12712,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Says where a pixel of the halo lies in the input, and how its row in shared memory is swizzled. Both are in one
-// number: the pixel's index * 8 + the swizzle key of its column. The number is negative if the pixel lies outside the
+// Returns where a pixel of the halo lies in the input, and how its row in shared memory is swizzled. One number holds
+// both: the pixel's index * 8 + the swizzle key of its column. The number is negative if the pixel lies outside the
 // image. h is the pixel's row in the image, and w0 is the image column of the halo's column 0.
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column;
@@ -12717,8 +12723,8 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(column);
 }
 
-// The halos in shared memory, and the part of them that one thread copies: the same chunk of every PIXELS_AT_ONCE-th
-// pixel.
+// The halos in shared memory, and the part of the halos that one thread copies: the same chunk of every
+// PIXELS_AT_ONCE-th pixel.
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
     static constexpr int CHUNKS = Tile::SLICE / 8;                          // chunks of a pixel
@@ -12733,8 +12739,8 @@ template <class Tile> struct HaloCopies {
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
 
-    // Finds out where the pixels of the halo of the tile at (n0, h0, w0) lie in the input. A __syncthreads has to
-    // follow before the first copy.
+    // Finds out where the pixels of the halo lie in the input, for the tile at (n0, h0, w0). The caller has to call
+    // __syncthreads before the first copy.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
             const int n = n0 + i / Tile::W / Tile::H;
@@ -12742,7 +12748,7 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Says where copy i of this thread is written to, i < 2 HALF.
+    // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
         asm volatile("" : "+r"(first)); // otherwise the compiler would keep a register for every i
@@ -12760,9 +12766,9 @@ template <class Tile> struct HaloCopies {
         const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
-    // Says where in a halo the row lies that this lane gives to ldmatrix. ldmatrix loads two fragments B: 8
-    // neighbouring pixels of image row r, and the 8 pixels below them. first: the index of the pixel in column 0 of row
-    // r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix. ldmatrix loads two fragments
+    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. first: the index of the pixel in column 0
+    // of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
     static INLINE uint32_t lane_place(int first, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -12782,8 +12788,8 @@ template <class Tile> struct HaloCopies {
     }
 };
 
-// The ring of weights in shared memory, with a stage for each kw, and the part of it that one thread copies: the same
-// chunk of every ROWS_AT_ONCE-th row. A stage has three matrices, for the taps kh = 0, 1, 2:
+// The ring of weights in shared memory, with a stage for each kw, and the part of a stage that one thread copies: the
+// same chunk of every ROWS_AT_ONCE-th row. A stage holds three matrices, for the taps kh = 0, 1, 2:
 //   forward    weight is (Cout, taps, C1) in global memory. A row is an output channel; its chunks are the channels of
 //              the slice.
 //   BACKWARD   weight is (C1, taps, Cout), where C1 and Cout are those of ConvCall: the channels of dout and of the
@@ -12803,8 +12809,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     const int c0; // the block's first output channel
     const int chunk = (int)threadIdx.x % CHUNKS;
     const int first_row = (int)threadIdx.x / CHUNKS;
-    const uint32_t first_place; // where this thread's first copy is written to
-    const int first_weight;     // what this thread copies first: an index in p.weight
+    const uint32_t first_place; // the address that this thread's first copy is written to
+    const int first_weight;     // the index in p.weight of the first weight that this thread copies
 
     INLINE HaloWeights(const ConvCall& p, uint32_t ring, int c0)
         : p(p),
@@ -12841,8 +12847,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const uint32_t index = valid ? first_weight + further : 0;
         copy_channels(place(kw, i), 0, weight + index, valid, owns(i));
     }
-    // Says where in a tap's weights the row lies that this lane gives to ldmatrix. The matrices of a fragment are
-    // (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    // Returns the place in a tap's weights, in bytes, of the row that this lane gives to ldmatrix. The matrices of a
+    // fragment are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -12863,9 +12869,10 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
             load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
             return;
         }
-        // Goes m * 16 channels further on in the same row. If a row has 2 or 6 chunks, its key is 0 or 1. 16 channels
-        // are two chunks, so their bytes can simply be added. If a row has more chunks, whole multiples of 128 bytes
-        // are added, and the rest is an XOR, as in channels_on.
+        // Goes m * 16 channels further on in the same row. 16 channels are two chunks. If a row has 2 or 6 chunks, the
+        // swizzle moves nothing out of its pair of chunks, so the bytes of m * 16 channels can simply be added. If the
+        // number of chunks is a multiple of 4, whole multiples of 128 bytes are added, and the remaining bytes are
+        // XORed, as in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
@@ -12906,8 +12913,8 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
         }
 }
 
-// Computes a step: a warp's products of the weights of one kw with a slice. Between the products it calls
-// copy_in_gap(0), copy_in_gap(1), ... x and weights: where this lane's rows for ldmatrix begin.
+// Computes a step: a warp's products of the weights of one kw with a slice. Between the products the function calls
+// copy_in_gap(0), copy_in_gap(1) and so on. x, weights: the addresses of this lane's rows for ldmatrix.
 template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
@@ -13042,7 +13049,7 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     a stage of shared memory; STAGES of them are a ring
 //     +------------------------+----------------------+
 //     | PIXELS rows            | weights of the tap   |    A slice is 128 bytes of a pixel: 64 channels of bf16, or 32
-//     | of 128 bytes           | x CHANNELS x slice   |    of floats. Those of a second input follow the first input's.
+//     | of 128 bytes           | x CHANNELS x slice   |    of floats. A second input's slices come after the first's.
 //     +------------------------+----------------------+
 //
 //   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For each 16 k it loads M fragments of weights (A)
@@ -13061,9 +13068,10 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Returns which pixel is read for the result's pixel that comes i pixels after (h, w), counted row by row. Returns the
-// index of the pixel to read within its image, or -1 if there is none (it lies in the padding, say). The function
-// multiplies by W_inverse instead of dividing by W. The result is exact, since the numbers are small.
+// The kernel computes the pixel of the result that comes i pixels after (h, w), counted row by row. Which pixel does it
+// read for this? Returns the index of the pixel to read within its image, or -1 if there is none (for example, because
+// it lies in the padding). The function multiplies by W_inverse instead of dividing by W. The result is exact, since
+// the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -13133,8 +13141,9 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
             copy_channels(place, offset, weight + (valid ? index : 0), valid);
         }
     }
-    // Says where the row lies that this lane gives to ldmatrix, for the fragment of the warp's first 16 channels and
-    // the first 16 k. The fragment's matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    // Returns the place in a stage's weights, in bytes, of the row that this lane gives to ldmatrix, for the fragment
+    // of the warp's first 16 channels and the first 16 k. The fragment's matrices are (channels 0-7, k 0-7), (8-15,
+    // 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_channel) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -13234,8 +13243,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // Where the rows lie that this lane gives to ldmatrix, for stage 0. For pixels, ldmatrix loads two fragments at
-    // once. Its matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. For
+    // pixels, ldmatrix loads two fragments at once. Its matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7),
+    // (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
