@@ -13326,18 +13326,18 @@ struct ConvFew {
     void* rows;         // (B, H, W, R)
     void* weight_rows;  // (C, R)
     int B, H, W;
-    int F;     // how many channels the side with few channels has: the input of the first layer, the output of the last
-    int C;     // how many channels the other side has
-    int R;     // values of a row
-    int parts; // how many numbers a value becomes: 1, or 2 in bf16
+    int F;     // the number of channels of the first layer's input, or of the last layer's output
+    int C;     // the number of channels of the layer's other side
+    int R;     // the number of values of a row
+    int parts; // the number of parts that a value is split into: 1 (no split), or 2 in bf16
     bool last; // true: the network's last layer; false: its first
     // The results of the product for a weight gradient. First layer: product (C, R). Last: product (R, C), bias (R).
     float *product, *bias;
-    float *dweight, *dbias; // where the gradients go
+    float *dweight, *dbias; // the gradients, as conv_few_gradient writes them
 };
 
-// Says where weight k = tap * F + f of channel c lies in the layer's own weights. The rows of the last layer belong to
-// its input gradient, so the taps of the last layer are counted from the end.
+// Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows are made
+// from the gradient of its output, so the last layer's taps are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.last) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
@@ -13346,7 +13346,7 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
 }
 
 // Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes V values of a row,
-// for many pixels. If values have two parts, it writes the upper parts of the V values and their lower parts.
+// for many pixels. If values have two parts, the thread writes the upper parts of the V values and their lower parts.
 //   threadIdx.x   which V values of a half of the row (of the whole row, if values have one part)
 //   threadIdx.y   which of the pixels that the block writes at once
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
@@ -13373,8 +13373,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         const uint32_t line = pixel / W;
         const uint32_t h = line % H;
         const uint32_t w = pixel - line * W;
-        // `inside` has a bit for each tap, which says whether the tap lies inside the image. columns: the three bits of
-        // one row of the filter.
+        // `inside` holds one bit for each tap: 1 if the tap lies inside the image. columns: the three bits of one row
+        // of the filter.
         const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W);
         const uint32_t upper_row = h > 0 ? columns : 0;
         const uint32_t upper_and_middle = upper_row + (columns << 3);
@@ -13400,7 +13400,7 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
 }
 
 // Makes the weight gradient from the product, by adding the results of the upper and of the lower parts. A thread
-// computes weight k of channel c; neighbouring threads read neighbouring elements of the product.
+// computes the gradient of weight k of channel c. Neighbouring threads read neighbouring elements of the product.
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
@@ -13423,8 +13423,8 @@ static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && s
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
-// Sets all members of a ConvFew except its inputs and gradients. In `memory` lie the rows, and after them either the
-// rows of the weights or the product and the bias.
+// Sets all members of a ConvFew except its inputs and gradients. The rows lie at the beginning of `memory`. After them
+// lie either the rows of the weights, or the product and the bias.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
@@ -13463,7 +13463,7 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x;
     p.weight = weight;
-    const int pieces = p.R / p.parts / act_vec(); // pieces of one part of a row, with a thread for each piece
+    const int pieces = p.R / p.parts / act_vec(); // 16-byte pieces of one part of a row; a thread writes one piece
     const int pixels = std::max(1, 256 / pieces); // how many pixels a block writes at once
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // at most 5 for each multiprocessor
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
@@ -13501,8 +13501,8 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
     // (splits + B, Cout). Row s + n: the sum of dout over the pixels that are both in range s and in image n. Two pairs
-    // (s, n) that have pixels never share a row. For if we go through the pixels in their order, s and n never
-    // decrease, and at least one of them grows from one pair to the next. So s + n grows, too.
+    // (s, n) that contain pixels never share a row: in the order of the pixels, s and n never decrease, and at least
+    // one of them grows from one pair to the next. So s + n grows, too.
     float* bias_partial;
     int bias_images;        // B; or 1 if all images are treated as one, because demb is not needed
     int taps;               // taps of the filter
@@ -13513,7 +13513,7 @@ struct ConvWeight : WeightWork {
     int pixel_tiles;        // pixel tiles of all images
     int splits;             // ranges of pixel tiles
     int warpgroups;         // warpgroups of a block of conv_weight_tma
-    int block_co, block_ci; // tiles of Cout and of Cin that a block owns
+    int block_co, block_ci; // how many tiles of output channels and of input channels a block owns
     int co_tiles;           // tiles of 64 channels of Cout
     int input_groups;       // groups of block_ci tiles of Cin
 };
@@ -13521,7 +13521,7 @@ struct ConvWeight : WeightWork {
 // Layers are collected until together they take this many cycles (25 us). Then they are launched. (The portable kernels
 // need six times as many, see conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
-// How many partial sums of 16 KB (64 x 64 weights) a launch of conv_weight_tma may write at most. The number is enough
+// A launch of conv_weight_tma may write at most this many partial sums of 16 KB (64 x 64 weights). The number is enough
 // for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
@@ -13530,9 +13530,9 @@ template <class Work> struct WorkBlock { // a block's work, and its number among
     const Work& work;
     int block;
 };
-// What one launch computes: the weight gradients of n layers, of which work[i] describes one. The blocks from
-// first_block[i] to first_block[i + 1] - 1 compute work[i], and all blocks from the last first_block on compute the
-// last.
+// What one launch computes: the weight gradients of n layers. work[i] describes the i-th of these layers. The blocks
+// from first_block[i] to first_block[i + 1] - 1 compute work[i]. All blocks from first_block[n - 1] on compute
+// work[n - 1].
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
@@ -13546,8 +13546,9 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
 // Returns the first pixel tile of range `split`. This range ends before the first pixel tile of range split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Where the four weights of a thread's fragment lie in dweight: v.x and v.y are weights (co, ci) and (co, ci + 1); v.z
-// and v.w are weights (co + 8, ci) and (co + 8, ci + 1). A pointer is null if its weights lie beyond the last channel.
+// Where the four values of a thread's fragment are written to in dweight. v.x and v.y are the gradients of weights
+// (co, ci) and (co, ci + 1), and v.z and v.w those of weights (co + 8, ci) and (co + 8, ci + 1). A pointer is null if
+// its weights lie beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -13555,8 +13556,8 @@ struct WeightPlace {
         if (row8) *row8 = make_float2(v.z, v.w);
     }
 };
-// Returns the WeightPlace of number i of a tile of 64 x 64 weights. There are 4 warps with 2 x 4 fragments each, and a
-// fragment is divided among 32 lanes: i = (warp * 8 + fragment) * 32 + lane < 1024.
+// Returns the WeightPlace of the i-th float4 of a tile of 64 x 64 weights. 4 warps have 2 x 4 fragments each, and each
+// lane of a warp holds one float4 of a fragment: i = (warp * 8 + fragment) * 32 + lane < 1024.
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int lane = i % 32;
     const int fragment = i / 32 % 8;
@@ -13587,10 +13588,10 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
         });
 }
 
-// The second kernel, conv_weight_sum, adds up the partials. The first blocks of a work add up the partials of the bias,
-// and its other blocks those of the weights. For weights a block has 8 rows of 32 threads. A thread sums one float4
-// over ranges. `groups` rows have the same 32 float4, and each of these rows adds up every groups-th range. So a thread
-// adds up at most 8 ranges, if there are at most 64 ranges.
+// The second kernel, conv_weight_sum, adds up the partials. The first blocks of a layer add up the partials of the
+// bias, and its other blocks add up the partials of the weights. For weights a block has 8 rows of 32 threads. A thread
+// sums one float4 over ranges. `groups` rows of threads sum the same 32 float4, and each of these rows adds up every
+// groups-th range. So a thread adds up at most 8 ranges, if there are at most 64 ranges.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -13606,7 +13607,7 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     const int y = threadIdx.y;
     const int groups = weight_sum_groups(p.splits);
     const int group = y % groups;
-    const int n = p.tiles * p.taps * 1024; // how many float4 the partials of a range have
+    const int n = p.tiles * p.taps * 1024; // the number of float4 in the partials of a range
     const int i = (block * (8 / groups) + y / groups) * 32 + x;
     const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
     float4 sum = {};
@@ -13623,8 +13624,8 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     to.set(sum);
 }
 // dbias = the sum of the partials of all pairs (range, image). demb of an image = the sum of this image's partials. A
-// block has 8 channels, and 32 threads for each channel. Each of these 32 threads adds up some of the images or, if all
-// images are treated as one, some of the ranges.
+// block computes 8 channels, with 32 threads for each channel. Each of these 32 threads adds up some of the images or,
+// if all images are treated as one, some of the ranges.
 INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
     const int x = threadIdx.x;
@@ -13632,7 +13633,7 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     const int part = threadIdx.y * 4 + x / 8;
     const int Cout = p.shape.Cout;
     const int image_tiles = p.pixel_tiles / p.bias_images;
-    auto split_of = [&](int tile) { // returns the range that has this pixel tile
+    auto split_of = [&](int tile) { // returns the range that contains this pixel tile
         return (int)(((unsigned)tile * p.splits + p.splits - 1) / (unsigned)p.pixel_tiles);
     };
     await_previous_kernel();
@@ -13661,8 +13662,8 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums dout over each image's pixels, for a warp's 16 M channels from co on. The two kernels below do this in their
-// main loops. The sums are a product, too: dout^T times a matrix of ones.
+// Sums dout over each image's pixels, for the warp's 16 M channels from channel co on. The two kernels below do this in
+// their main loops. The sums are computed as a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool own; // false: another warp sums these channels, and this warp does nothing
@@ -13673,7 +13674,8 @@ template <class T, int M> struct BiasSum {
     int left = per_image - first % per_image; // how many pixel tiles of this image still follow
     float acc[M][4] = {};
 
-    // Is called for each new pixel tile. If it is the first one of an image, the sums of the previous image are stored.
+    // Is called for each new pixel tile. If the tile is the first of an image, the sums of the previous image are
+    // stored.
     INLINE void next_tile() {
         if (left == 0) {
             put();
@@ -13703,7 +13705,7 @@ template <class T, int M> struct BiasSum {
 
 // load_dout loads 16 pixels x 16 M channels of dout, and load_x loads 16 pixels x 8 N channels of x. Both operands lie
 // in shared memory as (pixels, channels). The product sums over pixels, so pixels are its k, and ldmatrix.trans has to
-// transpose the operands. place: where this lane's row of the first fragment lies.
+// transpose the operands. place: the address of this lane's row of the first fragment.
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
@@ -13717,8 +13719,8 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 
 // conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: four for each kw.
 // Each of these four warps computes a quarter of the 64 x 64 weights, for all three kh. A pixel tile is 8 x 8 pixels of
-// dout, and the 10 x 10 pixels of x around them. One product has k = 16 pixels: two image rows of 8 pixels. Pixel tiles
-// pass through a ring of STAGES stages in shared memory:
+// dout, and the 10 x 10 pixels of x that the taps read for them. One product has k = 16 pixels: two image rows of 8
+// pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 stages of bf16, or 2 stages of floats
@@ -13833,8 +13835,8 @@ static __global__ void __launch_bounds__(384, 1)
     Copies copies{p, base, co0, ci_tile * 64, first, end};
     for (int i = 0; i < STAGES - 1; i++) copies.copy_tile(first + i);
 
-    // ldmatrix loads four matrices at once, each of 8 pixels of one image row and 8 channels. Each lane gives it the
-    // address of one pixel of one matrix. The four matrices are, by image row and channels:
+    // ldmatrix loads four matrices at once, each of 8 pixels of one image row and 8 channels. Each lane gives ldmatrix
+    // the address of one pixel of one matrix. The four matrices are, by image row and channels:
     // Of x:    (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
     // Of dout: (row, co 0-7), (row, co 8-15), (row + 1, co 0-7), (row + 1, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -13924,7 +13926,7 @@ template <class T, int N> struct WeightGatherCopies {
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // the thread's rows have the same key
+    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // all rows of a thread have the same key
     int n = first / p.tiles_w;                                                // the image of the pixel tile to copy
     int p0 = (first - n * p.tiles_w) * 64;                                    // the tile's first pixel in this image
 
@@ -13993,8 +13995,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // ldmatrix loads four matrices at once, each of 8 pixels and 8 channels. Each lane gives it the address of one
-    // pixel of one matrix. The four matrices are, by pixels and channels:
+    // ldmatrix loads four matrices at once, each of 8 pixels and 8 channels. Each lane gives ldmatrix the address of
+    // one pixel of one matrix. The four matrices are, by pixels and channels:
     // Of x:    (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
     // Of dout: (pixels 0-7, co 0-7), (0-7, co 8-15), (8-15, co 0-7), (8-15, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -14030,9 +14032,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // weight_place numbers the fragments as if each tile of 64 x 64 weights were divided among four warps. So the
-        // number of this fragment in its tile is computed here. The fragment lies in a square of 32 x 32 weights, which
-        // is the block's a-th square along Cout, and the b-th along Cin.
+        // weight_place numbers the fragments as if four warps shared each tile of 64 x 64 weights. So the code below
+        // computes the number of each fragment in its tile. The fragment lies in a square of 32 x 32 weights, which is
+        // the block's a-th square along Cout, and the b-th along Cin.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);
@@ -14105,16 +14107,16 @@ struct TmaParts {
 struct ConvTma {
     TmaParts x;                // the input; its boxes have a border of one pixel, if the filter is 3x3
     TmaParts skip;             // the skip connection's input, if it is computed here
-    TmaParts results, addends; // where results go, and what is added to them
+    TmaParts results, addends; // the tensors that results are written to, and those that are added to results
     CUtensorMap weight;        // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
     CUtensorMap skip_weight;   // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
     int B, H, W, C;            // sizes of the output
     int tiles_h, tiles_w;      // tiles of an image, down and across
     int tiles;                 // tiles of all images
-    int ring, weight_slots;    // how many stages of pixels and of weights shared memory has
+    int ring, weight_slots;    // the numbers of stages of pixels and of stages of weights in shared memory
     bool whole;                // all pixels of a tile belong to one image, so they are one part of the statistics
     ConvOut out;
-    const float* factors; // FP8: (C), by which each channel's sums are multiplied
+    const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
 
 // Makes the TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
@@ -14148,7 +14150,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
     constexpr int CHANNELS = SLICE_CHANNELS;
-    const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // of x and weight
+    const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // the element of x and weight
     const int width = slice_channels(in);
     t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, width, box.columns + borders, box.rows + borders, box.images, in);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
@@ -14219,28 +14221,28 @@ struct ConvTiles {
     static constexpr int STORES = 9; // the first of the two warps that store
     static constexpr bool MOVES_REGISTERS = BLOCKS == 3 || (FP8 && ROWS == 32);
     // Pixels.
-    static constexpr int UNIT = RESIDENT ? 1 : 2; // tiles of a stage
+    static constexpr int UNIT = RESIDENT ? 1 : 2; // how many tiles' pixels a stage holds
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
     static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // bytes of a tile without its border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
-    static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory that a halo takes
+    static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
     static constexpr int STAGE = UNIT * HALO;
     // Weights.
     static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // bytes of the weights of one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages of weights, if weights are streamed
-    // Statistics: how many image rows a part has, unless the whole tile is one part (ConvTma::whole).
+    // Statistics: the number of image rows of a part, unless the whole tile is one part (ConvTma::whole).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
     static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
     // After this tap of a slice, the stage of pixels of the previous slice is released.
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;
 
-    // Returns among how many blocks the tiles are divided. (All these blocks have the same output channels.)
+    // Returns the number of blocks among which the tiles are divided. (All these blocks have the same output channels.)
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
-    // Returns how many stages of pixels fit into shared memory, if it also has this many stages of weights.
+    // Returns how many stages of pixels fit into shared memory beside `weights` stages of weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
         return std::min(room / STAGE, MAX_STAGES);
@@ -14279,7 +14281,7 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
         return any;
     }
-    // Returns a walk over this block's tiles for warpgroup g. If a stage has two tiles, the last tile of the walk may
+    // Returns a walk over this block's tiles for warpgroup g. If a stage holds two tiles, the last tile of the walk may
     // lie outside of all images. At any time, different blocks work on neighbouring tiles. The halos of these tiles
     // overlap, so many pixels are found in the L2 cache.
     INLINE TileWalk tiles(int g, int step = 2) const {
@@ -14402,17 +14404,17 @@ template <class T> struct Epilogue {
     const TileWork<T>& work;
     const ConvTma& p;
     int c;                       // this thread's first channel
-    int lane_place;              // where this lane's row for ldmatrix and stmatrix lies in a result
+    int lane_place;              // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
     float bias[T::BLOCKS][2];    // bias of channels c and c + 8 of each block of 64 channels
     float emb[2];                // embedding of these two channels, for one block of 64 channels
-    float factors[T::BLOCKS][2]; // FP8: factors of the same channels as bias
+    float factors[T::BLOCKS][2]; // FP8: the factors of the same channels
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
         const int lane = threadIdx.x & 31;
         c = work.c0 + warp * 16 + (lane >> 2);
-        const int pixel = (lane & 7) + (lane >> 4) * 8; // number within two image rows
-        const int chunk = 2 * warp + (lane >> 3 & 1);   // number of a chunk of 8 channels
+        const int pixel = (lane & 7) + (lane >> 4) * 8; // the number of this lane's pixel within two image rows
+        const int chunk = 2 * warp + (lane >> 3 & 1);   // the number of this lane's chunk of 8 channels
         lane_place = box_place<SLICE_CHANNELS>(pixel, chunk);
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
@@ -14468,8 +14470,8 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Four threads have sums of the same channels, but of different pixels. These sums are added up, and one of the
-    // four threads stores the result. A tile is either one part of the statistics, or PARTS parts, one below the other.
+    // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
+    // four threads stores the total. A tile is either one part of the statistics, or PARTS parts, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
@@ -14495,9 +14497,9 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::half(warpgroup) + lane_place;
-            if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage has an addend, or nothing
+            if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage holds an addend or nothing
             if (b) load_embedding(tile.n, b);
-            if constexpr (T::FP8) { // if there is a skip connection, the sums have been scaled before its products
+            if constexpr (T::FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
                 emb[0] += bias[b][0];
                 emb[1] += bias[b][1];
                 if (!p.skip.slices) acc.scale(b, factors[b], emb);
@@ -14584,14 +14586,15 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 else if (half) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
-                // earlier products have ended. So the stages that these have read are released, except the stages for
-                // results.
+                // earlier products have ended. So the stages that the earlier products have read are released, except
+                // the stages for results.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
             }
         }
-        // With a skip connection, the sums of FP8 are scaled here, before its products are added, which are not scaled.
+        // If there is a skip connection, the FP8 sums are scaled here, because its products, which are added next, must
+        // not be scaled.
         if (T::FP8 && T::CAN_SKIP && p.skip.slices) {
             acc.wait();
             UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
@@ -14686,8 +14689,8 @@ struct SmallTile {
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // floats (channel, 2) of one warp of every warpgroup
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // sums from the other block
-    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding, FP8's factors
-    // Weights take the rest of the shared memory. A step needs the weights of GROUP taps of a slice. BACKWARD: the
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
+    // The rest of the shared memory is for weights. A step needs the weights of GROUP taps of a slice. BACKWARD: the
     // weights of a tap are loaded as CHUNKS boxes, each of 64 output channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
