@@ -12458,7 +12458,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        if (l.add1) // one branch, not one for each pixel: the compiler would not join stores of different branches
+        if (l.add1) // one branch for all pixels: the compiler does not group stores that stand in different branches
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
         if (BACKWARD && l.add2)
@@ -12573,7 +12573,7 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 // ---------------------------------------------------------------------------------------------------------------------
 // --- operands of the portable kernels: bf16, or floats as two fp16 parts
 // conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. The same code serves bf16 and
-// floats. What differs between the two types is here, in `multiply`, in multiply_tap and in copy_channels.
+// floats. The two types differ only in the code below, in `multiply`, in multiply_tap and in copy_channels.
 //
 //                               bf16         float
 //   a chunk of 8 channels       16 bytes     32 bytes: first two pieces of 4 floats, as they are copied; later a piece
@@ -12751,7 +12751,7 @@ template <class Tile> struct HaloCopies {
     // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
-        asm volatile("" : "+r"(first)); // otherwise the compiler would keep a register for every i
+        asm volatile("" : "+r"(first)); // otherwise the compiler would keep an address in a register for every i
         const int key = sources[first_pixel + i * PIXELS_AT_ONCE] & 7;
         const uint32_t halo = first + slice % 2 * Tile::HALO_BYTES;
         return halo + chunk_place<T>(chunk, key) + i * PIXELS_AT_ONCE * Tile::PIXEL_BYTES;
@@ -13068,10 +13068,10 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// The kernel computes the pixel of the result that comes i pixels after (h, w), counted row by row. Which pixel does it
-// read for this? Returns the index of the pixel to read within its image, or -1 if there is none (for example, because
-// it lies in the padding). The function multiplies by W_inverse instead of dividing by W. The result is exact, since
-// the numbers are small.
+// To compute the result's pixel that comes i pixels after (h, w), counted row by row, a kernel reads one pixel of its
+// input under this tap. Returns the index of that input pixel within its image, or -1 if there is none (for example,
+// because it lies in the padding). The function multiplies by W_inverse instead of dividing by W. The result is exact,
+// since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -13189,8 +13189,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
-    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key,
-    // and so have all its rows of weights.
+    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key.
+    // All rows of weights that it copies have the same key, too.
     constexpr int CHUNKS = SLICE / 8;
     constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
     constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
@@ -13201,9 +13201,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const uint32_t own_pixels = base + row * ROW + chunk_place<T>(chunk, row & 7);
     const uint32_t own_weights =
         base + Tile::WEIGHTS_AT + w_row * Weights::ROW_BYTES + chunk_place<T>(w_chunk, w_row & 7);
-    const bool direct = p.taps == 1 && p.s.stride == 1; // each output pixel reads the input pixel with its own index
+    const bool direct = p.taps == 1 && p.s.stride == 1; // each output pixel reads the input pixel with the same index
 
-    int source[COPIES]; // under this tap: the pixels that this thread copies, as indices within the image; -1: zeros
+    int source[COPIES]; // the pixels that this thread copies for this tap, as indices within the image; -1: zeros
     int tap = -1;
     int slice = 0;
     auto start_tap = [&] {
@@ -13518,8 +13518,8 @@ struct ConvWeight : WeightWork {
     int input_groups;       // groups of block_ci tiles of Cin
 };
 
-// Layers are collected until together they take this many cycles (25 us). Then they are launched. (The portable kernels
-// need six times as many, see conv_weight_load.)
+// Layers are collected until their weight gradients together take this many cycles (25 us). Then one launch computes
+// them. (The portable kernels need six times as many cycles, see conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
 // A launch of conv_weight_tma may write at most this many partial sums of 16 KB (64 x 64 weights). The number is enough
 // for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
@@ -13576,9 +13576,9 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
                        inside && co + 8 < p.shape.Cout ? (float2*)row8 : nullptr};
 }
 
-// The end of a portable kernel: stores a thread's fragments in dweight or, if there are several ranges, in the
-// partials. each(put) calls put(tile, tap, i, v) for all fragments. There are two versions of put, so the choice
-// between dweight and the partials is made only once, outside the loop over the fragments.
+// The end of a portable kernel for weight gradients: stores a thread's fragments in dweight or, if there are several
+// ranges, in the partials. each(put) calls put(tile, tap, i, v) for all fragments. There are two versions of put, so
+// the choice between dweight and the partials is made only once, outside the loop over the fragments.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -13920,7 +13920,7 @@ template <class T, int N> struct WeightGatherCopies {
     const int C = second ? p.shape.C2 : p.shape.C1;
     const bool x_in = t < p.channel_tiles && ci < C;
     const bool dout_in = co < p.shape.Cout;
-    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // each pixel reads the input pixel of its own index
+    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // pixel i reads the input's pixel i
     const act* const input = second && x_in ? p.x2 : p.x1;
     const T* const x = (const T*)input + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
@@ -14106,7 +14106,7 @@ struct TmaParts {
 // parameter of the kernel (__grid_constant__), so that TMA can read it.
 struct ConvTma {
     TmaParts x;                // the input; its boxes have a border of one pixel, if the filter is 3x3
-    TmaParts skip;             // the skip connection's input, if it is computed here
+    TmaParts skip;             // the skip connection's input, if this kernel computes the skip connection
     TmaParts results, addends; // the tensors that results are written to, and those that are added to results
     CUtensorMap weight;        // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
     CUtensorMap skip_weight;   // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
@@ -14269,7 +14269,7 @@ template <class T> struct TileWork {
     const int c0 = out0 * SLICE_CHANNELS;                                // the block's first output channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
-    const int results = pieces - T::BLOCKS; // how many pieces come before those whose stages the results use
+    const int results = pieces - T::BLOCKS; // how many pieces come before the pieces whose stages the results use
     // How many stages a warpgroup skips between two of its own tiles: the stages of the other warpgroup's tile.
     const int others = T::RESIDENT ? pieces : 0;
     INLINE bool has_addend(int b) const {
@@ -14371,8 +14371,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store. Each of the two warpgroups has one such thread. When a result is complete in its stage, the thread
-// stores the result by TMA. Then it frees the stage for the loading thread.
+// Role: store. There is one such thread for each of the two warpgroups. When a result is complete in its stage, the
+// thread stores the result by TMA. Then it frees the stage for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -14435,8 +14435,8 @@ template <class T> struct Epilogue {
     }
     // Adds the addend to d. d[4 j ... 4 j + 7] belong to image rows j and j + 1. They are four pairs of neighbouring
     // pixels: of (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
-    // In D a pixel is a column, but in shared memory it is a row. So ldmatrix and stmatrix transpose matrices of 8 x 8.
-    // In shared memory an image row of 8 pixels has 1024 bytes.
+    // In D a pixel is a column, but in shared memory a pixel is a row. So ldmatrix and stmatrix transpose 8 x 8
+    // matrices. In shared memory an image row of 8 pixels takes up 1024 bytes.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
         constexpr int BATCH = 4; // loads that are started together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
@@ -14687,7 +14687,7 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // floats (channel, 2) of one warp of every warpgroup
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // sums of one warp per warpgroup: floats (channel, 2)
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // sums from the other block
     static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
     // The rest of the shared memory is for weights. A step needs the weights of GROUP taps of a slice. BACKWARD: the
