@@ -12328,9 +12328,9 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
 //
 // All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
-// Then the result is rounded, once. A tile is written to shared memory first, where its values are put into the order
-// pixels x channels. From there it is written to global memory. The statistics for the next group norm are sums of the
-// rounded values, because the norm will read the rounded values.
+// Then the result is rounded, once. Before a tile is written to global memory, it is written to shared memory: there
+// its values are put into the order pixels x channels. The statistics for the next group norm are sums of the rounded
+// values, because the norm will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
@@ -12350,8 +12350,8 @@ struct ConvOut {
     ConvSkip skip = {};      // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
-// The arguments of every kernel for a convolution. If BACKWARD, the input is dout: then C1 is the layer's Cout, and
-// Cout is the layer's number of input channels.
+// The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input is dout: then C1 is
+// the layer's Cout, and Cout is the layer's number of input channels.
 struct ConvCall {
     ConvShape s;
     int B = 0, H = 0, W = 0;     // images, rows and columns of the output
@@ -12573,7 +12573,7 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 // ---------------------------------------------------------------------------------------------------------------------
 // --- operands of the portable kernels: bf16, or floats as two fp16 parts
 // conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. The same code serves bf16 and
-// floats. The two types differ only in the code below, in `multiply`, in multiply_tap and in copy_channels.
+// floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and copy_channels.
 //
 //                               bf16         float
 //   a chunk of 8 channels       16 bytes     32 bytes: first two pieces of 4 floats, as they are copied; later a piece
@@ -12739,8 +12739,8 @@ template <class Tile> struct HaloCopies {
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
 
-    // Finds out where the pixels of the halo lie in the input, for the tile at (n0, h0, w0). The caller has to call
-    // __syncthreads before the first copy.
+    // Sets `sources`: where the pixels of the halo lie in the input, for the tile at (n0, h0, w0). The caller has to
+    // call __syncthreads before the first copy.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
             const int n = n0 + i / Tile::W / Tile::H;
@@ -13504,7 +13504,7 @@ struct ConvWeight : WeightWork {
     // (s, n) that contain pixels never share a row: in the order of the pixels, s and n never decrease, and at least
     // one of them grows from one pair to the next. So s + n grows, too.
     float* bias_partial;
-    int bias_images;        // B; or 1 if all images are treated as one, because demb is not needed
+    int bias_images;        // B; or 1 if all images are treated as one (conv_weight_tma, if demb is not needed)
     int taps;               // taps of the filter
     int tiles1;             // tiles of 64 channels of x1
     int channel_tiles;      // tiles of 64 channels of x1 and x2
@@ -13518,8 +13518,8 @@ struct ConvWeight : WeightWork {
     int input_groups;       // groups of block_ci tiles of Cin
 };
 
-// Layers are collected until their weight gradients together take this many cycles (25 us). Then one launch computes
-// them. (The portable kernels need six times as many cycles, see conv_weight_load.)
+// Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
+// computes them together. (The portable kernels need six times as many cycles, see conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
 // A launch of conv_weight_tma may write at most this many partial sums of 16 KB (64 x 64 weights). The number is enough
 // for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
@@ -13531,8 +13531,8 @@ template <class Work> struct WorkBlock { // a block's work, and its number among
     int block;
 };
 // What one launch computes: the weight gradients of n layers. work[i] describes the i-th of these layers. The blocks
-// from first_block[i] to first_block[i + 1] - 1 compute work[i]. All blocks from first_block[n - 1] on compute
-// work[n - 1].
+// from first_block[i] to first_block[i + 1] - 1 compute work[i]. All blocks from first_block[n - 1] on compute the last
+// layer.
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
@@ -14270,7 +14270,7 @@ template <class T> struct TileWork {
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
     const int results = pieces - T::BLOCKS; // how many pieces come before the pieces whose stages the results use
-    // How many stages a warpgroup skips between two of its own tiles: the stages of the other warpgroup's tile.
+    // How many stages a warpgroup skips between two of its tiles: the stages of the other warpgroup's tile, if any.
     const int others = T::RESIDENT ? pieces : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
@@ -14406,7 +14406,7 @@ template <class T> struct Epilogue {
     int c;                       // this thread's first channel
     int lane_place;              // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
     float bias[T::BLOCKS][2];    // bias of channels c and c + 8 of each block of 64 channels
-    float emb[2];                // embedding of these two channels, for one block of 64 channels
+    float emb[2];                // embedding of channels c and c + 8, for one block of 64 channels
     float factors[T::BLOCKS][2]; // FP8: the factors of the same channels
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
