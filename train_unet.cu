@@ -12353,10 +12353,11 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
 //   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
 //           conv_halo)
-//   slice   the input channels (16 to 64; in FP8 128) that a stage of shared memory holds of each of its pixels
+//   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds one slice of
+//           each of its pixels.
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
-//           the tensor cores sums 16 of them.
+//           the tensor cores sums over 16 values of k (in FP8 over 32).
 //
 // The kernels are listed here. conv_product and conv_weight_batch in section 22 choose between them. A table above
 // conv_product shows the whole road from a layer to an instruction of the tensor cores.
@@ -12372,15 +12373,16 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
 //
 // All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
-// Then the result is rounded, once. On its way to global memory a tile goes through shared memory, where it becomes
-// rows of pixels x channels. The statistics for the next group norm are sums of the rounded values, because the norm
-// will read the rounded values.
+// Then the result is rounded, once. Before a tile is written to global memory, it is written to shared memory: there
+// its values are put into the order pixels x channels. The statistics for the next group norm are sums of the rounded
+// values, because the norm will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// ConvOut says where results go, and what is added to them. Channels [0, C1) go to part1, and the next C2 channels go
-// to part2. (There are two parts if the results are the gradients of two concatenated inputs.) In the forward pass the
-// addend is the residual. In the backward pass bias, emb and stats are null.
+// A ConvOut holds the addresses that results are written to, and all that is added to results. Channels [0, C1) are
+// written to part1, and the next C2 channels to part2. (There are two parts if the results are the gradients of two
+// concatenated inputs.) In the forward pass the addend is the residual. In the backward pass bias, emb and stats are
+// null.
 struct ConvOut {
     Grad part1, part2 = {};
     int C1, C2 = 0;
@@ -12390,11 +12392,11 @@ struct ConvOut {
     int emb_stride = 0;
     double* stats = nullptr; // sums and sums of squares of the stored values: for each image, one part for each tile
     int* parts = nullptr;    // on the host: the launch writes here how many parts the statistics of an image have
-    ConvSkip skip = {};      // a skip connection that is computed here and added, instead of an addend
+    ConvSkip skip = {};      // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
-// The arguments of every kernel for a convolution. If BACKWARD, the input is dout: then C1 is the layer's Cout, and
-// Cout is the layer's number of input channels.
+// The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input is dout: then C1 is
+// the layer's Cout, and Cout is the layer's number of input channels.
 struct ConvCall {
     ConvShape s;
     int B = 0, H = 0, W = 0;     // images, rows and columns of the output
@@ -12406,11 +12408,12 @@ struct ConvCall {
     ConvOut out = {};
     // conv_halo and conv_gather set these before they launch their kernels:
     int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
-    int channel_blocks = 0;       // blocks for the output channels
+    int channel_blocks = 0;       // thread blocks among which the output channels are divided
     int slices = 0;               // slices of the C1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // (Cout). Only if s.in is FP8 (then x1 and weight are FP8, too): each channel's sums are multiplied by its factor.
+    // (Cout), used only if s.in is FP8 (then x1 and weight are FP8, too). The sums of channel c are multiplied by
+    // factors[c].
     const float* factors = nullptr;
 };
 
@@ -12418,7 +12421,7 @@ struct ConvCall {
 template <class T> struct OutputLane {
     int pitch;            // channels of a pixel in the tensor that is written (part1 or part2)
     int count;            // 4, or less if the tensor has fewer channels after c; 0: nothing is stored
-    T* out;               // where channel c of pixel 0 goes
+    T* out;               // the address that channel c of pixel 0 is written to
     const T *add1, *add2; // the same place in the addends, or null
     float shift[4];       // bias + embedding, which is added to all pixels
 
@@ -12456,8 +12459,8 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int STEP = 32 / LANES;
     static constexpr int PITCH = WARP_CHANNELS + 4;
     static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
-    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads with sums of the same channel
-    // Which part of the tile a warp computes.
+    static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads that sum one channel of an image
+    // These functions return which part of the tile a warp computes.
     static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
     static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
@@ -12465,11 +12468,12 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 
 // Stores what a lane has to store in one round of store_product: 4 channels of N pixels. The lane's pixel i becomes
 // pixel index_of(i) of the output. If index_of(i) is -1, pixel i is not stored.
-//   staged        where shared memory holds the fp32 sums of the lane's first pixel, made by the first K group; the
-//                 sums of K group g lie g * k_group_floats further on
+//   staged        the address in shared memory of the first K group's fp32 sums of the lane's first pixel; the sums of
+//                 K group g lie g * k_group_floats floats further on
 //   addends       the values of l.add1 at these pixels; they were loaded much earlier, to hide the latency
 //   sum, square   the stored (rounded) values and their squares are added to these, for the statistics
-// An addend may be the output itself. So all loads of a batch come before the batch's first store.
+// An addend may be the output itself, so the compiler cannot move a load to a place before a store. Therefore all loads
+// of a batch stand before the batch's first store.
 template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
                          bool stats, const Four<T> (&addends)[N], auto index_of) {
@@ -12479,7 +12483,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0);
     if (l.count == 0) return;
 
-    // Here the output is the network's: the number of its channels is not a multiple of 4, and there are no addends.
+    // This is the network's output: the number of its channels is not a multiple of 4, and there are no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -12499,7 +12503,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        if (l.add1) // one branch, not one for each pixel: the compiler would not join stores of different branches
+        if (l.add1) // one branch for all pixels: the compiler does not group stores that stand in different branches
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
         if (BACKWARD && l.add2)
@@ -12516,8 +12520,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
 }
 
 // Computes the block's sums for the statistics. For each image and channel, STAT_ROWS threads have each summed some of
-// the pixels. They have written these sums to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). The sums are added
-// up in double here.
+// the pixels. The threads have written their sums to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). This function
+// adds up these sums in double, and writes the totals to o.stats.
 template <class Tile>
 INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
     constexpr int CHANNELS = Tile::CHANNELS;
@@ -12535,7 +12539,7 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 
 // The end of conv_halo and conv_gather: stores the sums acc[8 pixels][16 channels] of each warp. A thread's registers
 // of a fragment hold neighbouring pixels of one channel, but neighbouring channels are to be stored together. So the
-// sums go through shared memory, in ROUNDS rounds. There the sums of the K groups are added, too.
+// sums are written to shared memory and read again, in ROUNDS rounds. In each round the sums of the K groups are added.
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
@@ -12543,7 +12547,8 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 //   n0, c0        the tile's first image and first channel
 //   tile, tiles   the number of the tile within its image, and how many tiles an image has; each tile writes a part of
 //                 the statistics
-//   pixel         pixel(k): where the k-th of the warp's 64 pixels lies in the output; -1: outside
+//   pixel         pixel(k) returns the index in the output of the k-th of the warp's 64 pixels, or -1 if the pixel
+//                 lies outside
 template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
@@ -12613,7 +12618,7 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 // ---------------------------------------------------------------------------------------------------------------------
 // --- operands of the portable kernels: bf16, or floats as two fp16 parts
 // conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. The same code serves bf16 and
-// floats. What differs between the two types is here, in `multiply`, in multiply_tap and in copy_channels.
+// floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and copy_channels.
 //
 //                               bf16         float
 //   a chunk of 8 channels       16 bytes     32 bytes: first two pieces of 4 floats, as they are copied; later a piece
@@ -12625,10 +12630,11 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 template <class T> using FragmentA = uint32_t[4 * PARTS<T>]; // 16 rows x 16 k
 template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 
-// Says where a chunk lies in a swizzled row of shared memory, in bytes. key: the swizzle_key of the row.
+// Returns where a chunk lies in a swizzled row of shared memory, in bytes from the row's beginning. key: the
+// swizzle_key of the row.
 template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
 
-// Returns the place that is `channels` further on in the same row. The place is found by XOR, whatever the key is: the
+// Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
 // place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold. The row
 // begins at a multiple of its length or of 128 bytes. And `channels` only sets bits that are 0 in the chunk of `place`.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
@@ -12658,12 +12664,12 @@ INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, i
 
 // Splits the floats of operands A and B that this thread has copied to shared memory (for bf16 it does nothing).
 // each_a(f) and each_b(f) call f(address) for each chunk of A and of B that this thread has copied. All threads of the
-// block's WARPS warps must call this function, because it contains a barrier. It sets a_scale and b_scale to the
-// factors that undo the scales. If a_is_new is false, A was split earlier, and a_scale stays as it is.
+// block's WARPS warps must call this function, because it contains a barrier. The function sets a_scale and b_scale to
+// the factors that undo the scales. If a_is_new is false, A was split earlier, and a_scale stays as it is.
 template <class T, int WARPS, class A, class B>
 INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
     if constexpr (PARTS<T> == 2) {
-        __shared__ uint32_t tops[2][WARPS]; // of A and of B: the largest magnitude that each warp has found
+        __shared__ uint32_t tops[2][WARPS]; // the largest magnitude that each warp has found, in A and in B
         if (a_is_new) find_top(tops[0], each_a);
         find_top(tops[1], each_b);
         __syncthreads();
@@ -12708,8 +12714,8 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //   In the code, the instructions that copy stand between the products and have no branches. So the tensor cores do not
 //   wait for them.
 //   A pixel's row in shared memory is swizzled with a key that depends only on the pixel's COLUMN in the halo. So any 8
-//   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the pixel below always
-//   lies the same number of bytes further on.
+//   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the distance in bytes
+//   from a pixel to the pixel below it is always the same.
 //   From the top down: conv_halo launches conv_halo_kernel. The kernel's main loop calls multiply_step for each step.
 //   multiply_step calls multiply_tap for each tap and 16 output channels. multiply_tap has eight mma_bf16, one for each
 //   image row (or 24 mma_fp16, three for each image row).
@@ -12729,7 +12735,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int WARPS_ACROSS = WARPS_DOWN;
     static constexpr int TILE_H = WARPS_DOWN * 8; // pixels
     static constexpr int TILE_W = WARPS_ACROSS * 8;
-    // A slice is 64 bytes of a pixel. It is more if a K group would otherwise have fewer than 16 channels.
+    // A slice is 64 bytes of a pixel. It has more bytes if a K group would otherwise have fewer than 16 channels.
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
     static constexpr int K16 = SLICE / 16 / K_GROUPS_; // a K group has 16 * K16 input channels of a slice
@@ -12739,7 +12745,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int PIXELS = IMAGES * H * W;
     // Shared memory.
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;
-    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of one kw, three taps
+    static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of the three taps of one kw
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
     static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // the last copies read sources beyond PIXELS
@@ -12751,8 +12757,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Says where a pixel of the halo lies in the input, and how its row in shared memory is swizzled. Both are in one
-// number: the pixel's index * 8 + the swizzle key of its column. The number is negative if the pixel lies outside the
+// Returns where a pixel of the halo lies in the input, and how its row in shared memory is swizzled. One number holds
+// both: the pixel's index * 8 + the swizzle key of its column. The number is negative if the pixel lies outside the
 // image. h is the pixel's row in the image, and w0 is the image column of the halo's column 0.
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column;
@@ -12762,8 +12768,8 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(column);
 }
 
-// The halos in shared memory, and the part of them that one thread copies: the same chunk of every PIXELS_AT_ONCE-th
-// pixel.
+// The halos in shared memory, and the part of the halos that one thread copies: the same chunk of every
+// PIXELS_AT_ONCE-th pixel.
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
     static constexpr int CHUNKS = Tile::SLICE / 8;                          // chunks of a pixel
@@ -12778,8 +12784,8 @@ template <class Tile> struct HaloCopies {
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
 
-    // Finds out where the pixels of the halo of the tile at (n0, h0, w0) lie in the input. A __syncthreads has to
-    // follow before the first copy.
+    // Sets `sources`: where the pixels of the halo lie in the input, for the tile at (n0, h0, w0). The caller has to
+    // call __syncthreads before the first copy.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
             const int n = n0 + i / Tile::W / Tile::H;
@@ -12787,10 +12793,10 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Says where copy i of this thread is written to, i < 2 HALF.
+    // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
-        asm volatile("" : "+r"(first)); // otherwise the compiler would keep a register for every i
+        asm volatile("" : "+r"(first)); // otherwise the compiler would keep an address in a register for every i
         const int key = sources[first_pixel + i * PIXELS_AT_ONCE] & 7;
         const uint32_t halo = first + slice % 2 * Tile::HALO_BYTES;
         return halo + chunk_place<T>(chunk, key) + i * PIXELS_AT_ONCE * Tile::PIXEL_BYTES;
@@ -12805,9 +12811,9 @@ template <class Tile> struct HaloCopies {
         const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
-    // Says where in a halo the row lies that this lane gives to ldmatrix. ldmatrix loads two fragments B: 8
-    // neighbouring pixels of image row r, and the 8 pixels below them. first: the index of the pixel in column 0 of row
-    // r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix. ldmatrix loads two fragments
+    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. first: the index of the pixel in column 0
+    // of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
     static INLINE uint32_t lane_place(int first, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -12827,8 +12833,8 @@ template <class Tile> struct HaloCopies {
     }
 };
 
-// The ring of weights in shared memory, with a stage for each kw, and the part of it that one thread copies: the same
-// chunk of every ROWS_AT_ONCE-th row. A stage has three matrices, for the taps kh = 0, 1, 2:
+// The ring of weights in shared memory, with a stage for each kw, and the part of a stage that one thread copies: the
+// same chunk of every ROWS_AT_ONCE-th row. A stage holds three matrices, for the taps kh = 0, 1, 2:
 //   forward    weight is (Cout, taps, C1) in global memory. A row is an output channel; its chunks are the channels of
 //              the slice.
 //   BACKWARD   weight is (C1, taps, Cout), where C1 and Cout are those of ConvCall: the channels of dout and of the
@@ -12848,8 +12854,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     const int c0; // the block's first output channel
     const int chunk = (int)threadIdx.x % CHUNKS;
     const int first_row = (int)threadIdx.x / CHUNKS;
-    const uint32_t first_place; // where this thread's first copy is written to
-    const int first_weight;     // what this thread copies first: an index in p.weight
+    const uint32_t first_place; // the address that this thread's first copy is written to
+    const int first_weight;     // the index in p.weight of the first weight that this thread copies
 
     INLINE HaloWeights(const ConvCall& p, uint32_t ring, int c0)
         : p(p),
@@ -12886,8 +12892,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const uint32_t index = valid ? first_weight + further : 0;
         copy_channels(place(kw, i), 0, weight + index, valid, owns(i));
     }
-    // Says where in a tap's weights the row lies that this lane gives to ldmatrix. The matrices of a fragment are
-    // (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    // Returns the place in a tap's weights, in bytes, of the row that this lane gives to ldmatrix. The matrices of a
+    // fragment are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -12908,9 +12914,10 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
             load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
             return;
         }
-        // Goes m * 16 channels further on in the same row. If a row has 2 or 6 chunks, its key is 0 or 1. 16 channels
-        // are two chunks, so their bytes can simply be added. If a row has more chunks, whole multiples of 128 bytes
-        // are added, and the rest is an XOR, as in channels_on.
+        // Goes m * 16 channels further on in the same row. 16 channels are two chunks. If a row has 2 or 6 chunks, the
+        // swizzle moves nothing out of its pair of chunks, so the bytes of m * 16 channels can simply be added. If the
+        // number of chunks is a multiple of 4, whole multiples of 128 bytes are added, and the remaining bytes are
+        // XORed, as in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
@@ -12951,8 +12958,8 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
         }
 }
 
-// Computes a step: a warp's products of the weights of one kw with a slice. Between the products it calls
-// copy_in_gap(0), copy_in_gap(1), ... x and weights: where this lane's rows for ldmatrix begin.
+// Computes a step: a warp's products of the weights of one kw with a slice. Between the products the function calls
+// copy_in_gap(0), copy_in_gap(1) and so on. x, weights: the addresses of this lane's rows for ldmatrix.
 template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
@@ -13087,7 +13094,7 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     a stage of shared memory; STAGES of them are a ring
 //     +------------------------+----------------------+
 //     | PIXELS rows            | weights of the tap   |    A slice is 128 bytes of a pixel: 64 channels of bf16, or 32
-//     | of 128 bytes           | x CHANNELS x slice   |    of floats. Those of a second input follow the first input's.
+//     | of 128 bytes           | x CHANNELS x slice   |    of floats. A second input's slices come after the first's.
 //     +------------------------+----------------------+
 //
 //   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For each 16 k it loads M fragments of weights (A)
@@ -13106,9 +13113,10 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Returns which pixel is read for the result's pixel that comes i pixels after (h, w), counted row by row. Returns the
-// index of the pixel to read within its image, or -1 if there is none (it lies in the padding, say). The function
-// multiplies by W_inverse instead of dividing by W. The result is exact, since the numbers are small.
+// To compute the result's pixel that comes i pixels after (h, w), counted row by row, a kernel reads one pixel of its
+// input under this tap. Returns the index of that input pixel within its image, or -1 if there is none (for example,
+// because it lies in the padding). The function multiplies by W_inverse instead of dividing by W. The result is exact,
+// since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -13178,8 +13186,9 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
             copy_channels(place, offset, weight + (valid ? index : 0), valid);
         }
     }
-    // Says where the row lies that this lane gives to ldmatrix, for the fragment of the warp's first 16 channels and
-    // the first 16 k. The fragment's matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    // Returns the place in a stage's weights, in bytes, of the row that this lane gives to ldmatrix, for the fragment
+    // of the warp's first 16 channels and the first 16 k. The fragment's matrices are (channels 0-7, k 0-7), (8-15,
+    // 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_channel) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -13225,8 +13234,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
-    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key,
-    // and so have all its rows of weights.
+    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key.
+    // All rows of weights that it copies have the same key, too.
     constexpr int CHUNKS = SLICE / 8;
     constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
     constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
@@ -13237,9 +13246,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const uint32_t own_pixels = base + row * ROW + chunk_place<T>(chunk, row & 7);
     const uint32_t own_weights =
         base + Tile::WEIGHTS_AT + w_row * Weights::ROW_BYTES + chunk_place<T>(w_chunk, w_row & 7);
-    const bool direct = p.taps == 1 && p.s.stride == 1; // each output pixel reads the input pixel with its own index
+    const bool direct = p.taps == 1 && p.s.stride == 1; // each output pixel reads the input pixel with the same index
 
-    int source[COPIES]; // under this tap: the pixels that this thread copies, as indices within the image; -1: zeros
+    int source[COPIES]; // the pixels that this thread copies for this tap, as indices within the image; -1: zeros
     int tap = -1;
     int slice = 0;
     auto start_tap = [&] {
@@ -13279,8 +13288,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // Where the rows lie that this lane gives to ldmatrix, for stage 0. For pixels, ldmatrix loads two fragments at
-    // once. Its matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. For
+    // pixels, ldmatrix loads two fragments at once. Its matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7),
+    // (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -13361,18 +13371,18 @@ struct ConvFew {
     void* rows;         // (B, H, W, R)
     void* weight_rows;  // (C, R)
     int B, H, W;
-    int F;     // how many channels the side with few channels has: the input of the first layer, the output of the last
-    int C;     // how many channels the other side has
-    int R;     // values of a row
-    int parts; // how many numbers a value becomes: 1, or 2 in bf16
+    int F;     // the number of channels of the first layer's input, or of the last layer's output
+    int C;     // the number of channels of the layer's other side
+    int R;     // the number of values of a row
+    int parts; // the number of parts that a value is split into: 1 (no split), or 2 in bf16
     bool last; // true: the network's last layer; false: its first
     // The results of the product for a weight gradient. First layer: product (C, R). Last: product (R, C), bias (R).
     float *product, *bias;
-    float *dweight, *dbias; // where the gradients go
+    float *dweight, *dbias; // the gradients, as conv_few_gradient writes them
 };
 
-// Says where weight k = tap * F + f of channel c lies in the layer's own weights. The rows of the last layer belong to
-// its input gradient, so the taps of the last layer are counted from the end.
+// Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows are made
+// from the gradient of its output, so the last layer's taps are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.last) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
@@ -13381,7 +13391,7 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
 }
 
 // Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes V values of a row,
-// for many pixels. If values have two parts, it writes the upper parts of the V values and their lower parts.
+// for many pixels. If values have two parts, the thread writes the upper parts of the V values and their lower parts.
 //   threadIdx.x   which V values of a half of the row (of the whole row, if values have one part)
 //   threadIdx.y   which of the pixels that the block writes at once
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
@@ -13408,8 +13418,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         const uint32_t line = pixel / W;
         const uint32_t h = line % H;
         const uint32_t w = pixel - line * W;
-        // `inside` has a bit for each tap, which says whether the tap lies inside the image. columns: the three bits of
-        // one row of the filter.
+        // `inside` holds one bit for each tap: 1 if the tap lies inside the image. columns: the three bits of one row
+        // of the filter.
         const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W);
         const uint32_t upper_row = h > 0 ? columns : 0;
         const uint32_t upper_and_middle = upper_row + (columns << 3);
@@ -13435,7 +13445,7 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
 }
 
 // Makes the weight gradient from the product, by adding the results of the upper and of the lower parts. A thread
-// computes weight k of channel c; neighbouring threads read neighbouring elements of the product.
+// computes the gradient of weight k of channel c. Neighbouring threads read neighbouring elements of the product.
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
@@ -13458,8 +13468,8 @@ static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && s
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
-// Sets all members of a ConvFew except its inputs and gradients. In `memory` lie the rows, and after them either the
-// rows of the weights or the product and the bias.
+// Sets all members of a ConvFew except its inputs and gradients. The rows lie at the beginning of `memory`. After them
+// lie either the rows of the weights, or the product and the bias.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
@@ -13498,7 +13508,7 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x;
     p.weight = weight;
-    const int pieces = p.R / p.parts / act_vec(); // pieces of one part of a row, with a thread for each piece
+    const int pieces = p.R / p.parts / act_vec(); // 16-byte pieces of one part of a row; a thread writes one piece
     const int pixels = std::max(1, 256 / pieces); // how many pixels a block writes at once
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // at most 5 for each multiprocessor
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
@@ -13536,10 +13546,10 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
     // (splits + B, Cout). Row s + n: the sum of dout over the pixels that are both in range s and in image n. Two pairs
-    // (s, n) that have pixels never share a row. For if we go through the pixels in their order, s and n never
-    // decrease, and at least one of them grows from one pair to the next. So s + n grows, too.
+    // (s, n) that contain pixels never share a row: in the order of the pixels, s and n never decrease, and at least
+    // one of them grows from one pair to the next. So s + n grows, too.
     float* bias_partial;
-    int bias_images;        // B; or 1 if all images are treated as one, because demb is not needed
+    int bias_images;        // B; or 1 if all images are treated as one (conv_weight_tma, if demb is not needed)
     int taps;               // taps of the filter
     int tiles1;             // tiles of 64 channels of x1
     int channel_tiles;      // tiles of 64 channels of x1 and x2
@@ -13548,15 +13558,15 @@ struct ConvWeight : WeightWork {
     int pixel_tiles;        // pixel tiles of all images
     int splits;             // ranges of pixel tiles
     int warpgroups;         // warpgroups of a block of conv_weight_tma
-    int block_co, block_ci; // tiles of Cout and of Cin that a block owns
+    int block_co, block_ci; // how many tiles of output channels and of input channels a block owns
     int co_tiles;           // tiles of 64 channels of Cout
     int input_groups;       // groups of block_ci tiles of Cin
 };
 
-// Layers are collected until together they take this many cycles (25 us). Then they are launched. (The portable kernels
-// need six times as many, see conv_weight_load.)
+// Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
+// computes them together. (The portable kernels need six times as many cycles, see conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
-// How many partial sums of 16 KB (64 x 64 weights) a launch of conv_weight_tma may write at most. The number is enough
+// A launch of conv_weight_tma may write at most this many partial sums of 16 KB (64 x 64 weights). The number is enough
 // for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
@@ -13565,9 +13575,9 @@ template <class Work> struct WorkBlock { // a block's work, and its number among
     const Work& work;
     int block;
 };
-// What one launch computes: the weight gradients of n layers, of which work[i] describes one. The blocks from
-// first_block[i] to first_block[i + 1] - 1 compute work[i], and all blocks from the last first_block on compute the
-// last.
+// What one launch computes: the weight gradients of n layers. work[i] describes the i-th of these layers. The blocks
+// from first_block[i] to first_block[i + 1] - 1 compute work[i]. All blocks from first_block[n - 1] on compute the last
+// layer.
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
@@ -13581,8 +13591,9 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
 // Returns the first pixel tile of range `split`. This range ends before the first pixel tile of range split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Where the four weights of a thread's fragment lie in dweight: v.x and v.y are weights (co, ci) and (co, ci + 1); v.z
-// and v.w are weights (co + 8, ci) and (co + 8, ci + 1). A pointer is null if its weights lie beyond the last channel.
+// Where the four values of a thread's fragment are written to in dweight. v.x and v.y are the gradients of weights
+// (co, ci) and (co, ci + 1), and v.z and v.w those of weights (co + 8, ci) and (co + 8, ci + 1). A pointer is null if
+// its weights lie beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -13590,8 +13601,8 @@ struct WeightPlace {
         if (row8) *row8 = make_float2(v.z, v.w);
     }
 };
-// Returns the WeightPlace of number i of a tile of 64 x 64 weights. There are 4 warps with 2 x 4 fragments each, and a
-// fragment is divided among 32 lanes: i = (warp * 8 + fragment) * 32 + lane < 1024.
+// Returns the WeightPlace of the i-th float4 of a tile of 64 x 64 weights. 4 warps have 2 x 4 fragments each, and each
+// lane of a warp holds one float4 of a fragment: i = (warp * 8 + fragment) * 32 + lane < 1024.
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int lane = i % 32;
     const int fragment = i / 32 % 8;
@@ -13610,9 +13621,9 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
                        inside && co + 8 < p.shape.Cout ? (float2*)row8 : nullptr};
 }
 
-// The end of a portable kernel: stores a thread's fragments in dweight or, if there are several ranges, in the
-// partials. each(put) calls put(tile, tap, i, v) for all fragments. There are two versions of put, so the choice
-// between dweight and the partials is made only once, outside the loop over the fragments.
+// The end of a portable kernel for weight gradients: stores a thread's fragments in dweight or, if there are several
+// ranges, in the partials. each(put) calls put(tile, tap, i, v) for all fragments. There are two versions of put, so
+// the choice between dweight and the partials is made only once, outside the loop over the fragments.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -13622,10 +13633,10 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
         });
 }
 
-// The second kernel, conv_weight_sum, adds up the partials. The first blocks of a work add up the partials of the bias,
-// and its other blocks those of the weights. For weights a block has 8 rows of 32 threads. A thread sums one float4
-// over ranges. `groups` rows have the same 32 float4, and each of these rows adds up every groups-th range. So a thread
-// adds up at most 8 ranges, if there are at most 64 ranges.
+// The second kernel, conv_weight_sum, adds up the partials. The first blocks of a layer add up the partials of the
+// bias, and its other blocks add up the partials of the weights. For weights a block has 8 rows of 32 threads. A thread
+// sums one float4 over ranges. `groups` rows of threads sum the same 32 float4, and each of these rows adds up every
+// groups-th range. So a thread adds up at most 8 ranges, if there are at most 64 ranges.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -13641,7 +13652,7 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     const int y = threadIdx.y;
     const int groups = weight_sum_groups(p.splits);
     const int group = y % groups;
-    const int n = p.tiles * p.taps * 1024; // how many float4 the partials of a range have
+    const int n = p.tiles * p.taps * 1024; // the number of float4 in the partials of a range
     const int i = (block * (8 / groups) + y / groups) * 32 + x;
     const WeightPlace to = weight_place(p, i / 1024 / p.taps, i / 1024 % p.taps, i % 1024);
     float4 sum = {};
@@ -13658,8 +13669,8 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     to.set(sum);
 }
 // dbias = the sum of the partials of all pairs (range, image). demb of an image = the sum of this image's partials. A
-// block has 8 channels, and 32 threads for each channel. Each of these 32 threads adds up some of the images or, if all
-// images are treated as one, some of the ranges.
+// block computes 8 channels, with 32 threads for each channel. Each of these 32 threads adds up some of the images or,
+// if all images are treated as one, some of the ranges.
 INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
     const int x = threadIdx.x;
@@ -13667,7 +13678,7 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     const int part = threadIdx.y * 4 + x / 8;
     const int Cout = p.shape.Cout;
     const int image_tiles = p.pixel_tiles / p.bias_images;
-    auto split_of = [&](int tile) { // returns the range that has this pixel tile
+    auto split_of = [&](int tile) { // returns the range that contains this pixel tile
         return (int)(((unsigned)tile * p.splits + p.splits - 1) / (unsigned)p.pixel_tiles);
     };
     await_previous_kernel();
@@ -13696,8 +13707,8 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums dout over each image's pixels, for a warp's 16 M channels from co on. The two kernels below do this in their
-// main loops. The sums are a product, too: dout^T times a matrix of ones.
+// Sums dout over each image's pixels, for the warp's 16 M channels from channel co on. The two kernels below do this in
+// their main loops. The sums are computed as a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool own; // false: another warp sums these channels, and this warp does nothing
@@ -13708,7 +13719,8 @@ template <class T, int M> struct BiasSum {
     int left = per_image - first % per_image; // how many pixel tiles of this image still follow
     float acc[M][4] = {};
 
-    // Is called for each new pixel tile. If it is the first one of an image, the sums of the previous image are stored.
+    // Is called for each new pixel tile. If the tile is the first of an image, the sums of the previous image are
+    // stored.
     INLINE void next_tile() {
         if (left == 0) {
             put();
@@ -13738,7 +13750,7 @@ template <class T, int M> struct BiasSum {
 
 // load_dout loads 16 pixels x 16 M channels of dout, and load_x loads 16 pixels x 8 N channels of x. Both operands lie
 // in shared memory as (pixels, channels). The product sums over pixels, so pixels are its k, and ldmatrix.trans has to
-// transpose the operands. place: where this lane's row of the first fragment lies.
+// transpose the operands. place: the address of this lane's row of the first fragment.
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
@@ -13752,8 +13764,8 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 
 // conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: four for each kw.
 // Each of these four warps computes a quarter of the 64 x 64 weights, for all three kh. A pixel tile is 8 x 8 pixels of
-// dout, and the 10 x 10 pixels of x around them. One product has k = 16 pixels: two image rows of 8 pixels. Pixel tiles
-// pass through a ring of STAGES stages in shared memory:
+// dout, and the 10 x 10 pixels of x that the taps read for them. One product has k = 16 pixels: two image rows of 8
+// pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 stages of bf16, or 2 stages of floats
@@ -13868,8 +13880,8 @@ static __global__ void __launch_bounds__(384, 1)
     Copies copies{p, base, co0, ci_tile * 64, first, end};
     for (int i = 0; i < STAGES - 1; i++) copies.copy_tile(first + i);
 
-    // ldmatrix loads four matrices at once, each of 8 pixels of one image row and 8 channels. Each lane gives it the
-    // address of one pixel of one matrix. The four matrices are, by image row and channels:
+    // ldmatrix loads four matrices at once, each of 8 pixels of one image row and 8 channels. Each lane gives ldmatrix
+    // the address of one pixel of one matrix. The four matrices are, by image row and channels:
     // Of x:    (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
     // Of dout: (row, co 0-7), (row, co 8-15), (row + 1, co 0-7), (row + 1, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -13953,13 +13965,13 @@ template <class T, int N> struct WeightGatherCopies {
     const int C = second ? p.shape.C2 : p.shape.C1;
     const bool x_in = t < p.channel_tiles && ci < C;
     const bool dout_in = co < p.shape.Cout;
-    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // each pixel reads the input pixel of its own index
+    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // pixel i reads the input's pixel i
     const act* const input = second && x_in ? p.x2 : p.x1;
     const T* const x = (const T*)input + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // the thread's rows have the same key
+    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // all rows of a thread have the same key
     int n = first / p.tiles_w;                                                // the image of the pixel tile to copy
     int p0 = (first - n * p.tiles_w) * 64;                                    // the tile's first pixel in this image
 
@@ -14028,8 +14040,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // ldmatrix loads four matrices at once, each of 8 pixels and 8 channels. Each lane gives it the address of one
-    // pixel of one matrix. The four matrices are, by pixels and channels:
+    // ldmatrix loads four matrices at once, each of 8 pixels and 8 channels. Each lane gives ldmatrix the address of
+    // one pixel of one matrix. The four matrices are, by pixels and channels:
     // Of x:    (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
     // Of dout: (pixels 0-7, co 0-7), (0-7, co 8-15), (8-15, co 0-7), (8-15, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -14065,9 +14077,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // weight_place numbers the fragments as if each tile of 64 x 64 weights were divided among four warps. So the
-        // number of this fragment in its tile is computed here. The fragment lies in a square of 32 x 32 weights, which
-        // is the block's a-th square along Cout, and the b-th along Cin.
+        // weight_place numbers the fragments as if four warps shared each tile of 64 x 64 weights. So the code below
+        // computes the number of each fragment in its tile. The fragment lies in a square of 32 x 32 weights, which is
+        // the block's a-th square along Cout, and the b-th along Cin.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);
@@ -14139,17 +14151,17 @@ struct TmaParts {
 // parameter of the kernel (__grid_constant__), so that TMA can read it.
 struct ConvTma {
     TmaParts x;                // the input; its boxes have a border of one pixel, if the filter is 3x3
-    TmaParts skip;             // the skip connection's input, if it is computed here
-    TmaParts results, addends; // where results go, and what is added to them
+    TmaParts skip;             // the skip connection's input, if this kernel computes the skip connection
+    TmaParts results, addends; // the tensors that results are written to, and those that are added to results
     CUtensorMap weight;        // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
     CUtensorMap skip_weight;   // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
     int B, H, W, C;            // sizes of the output
     int tiles_h, tiles_w;      // tiles of an image, down and across
     int tiles;                 // tiles of all images
-    int ring, weight_slots;    // how many stages of pixels and of weights shared memory has
+    int ring, weight_slots;    // the numbers of stages of pixels and of stages of weights in shared memory
     bool whole;                // all pixels of a tile belong to one image, so they are one part of the statistics
     ConvOut out;
-    const float* factors; // FP8: (C), by which each channel's sums are multiplied
+    const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
 
 // Makes the TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
@@ -14183,7 +14195,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
     constexpr int CHANNELS = SLICE_CHANNELS;
-    const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // of x and weight
+    const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // the element of x and weight
     const int width = slice_channels(in);
     t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, width, box.columns + borders, box.rows + borders, box.images, in);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
@@ -14254,28 +14266,28 @@ struct ConvTiles {
     static constexpr int STORES = 9; // the first of the two warps that store
     static constexpr bool MOVES_REGISTERS = BLOCKS == 3 || (FP8 && ROWS == 32);
     // Pixels.
-    static constexpr int UNIT = RESIDENT ? 1 : 2; // tiles of a stage
+    static constexpr int UNIT = RESIDENT ? 1 : 2; // how many tiles' pixels a stage holds
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
     static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // bytes of a tile without its border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
-    static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory that a halo takes
+    static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
     static constexpr int STAGE = UNIT * HALO;
     // Weights.
     static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // bytes of the weights of one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages of weights, if weights are streamed
-    // Statistics: how many image rows a part has, unless the whole tile is one part (ConvTma::whole).
+    // Statistics: the number of image rows of a part, unless the whole tile is one part (ConvTma::whole).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
     static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
     // After this tap of a slice, the stage of pixels of the previous slice is released.
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;
 
-    // Returns among how many blocks the tiles are divided. (All these blocks have the same output channels.)
+    // Returns the number of blocks among which the tiles are divided. (All these blocks have the same output channels.)
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * BLOCKS)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
-    // Returns how many stages of pixels fit into shared memory, if it also has this many stages of weights.
+    // Returns how many stages of pixels fit into shared memory beside `weights` stages of weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
         return std::min(room / STAGE, MAX_STAGES);
@@ -14302,8 +14314,8 @@ template <class T> struct TileWork {
     const int c0 = out0 * SLICE_CHANNELS;                                // the block's first output channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
-    const int results = pieces - T::BLOCKS; // how many pieces come before those whose stages the results use
-    // How many stages a warpgroup skips between two of its own tiles: the stages of the other warpgroup's tile.
+    const int results = pieces - T::BLOCKS; // how many pieces come before the pieces whose stages the results use
+    // How many stages a warpgroup skips between two of its tiles: the stages of the other warpgroup's tile, if any.
     const int others = T::RESIDENT ? pieces : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
@@ -14314,7 +14326,7 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
         return any;
     }
-    // Returns a walk over this block's tiles for warpgroup g. If a stage has two tiles, the last tile of the walk may
+    // Returns a walk over this block's tiles for warpgroup g. If a stage holds two tiles, the last tile of the walk may
     // lie outside of all images. At any time, different blocks work on neighbouring tiles. The halos of these tiles
     // overlap, so many pixels are found in the L2 cache.
     INLINE TileWalk tiles(int g, int step = 2) const {
@@ -14404,8 +14416,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store. Each of the two warpgroups has one such thread. When a result is complete in its stage, the thread
-// stores the result by TMA. Then it frees the stage for the loading thread.
+// Role: store. There is one such thread for each of the two warpgroups. When a result is complete in its stage, the
+// thread stores the result by TMA. Then it frees the stage for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -14437,17 +14449,17 @@ template <class T> struct Epilogue {
     const TileWork<T>& work;
     const ConvTma& p;
     int c;                       // this thread's first channel
-    int lane_place;              // where this lane's row for ldmatrix and stmatrix lies in a result
+    int lane_place;              // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
     float bias[T::BLOCKS][2];    // bias of channels c and c + 8 of each block of 64 channels
-    float emb[2];                // embedding of these two channels, for one block of 64 channels
-    float factors[T::BLOCKS][2]; // FP8: factors of the same channels as bias
+    float emb[2];                // embedding of channels c and c + 8, for one block of 64 channels
+    float factors[T::BLOCKS][2]; // FP8: the factors of the same channels
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
         const int lane = threadIdx.x & 31;
         c = work.c0 + warp * 16 + (lane >> 2);
-        const int pixel = (lane & 7) + (lane >> 4) * 8; // number within two image rows
-        const int chunk = 2 * warp + (lane >> 3 & 1);   // number of a chunk of 8 channels
+        const int pixel = (lane & 7) + (lane >> 4) * 8; // the number of this lane's pixel within two image rows
+        const int chunk = 2 * warp + (lane >> 3 & 1);   // the number of this lane's chunk of 8 channels
         lane_place = box_place<SLICE_CHANNELS>(pixel, chunk);
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
@@ -14468,8 +14480,8 @@ template <class T> struct Epilogue {
     }
     // Adds the addend to d. d[4 j ... 4 j + 7] belong to image rows j and j + 1. They are four pairs of neighbouring
     // pixels: of (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
-    // In D a pixel is a column, but in shared memory it is a row. So ldmatrix and stmatrix transpose matrices of 8 x 8.
-    // In shared memory an image row of 8 pixels has 1024 bytes.
+    // In D a pixel is a column, but in shared memory a pixel is a row. So ldmatrix and stmatrix transpose 8 x 8
+    // matrices. In shared memory an image row of 8 pixels takes up 1024 bytes.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
         constexpr int BATCH = 4; // loads that are started together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
@@ -14503,8 +14515,8 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Four threads have sums of the same channels, but of different pixels. These sums are added up, and one of the
-    // four threads stores the result. A tile is either one part of the statistics, or PARTS parts, one below the other.
+    // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
+    // four threads stores the total. A tile is either one part of the statistics, or PARTS parts, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
@@ -14530,9 +14542,9 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::half(warpgroup) + lane_place;
-            if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage has an addend, or nothing
+            if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage holds an addend or nothing
             if (b) load_embedding(tile.n, b);
-            if constexpr (T::FP8) { // if there is a skip connection, the sums have been scaled before its products
+            if constexpr (T::FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
                 emb[0] += bias[b][0];
                 emb[1] += bias[b][1];
                 if (!p.skip.slices) acc.scale(b, factors[b], emb);
@@ -14619,14 +14631,15 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 else if (half) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
-                // earlier products have ended. So the stages that these have read are released, except the stages for
-                // results.
+                // earlier products have ended. So the stages that the earlier products have read are released, except
+                // the stages for results.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
             }
         }
-        // With a skip connection, the sums of FP8 are scaled here, before its products are added, which are not scaled.
+        // If there is a skip connection, the FP8 sums are scaled here, because its products, which are added next, must
+        // not be scaled.
         if (T::FP8 && T::CAN_SKIP && p.skip.slices) {
             acc.wait();
             UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
@@ -14719,10 +14732,10 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // floats (channel, 2) of one warp of every warpgroup
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // sums of one warp per warpgroup: floats (channel, 2)
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // sums from the other block
-    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding, FP8's factors
-    // Weights take the rest of the shared memory. A step needs the weights of GROUP taps of a slice. BACKWARD: the
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
+    // The rest of the shared memory is for weights. A step needs the weights of GROUP taps of a slice. BACKWARD: the
     // weights of a tap are loaded as CHUNKS boxes, each of 64 output channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
