@@ -14830,7 +14830,7 @@ template <class T> struct SmallEpilogue {
     const int warp = tid >> 5;
     const int lane = tid & 31;
     const Origin at;       // this warpgroup's square of 8 x 8 pixels
-    float bias[2] = {};    // bias of this block's channels tid, tid + 128
+    float bias[2] = {};    // bias of the block's channels tid and tid + 128, from out_c0 on
     float emb[2] = {};     // embedding of the same channels; put_shifts adds it to the bias
     float factors[2] = {}; // FP8: factors of the same channels (ConvTma::factors)
 
@@ -15148,7 +15148,7 @@ template <class T> struct WeightBlock {
     int busy = T::TAPS ? T::GROUPS : dout_parts;                                     // how many warpgroups have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
-    bool final = p.splits == 1; // its sums are the whole gradients, not partials
+    bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
     // Stores v, which is the sum of channel c of dout over the pixels of image n that lie in this block's range. (If
     // bias_images is 1, all images are treated as image 0.)
@@ -15739,7 +15739,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
     const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
-    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks>; chunks = 0: a ring
+    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks>; chunks = 0: they pass through a ring
     using Forward64 = AttentionForward<DIM, 1, 64, 1>;
     using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
     using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
@@ -16077,7 +16077,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // the tile on images of any size.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.C1, slice_channels(E));
-    const bool skip = c.out.skip.weight;                     // Only tiles with RESIDENT weights can compute it.
+    const bool skip = c.out.skip.weight;                     // only tiles with RESIDENT weights can compute it
     const bool half_slice = c.C1 <= 64 && E == Element::FP8; // half a slice has too few products for tiles of 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
@@ -16259,8 +16259,9 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //       conv_weight_sum                                             once, for the partials of all kinds
 //     conv_weight_one         layers that are first replaced by other layers: few channels, stride 2, upsampling
 //
-// A plan is the number of ranges (splits) into which the pixels are divided. More ranges keep more multiprocessors
-// busy, but each range writes partial sums, which a second kernel has to add up.
+// A plan is the number of ranges (splits) into which the pixels are divided and, for conv_weight_tma, the number of
+// warpgroups of a block. More ranges keep more multiprocessors busy, but each range writes partial sums, which a second
+// kernel has to add up.
 
 // What weight gradients cost, in cycles as measured on an H200 while all blocks are at work.
 struct WeightCosts {
@@ -16324,7 +16325,8 @@ static int64_t range_blocks(const ConvWeight& p) {
 }
 
 // Finds the fastest plan for layers of one kind, which share a launch. It tries all numbers of pixel tiles for a range,
-// and for conv_weight_tma one and three warpgroups.
+// from the largest down, until there would be too many partials (most_partials). For conv_weight_tma it tries one and
+// three warpgroups.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
@@ -16499,7 +16501,7 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Lane* 
     case GATHER: return with_act([&]<class T>(T) { conv_weight_gather<T, 1>(works, lane); });
     case GATHER_WIDE:
         return with_act([&]<class T>(T) {
-            constexpr int TILES = PARTS<T> == 1 ? 2 : 1; // floats are never wide
+            constexpr int TILES = PARTS<T> == 1 ? 2 : 1; // weight_kind never returns GATHER_WIDE for floats
             conv_weight_gather<T, TILES>(works, lane);
         });
     }
@@ -16807,7 +16809,7 @@ static void grow(char** memory, size_t* bytes, size_t wanted) {
 // Allocates memory for all later operations: for each lane a workspace, which all operations of the lane share, and
 // memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
-    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes
+    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes of 2 MAX_WEIGHT_PARTIALS partials
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
         grow(&device.side.workspace, &device.side.workspace_bytes, std::max(most.side, for_most_batches));
