@@ -16840,7 +16840,7 @@ static const char* ranks_need() {
 }
 
 #ifdef USE_NCCL
-// The communicator is never destroyed: ncclCommDestroy would wait for the graphs in which NCCL calls were recorded.
+// The communicator is never destroyed: destroying it would wait for the graphs in which its calls were recorded.
 static ncclComm_t communicator = nullptr;
 
 static void leave_devices() {} // nothing to do before a process ends
