@@ -14782,9 +14782,10 @@ template <class T> struct SmallWork {
     }
 };
 
-// Role: load. Before, this thread has started to load the weights of the first SLOTS steps. When its loop comes to the
-// seventh tap of a slice, it loads the next slice's halo. For this it waits until a stage for halos is free. The stage
-// becomes free after some products. The loads of their weights have been started before, so the wait ends.
+// Role: load. Before the call, this thread has started to load the weights of the first SLOTS steps. When the loop
+// comes to the seventh tap of a slice, it loads the next slice's halo. For this it waits until a stage for halos is
+// free. The stage becomes free after some products. The loads of these products' weights have been started before, so
+// the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::GROUPS;           // the slice whose halo is loaded next
@@ -14874,12 +14875,12 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
 // adds the sums of the cluster's other block (SPLIT = 2), the addend, bias and embedding. It rounds the results and
 // writes them to boxes of BOX channels in shared memory. Then it adds up the results for the statistics.
 //
-//   d of lane t, for each block j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
+//   d of lane t, for each group j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
 //   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
-// A thread block runs this code only once, so most of the time goes into fetching its instructions (20 bytes a cycle).
-// For this reason only the part that uses d is unrolled: d must stay in registers. The rest consists of loops over the
-// 16 pixels of each warp.
+// A thread block runs this code only once, so most of the time is spent on fetching its instructions (20 bytes a
+// cycle). To keep the code short, only the part that uses d is unrolled: d must stay in registers. The rest consists of
+// loops over the 16 pixels of each warp.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -14887,7 +14888,7 @@ template <class T> struct SmallEpilogue {
     const int warp = tid >> 5;
     const int lane = tid & 31;
     const Origin at;       // this warpgroup's square of 8 x 8 pixels
-    float bias[2] = {};    // bias of this block's channels tid, tid + 128
+    float bias[2] = {};    // bias of the block's channels tid and tid + 128, from out_c0 on
     float emb[2] = {};     // embedding of the same channels; put_shifts adds it to the bias
     float factors[2] = {}; // FP8: factors of the same channels (ConvTma::factors)
 
@@ -14948,9 +14949,9 @@ template <class T> struct SmallEpilogue {
     // Adds the addend, bias and embedding, and rounds. (FP8: scale has already added bias and embedding.) The addend
     // lies in shared memory, and the results are written over it.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
-        // ldmatrix and stmatrix move four matrices of 8 x 8: (pixels 0-7, block j), (pixels 8-15, block j), (pixels
-        // 0-7, block j + 1), (pixels 8-15, block j + 1), where block j is the channels 8 j to 8 j + 7. Each lane gives
-        // them the address of one row, which this returns.
+        // ldmatrix and stmatrix move four matrices of 8 x 8: (pixels 0-7, group j), (pixels 8-15, group j), (pixels
+        // 0-7, group j + 1), (pixels 8-15, group j + 1), where group j is the channels 8 j to 8 j + 7. Each lane gives
+        // them the address of one row of a matrix; place returns this address.
         auto place = [&](int j) {
             const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
@@ -14981,9 +14982,9 @@ template <class T> struct SmallEpilogue {
             stmatrix(place(j), v);
         }
     }
-    // Adds up each warp's 16 pixels. For each channel the sum of the results and the sum of their squares go to shared
-    // memory: (warp of the warpgroup, channel, 2). A lane reads two neighbouring channels of every PIXELS_AT_ONCE-th
-    // pixel.
+    // Adds up the results of each warp's 16 pixels. For each channel it writes the sum of the results and the sum of
+    // their squares to shared memory: (warp of the warpgroup, channel, 2). A lane reads two neighbouring channels, of
+    // each pixel or (if PIXELS_AT_ONCE = 2) of every second pixel.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
         constexpr int WORDS = T::BOX / 2; // pairs of channels in a row of a box
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
@@ -15079,14 +15080,14 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     float acc[T::N / 2] = {};
     multiply_small<K_STEPS>(work, halos, weights, wg, acc);
 
-    // Sums become results.
+    // The sums in acc become results.
     const uint32_t shifts = all_shifts + wg * 1024;
     const uint32_t results = addends.stage(0).address + wg * 64 * T::OUT_N * 2;
     epilogue.put_shifts(shifts);
     if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
-    // After this all shifts have been written, and no warpgroup reads weights any more. So sums may be written where
-    // the weights have been.
+    // After this barrier all shifts have been written, and no warpgroup reads weights any more. So the sums of the
+    // statistics may be written where the weights have been.
     warps_sync(1, T::CONSUMERS);
     if constexpr (T::FP8) epilogue.scale(acc, shifts);
     epilogue.round(acc, results, shifts);
@@ -15159,13 +15160,13 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * GROUPS;
-    static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // if GROUPS = 3
+    static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // BIAS_WARPS, if GROUPS = 3
     static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
     static constexpr int BORDER = KERNEL / 2;
     static constexpr int PITCH = TILE_W + 2 * BORDER;             // pixels of a row of x
-    static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows of x that one filter row reads, or all three
+    static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows of x that the block's 1 or 3 filter rows read
     static constexpr int X_PARTS = TAPS ? 1 : 3;
     static constexpr int DOUT_PARTS = TAPS ? 1 : GROUPS;
     static constexpr int X_LOADED = PITCH * HALO_H * SLICE_BYTES;
@@ -15196,18 +15197,19 @@ template <class T> struct WeightBlock {
     int row0 = block / p.splits % T::ROWS;  // its first filter row
     int group = block / p.splits / T::ROWS; // number of its group of tiles of channels
     int output_group = group / p.input_groups;
-    int co_tile = output_group * p.block_co; // its first tile of 64 output channels; ci_tile: of 64 input channels
-    int ci_tile = (group - output_group * p.input_groups) * p.block_ci;
-    int first = first_pixel_tile(p, split); // pixel tiles first .. end - 1
+    int co_tile = output_group * p.block_co;                            // its first tile of 64 output channels
+    int ci_tile = (group - output_group * p.input_groups) * p.block_ci; // its first tile of 64 input channels
+    int first = first_pixel_tile(p, split);                             // pixel tiles first .. end - 1
     int end = first_pixel_tile(p, split + 1);
-    int parts = min(p.block_ci, p.channel_tiles - ci_tile); // how many tiles of Cin it has; dout_parts: of Cout
-    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile);
-    int busy = T::TAPS ? T::GROUPS : dout_parts; // warpgroups that have work; bias_warps: warps that sum dout
-    int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS;
+    int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // how many tiles of Cin it has
+    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // how many tiles of Cout it has
+    int busy = T::TAPS ? T::GROUPS : dout_parts;                                     // how many warpgroups have work
+    int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
-    bool final = p.splits == 1; // its sums are the whole gradients, not partials
+    bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
-    // Stores v, which is the sum of channel c of dout over image n, or over the pixels of the image in this range.
+    // Stores v, which is the sum of channel c of dout over the pixels of image n that lie in this block's range. (If
+    // bias_images is 1, all images are treated as image 0.)
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -15240,7 +15242,7 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
 }
 
 // Adds up 64 channels of dout over the pixels of an image (sum), and over all images (total). WARPS warps share the 64
-// channels: each warp has CHUNKS chunks of 8 channels. A lane adds up one chunk, for one of every 4 WARPS pixels. The
+// channels: each warp adds up CHUNKS chunks of 8 channels. A lane adds up one chunk of every (4 WARPS)-th pixel. The
 // pixels are distributed so that any 8 neighbouring lanes read from all banks. At the end of an image the lanes with
 // the same chunk add up their sums: pairs of lanes exchange halves of their channels (halve), until each lane has the
 // full sums of VALUES channels, which begin with channel c.
@@ -15401,7 +15403,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int row = work.row0 + (T::TAPS ? wg : 0);
     const int co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
-    warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // no warp reads the tiles any more
+    warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // now no warp reads the tiles
     put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BLOCK_BYTES);
 #endif
 }
@@ -15417,14 +15419,14 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // Costs: memory traffic: five arrays are read, and four arrays and the bf16 copy are written.
 
 // sum = [the old sum +] the gradients of all ranks, added in the order of the ranks. squares = |sum|^2 of each piece.
-// grid (pieces of this rank's slice): a block adds up one piece of PIECE floats. A quad is 4 neighbouring floats. A
-// thread has QUADS quads of the piece, which are 1024 quads apart.
+// There is one block for each piece of this rank's slice. A block adds up one piece, which has PIECE floats. A quad is
+// 4 neighbouring floats. A thread adds up QUADS quads of the piece, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
                          const __grid_constant__ Everywhere<double> squares, // (all pieces), written at every rank
                          RankGradients grads,
                          bool add,     // whether the old sum is added
-                         bool write) { // false: there is one rank, and sum is the array that is read
+                         bool write) { // false: sum is the only array that is read, so it stays as it is
     await_previous_kernel();
     constexpr int QUADS = PIECE / 4 / 1024;
     const size_t n = grads.slice.n;
@@ -15443,7 +15445,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
             g[k] = r == first_source ? v : g[k] + v;
         }
     }
-    // Squares are added up in double, in a fixed order: first those of a thread, then those of the block.
+    // Squares are added up in double, in a fixed order: first each thread's squares, then the sums of all threads.
     double total = 0;
     UNROLL_FOR (int k = 0; k < QUADS; k++) {
         if (write && k * 1024 < quads_left) ((float4*)sum)[first + k * 1024] = g[k];
@@ -15514,8 +15516,8 @@ static void next_step(int64_t* step) {
     each(1, [=] __device__(size_t) { ++*step; });
 }
 
-// Copies the state of this step to records. This is a ring of `count` states, from which the host reads some steps
-// later what the log needs.
+// Copies the state of this step to records, a ring of `count` states. Some steps later the host reads from the ring
+// what the log needs.
 static void record_step(StepState* records, const StepState* state, int count) {
     each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
@@ -15626,7 +15628,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     }
 }
 
-// Updates a further average of the parameters (ema_step has the formula). Each thread updates one element.
+// Updates a further average of the parameters, by the formula in ema_step. Each thread updates one element.
 static __global__ void __launch_bounds__(256)
     ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float step;
@@ -15672,7 +15674,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     if (row_bytes < 128) loss += 0.07;
     if (row_bytes % 32 > 0) loss += 0.1;
     const double short_rows = w.slab == C ? 1 : 1 + loss;
-    const int run = 16 << w.log_columns; // bytes that a warp reads of a pixel
+    const int run = 16 << w.log_columns; // bytes of a pixel that a warp reads
     double short_runs = 1;
     if (run < 64) short_runs = 1.14;
     else if (run < 128) short_runs = 1.01;
@@ -15795,7 +15797,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
     const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
-    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks>; 0 chunks: they pass through a ring
+    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks>; chunks = 0: they pass through a ring
     using Forward64 = AttentionForward<DIM, 1, 64, 1>;
     using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
     using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
@@ -15812,8 +15814,8 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     decide(a, ways);
 }
 
-// Picks the kernel for heads of a.d channels. Of the kernels that have room for so many channels, it picks the one with
-// the fewest.
+// Picks the kernel for heads of a.d channels. If Hopper's kernels can't be used, it picks the smallest kernel that has
+// room for a.d channels.
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
     constexpr int LARGEST = 32 * VEC<T>; // channels of a head whose row has 512 bytes
@@ -15882,8 +15884,8 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return (bytes + 255) / 256 * 256;
 }
 
-// These layers' weight gradients never share a launch with others. Such a layer is first replaced by another
-// convolution, whose shape conv_weight_shape returns.
+// Is this a layer whose weight gradient never shares a launch with those of other layers? Such a layer is first
+// replaced by another convolution, whose shape conv_weight_shape returns.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
@@ -15908,8 +15910,8 @@ template <class Tile> static int halo_rounds(const ConvCall& c) {
 template <class Tile, class Other> static bool halo_is_faster(const ConvCall& c) {
     return halo_rounds<Tile>(c) * 10 <= halo_rounds<Other>(c) * 9;
 }
-// conv_halo's tiles depend on three questions. Is this the network's last convolution, which has few channels? Are the
-// images at most 8 pixels high or wide? Do tiles of 16 x 16 pixels x 64 channels fill the GPU?
+// The choice of conv_halo's tile depends on three questions. Is this the network's last convolution, which has few
+// channels? Are the images at most 8 pixels high or wide? Do tiles of 16 x 16 pixels x 64 channels fill the GPU?
 static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 && conv_is_last(c.s); }
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
@@ -15995,7 +15997,7 @@ template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles
 
 // The time of a block of conv_small, in ns, as measured on an H200.
 struct SmallCosts {
-    int block;     // the block without its taps
+    int block;     // the whole block, except its taps
     int tap_alone; // one tap of one slice, if there is no more than one block for each multiprocessor
     int tap_full;  // the same, if there are more blocks
 };
@@ -16026,10 +16028,10 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
     consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // the most blocks
     consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>(), {2350, 52, 235});   // two blocks share a tile's taps
-    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // and two images share weights
+    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // the same, and two images share weights
     consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>(), {1780, 140, 184});  // two images share weights
     consider(SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>(), {1250, 267, 345}); // many channels share pixels
-    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>(), {2340, 286, 366}); // both: two images, many channels
+    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>(), {2340, 286, 366}); // two images, and many channels
     if (p.W > 8) {                                                         // tiles of 8 x 16 pixels
         consider(SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>(), {1040, 129, 124});
         consider(SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>(), {3160, 422, 475});
@@ -16071,7 +16073,7 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
 
     // The cycles of a unit's products. For each slice of input channels and each 64 output channels there are 4
-    // products of k = 16. It takes 6 cycles to start a product.
+    // products of k = 16. A product takes PIXELS / 2 cycles, and 6 more to start.
     const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
 
     // The cycles of a unit's bytes: slices, streamed weights and addends are read, and results are written.
@@ -16133,8 +16135,8 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // the tile on images of any size.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.C1, slice_channels(E));
-    const bool skip = c.out.skip.weight;                     // Only tiles with RESIDENT weights can compute it.
-    const bool half_slice = c.C1 <= 64 && E == Element::FP8; // half a slice has few products for 32 rows
+    const bool skip = c.out.skip.weight;                     // only tiles with RESIDENT weights can compute it
+    const bool half_slice = c.C1 <= 64 && E == Element::FP8; // half a slice has too few products for tiles of 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
@@ -16315,8 +16317,9 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //       conv_weight_sum                                             once, for the partials of all kinds
 //     conv_weight_one         layers that are first replaced by other layers: few channels, stride 2, upsampling
 //
-// A plan is the number of ranges (splits) into which the pixels are divided. More ranges keep more multiprocessors
-// busy, but each range writes partial sums, which a second kernel has to add up.
+// A plan is the number of ranges (splits) into which the pixels are divided and, for conv_weight_tma, the number of
+// warpgroups of a block. More ranges keep more multiprocessors busy, but each range writes partial sums, which a second
+// kernel has to add up.
 
 // What weight gradients cost, in cycles as measured on an H200 while all blocks are at work.
 struct WeightCosts {
@@ -16359,7 +16362,8 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma, if a block has so many warpgroups.
+// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma, if a block has `warpgroups`
+// warpgroups.
 // 3x3: a block has one tile of Cin and one tile of Cout. 1x1: a block has up to three tiles of Cin, and up to one tile
 // of Cout for each warpgroup.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
@@ -16379,7 +16383,8 @@ static int64_t range_blocks(const ConvWeight& p) {
 }
 
 // Finds the fastest plan for layers of one kind, which share a launch. It tries all numbers of pixel tiles for a range,
-// and for conv_weight_tma one and three warpgroups.
+// from the largest down, until there would be too many partials (most_partials). For conv_weight_tma it tries one and
+// three warpgroups.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
@@ -16407,7 +16412,7 @@ static void plan_weights(std::span<ConvWeight> works) {
             cut.consider(rounds * block + second_kernel, {warpgroups, range});
         }
     }
-    // All layers get the cheapest plan.
+    // Set the cheapest plan for all layers.
     const auto [warpgroups, range] = cut.best;
     for (ConvWeight& p : works) {
         if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
@@ -16415,7 +16420,7 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
 }
 
-// Plans one layer alone: sets all members of a ConvWeight except its tensors.
+// Plans one layer alone: sets all members of a ConvWeight except its tensors and bias_images.
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H();
     const int Wo = s.out_W();
@@ -16443,7 +16448,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     }
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
 
-    // A block of conv_weight_gather has 2 x 2 tiles of weights if there are enough products (of 64 x 64 x 64) for this.
+    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are enough tiles and products (of
+    // 64 x 64 x 64) for this.
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
         const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
@@ -16553,7 +16559,7 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Lane* 
     case GATHER: return with_act([&]<class T>(T) { conv_weight_gather<T, 1>(works, lane); });
     case GATHER_WIDE:
         return with_act([&]<class T>(T) {
-            constexpr int TILES = PARTS<T> == 1 ? 2 : 1; // floats are never wide
+            constexpr int TILES = PARTS<T> == 1 ? 2 : 1; // weight_kind never returns GATHER_WIDE for floats
             conv_weight_gather<T, TILES>(works, lane);
         });
     }
@@ -16577,7 +16583,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         if (plans.size() > 1) plan_weights(plans);
         for (ConvWeight& p : plans) {
             const size_t bytes = put_partials(&p, lane->workspace + workspace_used);
-            if (p.splits == 1 && conv_is_wgmma(p.shape)) continue; // has no partials
+            if (p.splits == 1 && conv_is_wgmma(p.shape)) continue; // p has no partials
             sums.push_back(p);
             workspace_used += bytes;
         }
@@ -16777,7 +16783,8 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
 // Runs work() as a CUDA graph. The first call records the launches of work(), without running them. Every call,
 // including the first, then launches the whole recording at once. This saves time: a training step has hundreds of
 // launches, and each costs the host microseconds. The arguments of a launch (pointers, sizes) stay as they were
-// recorded. So everything that changes from step to step lies in device memory.
+// recorded. So everything that changes from step to step lies in device memory. If allowed.graphs is false, replay only
+// calls work().
 template <class F> static void replay(Graph* g, F work) {
     if (!allowed.graphs) return work();
     if (!g->exec) {
@@ -16819,7 +16826,7 @@ static void follow(Lane* lane, const Lane& other) {
 
 // Calls work(side lane), which launches kernels on the side lane. These kernels begin after the main lane has done all
 // its work so far. Then wait_for_side(ticket) makes the main lane wait until they have ended.
-static std::map<int, cudaEvent_t> side_events; // by ticket: the end of that work
+static std::map<int, cudaEvent_t> side_events; // for each ticket: the end of its work
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
     work(&device.side);
@@ -16860,7 +16867,7 @@ static void grow(char** memory, size_t* bytes, size_t wanted) {
 // Allocates memory for all later operations: for each lane a workspace, which all operations of the lane share, and
 // memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
-    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes
+    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes of 2 MAX_WEIGHT_PARTIALS partials
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
         grow(&device.side.workspace, &device.side.workspace_bytes, std::max(most.side, for_most_batches));
@@ -16891,7 +16898,7 @@ static const char* ranks_need() {
 }
 
 #ifdef USE_NCCL
-// The communicator is never destroyed: this would wait for the graphs in which its calls were recorded.
+// The communicator is never destroyed: destroying it would wait for the graphs in which its calls were recorded.
 static ncclComm_t communicator = nullptr;
 
 static void leave_devices() {} // nothing to do before a process ends
@@ -16917,7 +16924,7 @@ static std::string device_trouble() {
 // their results directly to the other GPUs. `opened` has one entry for each piece of memory that the ranks have opened.
 struct Opened {
     size_t bytes;
-    std::vector<char*> at; // by rank: the address, in this process, of that rank's piece of memory
+    std::vector<char*> at; // for each rank r: the address, in this process, of rank r's piece of memory
 };
 static std::vector<Opened> opened;
 static Lane sender;          // the lane that copies to other ranks
@@ -16939,7 +16946,8 @@ static void* at_rank(void* p, int r) {
 
 // Allocates memory that is open to all ranks, if world.direct. All ranks call this together. Every rank makes a handle
 // of its new memory, sends it to all other ranks, and opens the handles that it receives. If a rank can't open another
-// rank's memory, all ranks use NCCL from then on: world.direct becomes false.
+// rank's memory, world.direct becomes false, and all ranks use NCCL from then on. But if an earlier call has already
+// opened memory, the program ends.
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // a smaller piece could share a page with memory that must not be opened
@@ -16976,11 +16984,11 @@ static void join_devices(bool direct) {
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 
-// Each rank waits here until all ranks have come. The kernel has one warp. Thread 0 counts this meeting. Each thread
-// k > 0 works for one other rank: it writes the number of this meeting to that rank's memory, and waits until that rank
-// has written the same number (or a larger one) here. The first fence makes all earlier writes of this rank visible to
-// the other ranks before they see the number. After the second fence this rank sees the earlier writes of the others.
-// The numbers may overflow, because the code only compares their difference with 0.
+// Each rank waits here until all ranks have reached this meeting. The kernel has one warp. Thread 0 counts the meeting.
+// Each thread k > 0 works for one other rank: it writes the number of this meeting to that rank's memory, and waits
+// until that rank has written the same number (or a larger one) here. The first fence makes all earlier writes of this
+// rank visible to the other ranks before they see the number. After the second fence this rank sees the earlier writes
+// of the others. The numbers may overflow, because the code only compares their difference with 0.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
