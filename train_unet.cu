@@ -7,107 +7,107 @@
 //    191  Part I. The program
 //    194     1. Types at the interface: what operations are called with
 //    568     2. The interface: all that the program asks of a device
-//    891     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    990     4. Configuration: flags, presets, help, what can work and what cannot
-//   1722     5. The network: a list of layers, made of guided-diffusion's flags
-//   2606     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2853     7. Forward and backward: two walks over the list
-//   2974     8. Diffusion: noise schedules, objectives, samplers
-//   3244         the level of a training sample, drawn, and its share of the loss
-//   3698         samplers
-//   4249     9. Data: .bin files that may be larger than memory, the order of their images
-//   4773    10. Model files: weights and checkpoints, initial weights
-//   5167    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5182         the learning rate, the verdict on a step, averages of the weights
-//   5269         what a trainer holds
-//   5402         a step
-//   5700    12. A run: log, guard, checkpoints, resume, samples
-//   5725         the log in memory, as the page shows it
-//   5835         what a run holds
-//   5903         the log and the status line
-//   6091         checkpoints, snapshots and grids
-//   6354         the start of a run: new, from a file's weights, or resumed
-//   6550         the loop over the steps
-//   6665         a run from its first to its last line
-//   6835         samples, without a run
-//   6992    13. main: the command line, then a run or samples
-//   7268         what ranks must have in common
-//   7338         main
-//   7463  Part II. The device
-//   7466    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7544    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7613    16. The GPU: what all kernels share
-//   7678         Launches, which may overlap
-//   7721         Decisions: what kernels are chosen with
-//   7769         Single instructions: shared memory, mbarriers, clusters
-//   7854         Activations: pieces of 16 bytes
-//   8148         each_kernel: a thread for an element
-//   8162         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8321         Swizzle: how rows lie in shared memory
-//   8339         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8568         building blocks of Hopper's kernels (sm_90a)
-//   8862    17. Small operations: resampling, embeddings, diffusion
-//   8865         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9065         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9419         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9925    18. Group norm
-//   9928         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10461         groupnorm_backward_whole: an image's slab in shared memory
-//  10837    19. Attention
-//  10942         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11481         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11619         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12296    20. Convolution
-//  12335         ConvOut: results, 4 channels of a pixel at a time
-//  12569         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12631         conv_halo: 3x3, stride 1, any GPU
-//  13035         conv_gather: any kernel size and stride, any GPU
-//  13296         conv_few: the first and the last layer
-//  13468         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14044         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14163         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14624         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15065         conv_weight_tma: weight gradients (sm_90a)
-//  15352    21. The optimiser
-//  15355         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15587    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15590         groupnorm_backward
-//  15728         attention: forward and, where a has dout, backward
-//  15790         convolution: forward and input gradient
-//  16250         convolution: weight gradients
-//  16593    23. The GPU: memory, copies, repeated work
-//  16815    24. Between ranks: from device to device
+//    893     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    992     4. Configuration: flags, presets, help, what can work and what cannot
+//   1730     5. The network: a list of layers, made of guided-diffusion's flags
+//   2618     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2869     7. Forward and backward: two walks over the list
+//   2990     8. Diffusion: noise schedules, objectives, samplers
+//   3263         the level of a training sample, drawn, and its share of the loss
+//   3720         samplers
+//   4272     9. Data: .bin files that may be larger than memory, the order of their images
+//   4799    10. Model files: weights and checkpoints, initial weights
+//   5195    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5210         the learning rate, the verdict on a step, averages of the weights
+//   5297         what a trainer holds
+//   5431         a step
+//   5729    12. A run: log, guard, checkpoints, resume, samples
+//   5754         the log in memory, as the page shows it
+//   5864         what a run holds
+//   5932         the log and the status line
+//   6120         checkpoints, snapshots and grids
+//   6383         the start of a run: new, from a file's weights, or resumed
+//   6579         the loop over the steps
+//   6694         a run from its first to its last line
+//   6864         samples, without a run
+//   7021    13. main: the command line, then a run or samples
+//   7297         what ranks must have in common
+//   7367         main
+//   7492  Part II. The device
+//   7495    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7573    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7642    16. The GPU: what all kernels share
+//   7707         Launches, which may overlap
+//   7750         Decisions: what kernels are chosen with
+//   7798         Single instructions: shared memory, mbarriers, clusters
+//   7883         Activations: pieces of 16 bytes
+//   8177         each_kernel: a thread for an element
+//   8191         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8350         Swizzle: how rows lie in shared memory
+//   8368         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8597         building blocks of Hopper's kernels (sm_90a)
+//   8891    17. Small operations: resampling, embeddings, diffusion
+//   8894         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9094         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9451         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9960    18. Group norm
+//   9963         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10497         groupnorm_backward_whole: an image's slab in shared memory
+//  10875    19. Attention
+//  10981         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11524         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11662         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12341    20. Convolution
+//  12381         ConvOut: results, 4 channels of a pixel at a time
+//  12619         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12682         conv_halo: 3x3, stride 1, any GPU
+//  13087         conv_gather: any kernel size and stride, any GPU
+//  13351         conv_few: the first and the last layer
+//  13523         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14101         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14220         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14682         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15124         conv_weight_tma: weight gradients (sm_90a)
+//  15412    21. The optimiser
+//  15415         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15647    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15650         groupnorm_backward
+//  15788         attention: forward and, where a has dout, backward
+//  15850         convolution: forward and input gradient
+//  16310         convolution: weight gradients
+//  16657    23. The GPU: memory, copies, repeated work
+//  16880    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7459, run_program 7399, train 6791, run_step 6600, train_step 5634, load_batch 4730;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16723):
-//     step_gradients 5534: draw_levels 9433, forward_and_loss 5448, q_sample_forward 9623, unet_forward 2880,
-//     forward_layer 2866 (a function of the layer's kind), loss_forward_backward 9733, unet_backward 2945,
-//     sum_gradients 15402;
-//     judge_step 15449, update_slice 5599, adamw_update 15560, next_step 15455, record_step 15461;
-//     later collect_steps 6554
-//   pictures, from noise: sample_batch 4164, plan_route 3930, device_step 3974, euler_step 3728 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16125 draws all of its roads):
-//     forward_conv 2107; conv_forward 16160, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16076 above that; conv_tiles 14609, with conv_tiles_kernel above it;
-//     Accumulators 8796; Wgmma 8395;
-//     on any other GPU pick_conv_halo_bf16 15864; conv_halo 13022, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8213
-//   why several GPUs compute the bits of one: step_gradients 5534
-//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7507, with_nonlinearity 7517 (a case); BEHIND_NORMS, in front of
-//     add_norm 2320, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3174
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 398, and beside each other edm_question 3018,
-//     ask 3054, frame_of 3064, sigma_draws 3070, has_steps_of_t 3076; the head of their section lists the changes
-//   a kind of layer: forward_linear 2027 and what stands beside it, with a list of all places in front of
-//     LayerKind 1999; add_resblock 2370 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7488, run_program 7428, train 6820, run_step 6629, train_step 5663, load_batch 4756;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16788):
+//     step_gradients 5563: draw_levels 9465, forward_and_loss 5477, q_sample_forward 9656, unet_forward 2896,
+//     forward_layer 2882 (a function of the layer's kind), loss_forward_backward 9767, unet_backward 2961,
+//     sum_gradients 15462;
+//     judge_step 15509, update_slice 5628, adamw_update 15620, next_step 15515, record_step 15521;
+//     later collect_steps 6583
+//   pictures, from noise: sample_batch 4187, plan_route 3952, device_step 3996, euler_step 3750 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16185 draws all of its roads):
+//     forward_conv 2116; conv_forward 16220, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16136 above that; conv_tiles 14667, with conv_tiles_kernel above it;
+//     Accumulators 8825; Wgmma 8424;
+//     on any other GPU pick_conv_halo_bf16 15924; conv_halo 13074, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8242
+//   why several GPUs compute the bits of one: step_gradients 5563
+//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7536, with_nonlinearity 7546 (a case); BEHIND_NORMS, in front of
+//     add_norm 2330, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3192
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 398, and beside each other edm_question 3034,
+//     ask 3070, frame_of 3080, sigma_draws 3086, has_steps_of_t 3092; the head of their section lists the changes
+//   a kind of layer: forward_linear 2036 and what stands beside it, with a list of all places in front of
+//     LayerKind 2008; add_resblock 2381 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 226, ElementOf 7483; until they know it, nothing compiles: unpack 7872,
-//     pack 7900, FourOf 7952, mma 8213, with_act 7736, cast_params 15480, adamw_update 15560, tma_type 8526;
-//     which kernels take it: conv_product 16125, act_has_wgmma 7747; docs/READING.md says what at each
+//   an element type beside bf16: Element 226, ElementOf 7512; until they know it, nothing compiles: unpack 7901,
+//     pack 7929, FourOf 7981, mma 8242, with_act 7765, cast_params 15540, adamw_update 15620, tma_type 8555;
+//     which kernels take it: conv_product 16185, act_has_wgmma 7776; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
-//     unknown word ends in is unknown_word 1118, called by who does not know it
+//     unknown word ends in is unknown_word 1120, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
