@@ -5743,8 +5743,8 @@ static LogValues parse_row(const std::string& row) {
     return values;
 }
 
-// Summarises a few neighbouring rows of log.csv for the page. In a short run this is one row. The arrays have an
-// element for each of the nine columns from loss to val_loss.
+// Summarises a few neighbouring rows of log.csv for the page. While a run is short, each part summarises one row. The
+// arrays hold one element for each of the nine columns from loss to val_loss.
 struct LogPart {
     int64_t first;   // the first row's step
     int64_t last;    // the last row's step
@@ -5755,7 +5755,7 @@ struct LogPart {
     double sum[9];   // the sum of a column's values
     int n[9];        // how many rows have a value in this column
 
-    // Adds the part that comes next.
+    // Adds the rows of `next`, which follow the rows of this part.
     void join(const LogPart& next) {
         last = next.last;
         skipped += next.skipped;
@@ -5770,11 +5770,12 @@ struct LogPart {
 };
 
 // Summarises a log of any length in fewer than MAX_PARTS parts. Each part summarises the same number of rows; only the
-// last part may have fewer. When there would be MAX_PARTS parts, each pair of neighbours is joined into one part.
+// last part may summarise fewer. When the number of parts reaches MAX_PARTS, each pair of neighbouring parts is joined
+// into one part.
 struct LogSummary {
     static constexpr size_t MAX_PARTS = 4096;
     std::vector<LogPart> parts;
-    int64_t rows = 1;   // the rows of a part; it is doubled when parts are joined
+    int64_t rows = 1;   // how many rows a part summarises; this number is doubled when parts are joined
     Guard guard{};      // judges the rows again, because a row does not say whether its step was skipped
     double mean = 0;    // the mean loss of about the latest tenth of the steps, but of at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
@@ -5800,7 +5801,7 @@ static LogPart part_of_row(const LogValues& values, double seconds, bool skipped
     return part;
 }
 
-// Adds the row that comes next.
+// Adds a row, which must be the next row of the log.
 void LogSummary::add(const std::string& row) {
     const LogValues values = parse_row(row);
     const double loss = values[COLUMN_LOSS];
@@ -5813,8 +5814,9 @@ void LogSummary::add(const std::string& row) {
     // The run's own guard has judged the step by the same rule.
     const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     const LogPart part = part_of_row(values, seconds, skipped);
-    // The newest of n losses has the share 10 / (n + 9) of the mean, so that the k-th loss has a weight of about k^9.
-    // From n = 491 on the share stays 0.02: then the mean depends on about the last fifty steps.
+    // The share of the newest of n losses in the mean is 10 / (n + 9). Then the weight of the k-th loss is about
+    // proportional to k^9. From n = 491 on the share stays 0.02, so that the mean depends on about the last fifty
+    // steps.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
@@ -5834,7 +5836,7 @@ void LogSummary::add(const std::string& row) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a run holds
 
-// What index.html needs to know beside the run (host/page.h).
+// What host/page.h needs, in addition to the other members of Run, to write index.html.
 struct Page {
     std::string about{}; // the model, the machine, the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
@@ -5921,7 +5923,8 @@ static int64_t best_step(const Run& run) {
 }
 
 // Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
-// removed. The rows that stay are added to the page. One of them holds the validation loss of best.bin.
+// removed. The rows that stay are added to the page's summary. The row of best.bin's step holds the validation loss of
+// best.bin.
 static void open_log(Run* run) {
     if (world.rank) return;
     const int64_t best = best_step(*run);
@@ -5932,7 +5935,7 @@ static void open_log(Run* run) {
     while (std::getline(old, row) && !old.eof()) { // a last row without a line break was cut short, and is ignored
         const LogValues values = parse_row(row);
         const double step = values[COLUMN_STEP];
-        const bool belongs = step > 0 && step <= (double)run->first_step; // the line of column names has step 0 here
+        const bool belongs = step > 0 && step <= (double)run->first_step; // false for the line of column names (step 0)
         if (!belongs) continue;
         run->summary.add(row);
         const double val_loss = values[COLUMN_VAL_LOSS];
@@ -5967,7 +5970,7 @@ static void check_folder(Run* run) {
 
 // Writes the rows that log.csv lacks. If the disk has no room for all of them, the rest waits; the run goes on.
 static void write_log(Run* run) {
-    // The system may write only a part of what it is given.
+    // A call of write may write only a part of the rows.
     std::string& rows = run->unwritten_rows;
     while (!rows.empty()) {
         const ssize_t written = write(run->log_file, rows.data(), rows.size());
@@ -6062,8 +6065,9 @@ static std::string shorten_status(std::string line, size_t columns) {
     return line;
 }
 
-// Prints the status line. When the first steps have shown how long the run will take, and this is more than three
-// hours, it prints this time, too, but only once: a beginner may not have meant to start such a long run.
+// Prints the status line. After the first three steps, this function also estimates how long the rest of the run will
+// take. If this is more than three hours, it prints the estimate, but only once: a beginner may not have meant to start
+// such a long run.
 static void print_step(Run* run, double val) {
     const Config& c = run->config;
     const StepState& s = run->state;
@@ -6090,12 +6094,13 @@ static void print_step(Run* run, double val) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- checkpoints, snapshots and grids
 
-// Is called after a good step. The newest checkpoint led to this step, so it is good, too, and older ones are no longer
-// needed. --keep_checkpoints is the number of checkpoints that stay; 0: all of them stay.
+// Is called after a good step. The run came to this step from the newest checkpoint, so that checkpoint is good, too.
+// Now the oldest checkpoints may be removed. --keep_checkpoints is the number of checkpoints that stay; 0: all of them
+// stay.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = run->folder.list(); // sorted by step: the oldest checkpoint comes first
-    // If best.bin is one of these checkpoints, its file stays: best.bin is another link to it.
+    // If best.bin is a link to a removed checkpoint, the content stays on the disk under the name best.bin.
     while (keep && found.size() > keep) {
         const auto oldest = found.begin();
         run->folder.remove(oldest->second);
@@ -6122,7 +6127,7 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// Says which step the user can go on from if the run ends now.
+// Returns a text for the user: from which saved step a run can go on if this run ends now.
 static std::string saved_so_far(const Run& run) {
     if (run.saved_step) return text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved_step);
     return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
@@ -6252,8 +6257,8 @@ static void save_checkpoint(Run* run) {
     keep_best(run, name);
 }
 
-// Writes the two averages by power functions (POWER_EMAS) into a model file. In its header, the number of updates takes
-// the place of the number of steps, because the averages depend on the number of updates.
+// Writes the two averages by power functions (POWER_EMAS) into a model file. Its header holds the number of updates in
+// the slot for the number of steps, because the averages depend on the number of updates.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -6285,7 +6290,7 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     const size_t row = (size_t)c.W * C;
     std::vector<float> shown;
     for (size_t at = 0; at < images.size(); at += row) {          // where a row of an image begins
-        const size_t first_pixel = at / C % (s.truth.size() / C); // if there are more images, the pictures repeat
+        const size_t first_pixel = at / C % (s.truth.size() / C); // for more images, the pictures repeat
         for (int w = 0; w < c.W; w++)
             for (int channel = 0; channel < C; channel++)
                 shown.push_back(s.pictures[(first_pixel + w) * K + (K >= C ? channel : 0)]);
@@ -6321,12 +6326,13 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// Says whether the folder holds a run that has, or may later write, a file of this name. Nothing else may be written
-// there under such a name: the run would replace that file, or read it as its own.
+// Says whether the folder holds a run, and whether this is a name for files of a run. Only the run itself may write
+// files of such names into its folder. The run would replace any other file of this name, or read it as a file of its
+// own.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
-    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // loss.png: of train_unet.py
+    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // train_unet.py writes loss.png
         if (name == one_of_its) return true;
     const bool has_step = step_in_name(name, "model_", ".bin") >= 0 || step_in_name(name, "ema_", ".bin") >= 0 ||
                           step_in_name(name, "samples_", ".png") >= 0;
@@ -6421,7 +6427,8 @@ static void restore(Run* run, const ModelFile& m) {
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
-    // A step's images begin at position step * B of the data. So another batch size means other images.
+    // The images of a step begin at position step * B of the stream of images. So with another batch size, the run
+    // continues with other images.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
     if (B != before)
@@ -6452,11 +6459,12 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     if (has_checkpoint) what = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest_step);
     must(!resume.empty(), c.output_dir, "already holds a run" + what + ", or choose another --output_dir");
 
-    // Its checkpoint must lie in this folder.
+    // The checkpoint that this run goes on from must lie in this folder.
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
     must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
-    // No checkpoint may be of a later step: this run would come to the same step and replace that checkpoint.
+    // No checkpoint in the folder may be of a later step than `resume`: this run would come to that step, too, and
+    // replace that checkpoint.
     const bool none_is_later = newest_step <= resume_step;
     const bool has_wrong_name = !none_is_later && std::filesystem::equivalent(newest, resume, error);
     must(!has_wrong_name, newest, text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
@@ -6488,13 +6496,13 @@ static void print_memory(const Config& c, const UNet& net) {
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // There is a copy of the weights, and one of their first average.
+    // With bf16 there are copies of two arrays: of the weights, and of their first average.
     const double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
 
-    // The parts of all memory that the program has allocated. What belongs to no other part is in `rest`.
+    // What the allocated memory is used for. `rest` is the memory that belongs to none of the other uses.
     const double all = device_bytes / GIB;
     const double weights = array + c.emas.size() * slice + copies;
-    const double grads = world.size > 1 ? 2 * array : array; // a rank also receives the gradients of others
+    const double grads = world.size > 1 ? 2 * array : array; // a rank also receives gradients from other ranks
     const double moments = 2 * slice;
     const double arena = net.arena_bytes / GIB;
     const double rest = all - weights - grads - moments - arena;
@@ -6503,8 +6511,9 @@ static void print_memory(const Config& c, const UNet& net) {
            all, weights, grads, moments, net.B, arena, rest);
 }
 
-// Returns the flags of its preset that a run uses. A value that a model file or the data has replaced is left out. (A
-// value that the command line has replaced is kept: print_start prints the command line's flags after it.)
+// Returns the flags of the run's preset, with their values. A flag is left out if a model file or the data has replaced
+// its value. (If the command line has replaced the value, the flag is kept: print_start prints the command line's flags
+// after those of the preset.)
 static std::string preset_in_force(const Config& c) {
     std::string kept;
     std::istringstream words(PRESETS.at(c.preset)); // --name value --name value
@@ -6558,8 +6567,8 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // The loss is rounded as in log.csv. A resumed run reads it there, and must decide about best.bin as a run without
-    // a pause.
+    // The loss is rounded as in log.csv, from which a resumed run reads it. So a resumed run makes the same decision
+    // about best.bin as a run without a pause.
     run->val_loss = atof(text("%.9g", val).c_str());
 
     const double count = (double)(run->issued - logged);
@@ -6608,8 +6617,9 @@ static void run_step(Run* run) {
     // Says whether something is due that happens after every `interval` steps and after the last one. 0: it never
     // happens.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // The same for files. If a step was skipped or the disk is full, a file can't be written when it is due. Then it is
-    // written as soon as possible. written: the step of the newest file of this kind.
+    // Says the same about a file that is written every `interval` steps. If a step was skipped or the disk is full, a
+    // file can't be written when it is due. Then it is written as soon as possible. written: the step of the newest
+    // file of this kind.
     auto file_due = [&](int interval, int64_t written) {
         const bool is_behind = interval && step / interval > written / interval;
         return interval && (last || (is_behind && step >= run->retry_at));
@@ -6848,10 +6858,10 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Says whether a file holds something that must not be lost when samples replace it: a model, or data that are no
-// samples.
+// Says whether a file must not be replaced by samples, because something would be lost: the file holds a model, or data
+// that are no samples.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
-    // All our files begin with a header of 1024 bytes, and its first slot says what they are.
+    // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     Header h;
     const bool long_enough = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
@@ -6866,8 +6876,8 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
     return is_model || (is_data && !are_samples);
 }
 
-// Opens the folder of --output. Drawing samples may take long, so everything that would make the writing fail is
-// checked first: a name that can't be written, or a file that must not be replaced.
+// Opens the folder of --output. Drawing samples may take long. So what would make the writing fail is found before the
+// samples are drawn: a name that can't be written, or a file that must not be replaced.
 static Folder open_output(const Config& c, const std::string& resume) {
     // Every message begins with the flag.
     auto must = [&](bool ok, const std::string& why) {
@@ -6884,7 +6894,7 @@ static Folder open_output(const Config& c, const std::string& resume) {
 
     must(!is_name_of_run(folder, name), NAME_OF_RUN);
 
-    // A file of this name may be replaced if it holds samples, and if this program does not read it.
+    // A file of this name is not replaced if it holds a model or data that are no samples, or if this program reads it.
     struct stat target;
     const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
     if (is_there) {
@@ -6894,7 +6904,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
              {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values, c.cond_file}) {
             struct stat input;
             if (file.empty() || stat(file.c_str(), &input)) continue;
-            // Two names may belong to the same file. A file is identified by its device and its number there.
+            // Two names may belong to the same file. A file is identified by its device and by its inode number on this
+            // device.
             const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
             must(!same, "would replace " + file + ", which is read; choose another name");
         }
@@ -6930,7 +6941,7 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     h.slot[DATA_SLOT_WIDTH] = c.W;
     h.slot[DATA_SLOT_BYTES] = sizeof(float);
     h.slot[DATA_SLOT_BODY_CRC] = data_crc;
-    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // computed while this slot is 0
+    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // this slot is still 0 when the checksum is computed
     return std::string((const char*)h.slot, 1024) + data;
 }
 
@@ -6948,8 +6959,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     float* params = device_copy(flat);
     const Fp8Weights fp8 = make_fp8_weights(net, flat);
 
-    // Makes the sampler, and reads its pictures and images: the pictures that are its condition (--cond_channels); the
-    // images that it starts from (--start_from), or whose known part it keeps (--inpaint).
+    // Makes the sampler. Reads its pictures, if the samples are conditioned on pictures (--cond_channels). Reads its
+    // images: those that sampling starts from (--start_from), or those whose known part stays (--inpaint).
     Sampler sampler = make_sampler(c, net.B);
     const int C = c.in_channels;
     if (c.cond_channels) sampler.pictures = sample_pictures(c);
@@ -6981,8 +6992,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
-    // An evaluation is one call of the network for an image. plan.steps has an entry for each; a step of heun is two
-    // entries, except for a step to noise 0.
+    // An evaluation is one call of the network for an image. From plan.first on, plan.steps contains one entry for each
+    // evaluation. A step of heun is two entries, except a step to noise 0, which is one entry.
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.first);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
            evaluations, seconds, c.sample / seconds, c.output.c_str());
@@ -7044,7 +7055,8 @@ static void take_from_file(Config* c, const std::string& path, const std::string
             path.c_str(), flag_value(*c, f).c_str());
 }
 
-// Says whether parse_model reads a flag's text. A header holds such a flag in another form: as a list, or in two slots.
+// Says whether a flag's value is a text that parse_model reads. In a header, such a value is not one number in one
+// slot, but a list of numbers, or two numbers in two slots.
 static bool is_parsed(const std::string& name) {
     return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
 }
@@ -7070,8 +7082,9 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     return {data_file, rest.substr(0, rest.find('\0'))};
 }
 
-// Finds a file that a checkpoint names. The name may be relative to the folder in which the run was started, which may
-// be one of those above the checkpoint. So the file is also looked for in all folders above the checkpoint.
+// Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
+// started. That folder may be one of the folders above the checkpoint. So the file is also looked for in all of these
+// folders.
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
@@ -7180,8 +7193,8 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
     }
 }
 
-// Takes the size, channels and classes of the images from the data file, if neither a flag nor a model file gives them.
-// where: "FILE: " if a model file gives them; otherwise "". Then checks that the data fits the model.
+// Takes the size, channels and classes of the images from the data file, if neither a flag nor a model file sets them.
+// Then checks that the data fits the model. where: "FILE: " if a model file sets them; otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
@@ -7301,8 +7314,9 @@ static std::string describe_input(const std::string& name, const std::string& pa
     return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
 }
 
-// Ends the program before anything is written if ranks have different programs, inputs or flags. They would compute
-// different things, or wait for each other for ever. Each rank describes itself in lines of text, which are compared.
+// Ends the program, before anything is written, if ranks run different programs, or read different inputs or flags.
+// Such ranks would compute different things, or wait for each other for ever. Each rank describes its program, inputs
+// and flags in lines of text, which are compared.
 static void compare_ranks(const Config& c, const std::string& weights) {
     if (world.size < 2) return;
     std::ifstream self("/proc/self/exe", std::ios::binary);
@@ -7466,9 +7480,9 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // 14. What all devices share: elements, nonlinearities, patches of pixels
 
 // Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> holds the constants that depend
-// on the type, except for those that follow from its size. Other code depends on the type, too: the conversions (in
-// "Activations: pieces of 16 bytes"), mma and pack_pair (in "Tensor cores by mma.sync"), and with_act, which calls code
-// with the type of an Element.
+// on the type, except those that follow from the type's size. Other code depends on the type, too: the conversions (in
+// "Activations: pieces of 16 bytes"), mma and pack_pair (in "Tensor cores by mma.sync"), and with_act, which calls a
+// function for the type of act_element.
 template <class T> struct ElementOf;
 template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
 template <> struct ElementOf<float> {
@@ -7521,8 +7535,8 @@ template <class T, class F> HD INLINE void with_nonlinearity(Nonlinearity n, F w
     }
     ALL_CASES_RETURN
 }
-// nvcc's compilers look for a missing case only in code for the host. So this compiles with_nonlinearity for the host,
-// too.
+// nvcc's compilers look for a missing case only in code for the host. So the last line here compiles with_nonlinearity
+// for the host, too.
 struct NoWork {
     template <class N> HD void operator()(N) const {}
 };
@@ -7545,8 +7559,9 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 
 #include "dev/reference.h"
 
-// Here is what the interface needs beside the operations. Much of it is empty: the device's memory is the host's, work
-// is done when a function returns, and operations allocate the memory that they need (so they need no workspace).
+// These are the functions of the interface that are no operations. Many of them do nothing: the device's memory is the
+// host's, work is done when a function returns, and operations allocate the memory that they need (so they need no
+// workspace).
 // conv_takes_skip: on a CPU no convolution computes its skip connection itself.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
@@ -7572,7 +7587,7 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() { return SIZE_MAX; } // the system decides when memory is requested
+static size_t device_available() { return SIZE_MAX; } // whether there is enough is found out when memory is requested
 [[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
@@ -7595,11 +7610,11 @@ static void start_device(const std::string& precision, int number) {
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
 
-// Repeated work is simply done again.
+// A CPU records no work: each call of replay calls work.
 template <class F> static void replay(Graph*, F work) { work(); }
 static void free_graph(Graph*) {}
 
-// The host's buffer and the device's are the same memory.
+// The two buffers of an Upload, the host's and the device's, are the same memory.
 static Upload make_upload(size_t bytes) {
     uint8_t* p = (uint8_t*)device_alloc_bytes(bytes);
     return Upload{p, p, bytes, nullptr, nullptr};
@@ -7620,14 +7635,14 @@ static void release(Upload*) {}
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
-#define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll a loop, and then registers would spill
+#define NO_UNROLL_FOR _Pragma("unroll 1") for // for loops that the compiler would unroll, so that registers would spill
 
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// The properties of a GPU on which the choice of a kernel may depend. If a new kind of GPU has its own tiles, it needs
-// one more member below.
+// The properties of a GPU on which the choice of a kernel may depend. To give a new kind of GPU tiles of its own, add a
+// member that tells this kind from the others.
 struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory: of a multiprocessor, and the most for one block
@@ -7683,9 +7698,10 @@ Lane* const MAIN_LANE = &device;
 //   kernel B        |-- prepares --|waits |---- blocks run ----|
 //                                         ^ await_previous_kernel returns
 //
-// B's blocks start as soon as all blocks of A have started and there is room. So every kernel that is launched like
-// this calls await_previous_kernel before it touches anything that another kernel writes. Before that it may compute
-// addresses, read its parameters, and read what kernels before A wrote: those have ended.
+// B's blocks start as soon as all blocks of A have called await_previous_kernel and there is room. So every kernel that
+// is launched like this calls await_previous_kernel before it reads or writes anything that another kernel writes.
+// Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote, because those
+// kernels have ended.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
 template <class... Parameters, class... Arguments>
 static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
@@ -7774,9 +7790,9 @@ constexpr bool CLUSTERS = ARCH >= 900;
 // barrier past it.
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
-// Waits until the kernels before this one have ended and their writes can be seen (see launch_on). Only then does it
-// let the next kernel start. If it let the next kernel start first, three kernels could overlap, although the third one
-// waits only for the second.
+// Waits until the kernels before this one have ended and their writes can be seen (see launch_on). After that, it lets
+// the next kernel start. With the opposite order, three kernels could overlap, although the third kernel waits only for
+// the second one.
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
