@@ -7820,9 +7820,9 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 
 // --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
 // An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
-// things have happened: as many threads have arrived as mbarrier_init was told, and all bytes that were announced for
-// the phase have been written by TMA or st.async. A waiting thread names the phase's parity (0 for phases 0, 2, 4,
-// ...), so no thread may be two phases late.
+// things have happened: `arrivals` threads (see mbarrier_init) have arrived, and TMA or st.async has written all bytes
+// that were announced for the phase. A thread that waits for a phase gives only the phase's parity (0 for phases 0, 2,
+// 4, ...), so no thread may be two phases late.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
@@ -7838,7 +7838,7 @@ INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until th
 INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
 
 // --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
-// accesses to one another's shared memory
+// accesses to the shared memory of its other blocks
 // The barrier has two halves, and a block can do something else between them. cluster_arrive makes only the initial
 // state of mbarriers visible to the other blocks, and no other writes.
 INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
@@ -7850,8 +7850,8 @@ INLINE uint32_t at_block(uint32_t p, int rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
     return p;
 }
-// Writes 8 or 16 bytes to such an address, in the background. When they are written, this is reported to `barrier`,
-// which must be in the same block as the address.
+// Writes 8 or 16 bytes, in the background, to an address that at_block returned. When the bytes are written, this is
+// reported to `barrier`, an mbarrier in the shared memory of the block to which the address belongs.
 INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];", //
         "r"(p), "f"(v.x), "f"(v.y), "r"(barrier));
@@ -7899,7 +7899,7 @@ template <> INLINE void unpack<bf16>(float (&v)[8], uint4 r) {
         v[2 * i + 1] = unpack_bf16(pairs[i]).y;
     }
 }
-// sum += the values of a piece
+// Adds the values of a piece to sum.
 template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
     float v[VEC<T>];
     unpack<T>(v, piece);
@@ -7908,7 +7908,8 @@ template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
     }
 }
 
-// The reverse: packs floats into a piece. For bf16 they are rounded to the nearest bf16, ties to even.
+// pack is the reverse of unpack: it packs floats into a piece. For bf16, floats are rounded to the nearest bf16, ties
+// to even.
 INLINE uint32_t pack_bf16(float low, float high) {
     const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
     return *(const uint32_t*)&r;
@@ -7961,8 +7962,8 @@ INLINE float4 operator*(float4 a, float4 b) {
     return a;
 }
 
-// Four elements in the form that they have in memory (8 or 16 bytes), for loops that take four channels at a time.
-// to_floats converts them to floats, and from_floats rounds floats to them.
+// Four<T> is four elements as they lie in memory (8 or 16 bytes). It is used in loops over four channels at a time.
+// to_floats converts the elements to floats, and from_floats rounds floats to such elements.
 template <class T> struct FourOf;
 template <> struct FourOf<float> { typedef float4 Type; };
 template <> struct FourOf<bf16> { typedef uint2 Type; };
@@ -7983,7 +7984,7 @@ INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
-// Writes 8 or 16 bytes by one instruction. Without this the compiler splits such stores, and half of every 32-byte
+// Writes 8 or 16 bytes by one instruction. An ordinary store may be split by the compiler. Then half of every 32-byte
 // sector that is written to memory is wasted.
 INLINE void store_whole(void* p, uint4 v) {
     PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
@@ -8000,7 +8001,7 @@ template <class T> INLINE float4 store4(T* p, float4 v) {
     return to_floats<T>(four);
 }
 
-// Returns a Grad as a GradOf<T>, for kernels, which need the type of its elements.
+// Converts a Grad to a GradOf<T>. Kernels need this, because they must know the type of the gradient's elements.
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
 // dx[i ...] = v + the addends, for the VEC<T> elements of a piece
@@ -8024,8 +8025,8 @@ INLINE float reciprocal_fast(float x) {
 }
 
 // Returns 1 / (1 + e^-z). u is Z_FACTOR<T> z (see Silu). For bf16, e^-z = 2^u is one instruction. The rounding of u
-// causes a relative error of about 1e-6 at |z| = 10, far below bf16's 4e-3. For fp32 u is z, and the library's
-// exponential is exact enough.
+// causes a relative error of about 1e-6 at |z| = 10, far below bf16's 4e-3. For fp32, u is z, and e^-z is computed by
+// the library's expf, which is more exact.
 template <class T> INLINE float sigmoid(float u) {
     const float e_to_minus_z = ElementOf<T>::FAST_EXP ? exp2_fast(u) : expf(-u);
     return reciprocal_fast(1.0f + e_to_minus_z);
@@ -8047,10 +8048,11 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
 }
 
 // --- copies from global to shared memory in the background (cp.async, sm_80; PTX ISA, "Asynchronous Copy: non-bulk")
-// A thread starts copies, closes a group of them (copies_committed), does something else, and waits until all groups
-// except the latest PENDING have arrived (copies_arrived). Groups arrive in the order of their commits. A thread waits
-// only for its own copies; for the copies of other threads, a __syncthreads must follow. If a copy is not valid, it
-// writes zeros (the padding of an image). Even then `from` must be an address that can be read.
+// A thread starts copies, and closes a group of them (copies_committed). Then it does something else. Later it waits
+// until all groups except the latest PENDING have arrived (copies_arrived). Groups arrive in the order in which they
+// were closed. A thread waits only for the copies that it has started itself; for the copies of other threads, a
+// __syncthreads must follow. valid = false: the copy writes zeros (the padding of an image). Even then `from` must be
+// an address that can be read.
 INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
 template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %0;", "n"(PENDING)); }
 
@@ -8074,12 +8076,13 @@ template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* f
         copy_async_row_if(wanted, piece, from + j * VEC<T>, valid);
     }
 }
-// Returns the address of a pixel of C channels. In this form it is one instruction, a 32-bit product added to 64 bits.
+// Returns the address of a pixel of C channels. Written like this, the computation is one instruction: it multiplies
+// two 32-bit numbers, and adds the product to a 64-bit address.
 template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
 }
-// Copies BYTES bytes, 4 or 8.
+// Does the same as copy_async_16, with BYTES bytes (4 or 8).
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) {
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
@@ -8097,9 +8100,10 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// Returns the sum over those lanes of a warp whose numbers differ only in these bits. All these lanes get the sum.
-// lane_sum<1, 2> adds lanes 4i, 4i + 1, 4i + 2, 4i + 3; BITS are used in the order in which they are given. lane_max
-// returns the largest value instead of the sum. (The fold over `, ...` repeats the statement for each of BITS.)
+// Returns the sum over those lanes of a warp whose numbers differ only in the bits BITS. The sum is returned in each of
+// these lanes. For example, lane_sum<1, 2> adds lanes 4i, 4i + 1, 4i + 2, 4i + 3. BITS are used in the order in which
+// they are given. `lanes` is a mask of all lanes that call the function. lane_max returns the largest value instead of
+// the sum. (The fold over `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -8110,10 +8114,10 @@ template <int... BITS> INLINE float lane_max(float v) {
     return v;
 }
 
-// Adds up the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before,
-// each lane has 2 HALF values. Afterwards v[0 ... HALF - 1] of the lower lane holds the sums of values 0 ... HALF - 1,
-// and v[0 ... HALF - 1] of the upper lane holds the sums of values HALF ... 2 HALF - 1. Returns whether this lane is
-// the upper one.
+// Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, each
+// lane holds 2 HALF values in v. Afterwards v[0 ... HALF - 1] of the lower lane holds the sums of values 0 ... HALF -
+// 1, and v[0 ... HALF - 1] of the upper lane holds the sums of values HALF ... 2 HALF - 1. Returns whether this lane is
+// the upper lane.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -8124,9 +8128,9 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     return upper;
 }
 
-// Computes two sums for each channel, over a block's threads. For a group norm's statistics they are the sums of x and
-// of x^2; in its backward pass they are the sums of dz and of dz x. The threads lie in rows of `columns` threads. The
-// threads of a column have the same V neighbouring channels:
+// Computes two sums for each channel, over a block's threads. For a group norm's statistics, the two are the sums of x
+// and of x^2. In a group norm's backward pass, they are the sums of dz and of dz x. The threads are arranged in rows of
+// `columns` threads. All threads of a column hold values of the same V neighbouring channels:
 //
 //                column 0        column 1
 //   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
@@ -8185,14 +8189,14 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
 //   row g   [    a[0]      a[2]   ]   2q, 2q+1 [ b[0] ]             row g    [ d[0] d[1] ]
 //   row g+8 [    a[1]      a[3]   ]   2q+8, +9 [ b[1] ]             row g+8  [ d[2] d[3] ]
 //
-// A register of a and b holds two neighbours along k. So two neighbouring tiles of a result d, packed to bf16, can be
-// used as a fragment a of the next product. Attention multiplies its probabilities like this, without a detour through
-// shared memory.
+// Each register of a and b holds two elements that are neighbours along k. So two neighbouring tiles of a result d,
+// packed to bf16, can be used as a fragment a of another product. Attention does this with its probabilities, which
+// therefore need not be written to shared memory.
 
-// ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory into v[0], v[1], w[0], w[1]. They are one
-// fragment a or two fragments b. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows. Lane l gets two elements of
-// each matrix: elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4. ldmatrix_trans transposes each matrix. Both are
-// volatile, so that the compiler does not move them past a barrier.
+// ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory into v[0], v[1], w[0], w[1]. The four matrices
+// are one fragment a or two fragments b. Lanes 8i ... 8i + 7 pass the addresses of matrix i's rows. Lane l receives two
+// elements of each matrix: elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4. ldmatrix_trans transposes each matrix.
+// Both functions use volatile asm, so that the compiler does not move the loads past a barrier.
 #define LDMATRIX(NAME, TRANSPOSED)                                                                 \
     INLINE void NAME(uint32_t* v, uint32_t* w, uint32_t address) {                                 \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0,%1,%2,%3}, [%4];" \
@@ -8247,10 +8251,10 @@ INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& 
     low = *(const uint32_t*)&l;
 }
 
-// Splits N fragments, which are in a warp's registers. Before, each register holds a float, and pairs of registers hold
-// neighbours along k. Afterwards the first half of a fragment's registers holds high parts, the second half low parts.
-// The order of the k within 16 does not matter if it is the same for a and b. Returns the factor that undoes the scale.
-// For bf16 the function does nothing and returns 1.
+// Splits N fragments, which are in a warp's registers. Before, each register holds a float, and each pair of registers
+// holds two neighbours along k. Afterwards the first half of a fragment's registers holds high parts, and the second
+// half holds low parts. Within 16 values of k, any order is right if it is the same order in a and in b. Returns the
+// factor that undoes the scale. For bf16 the function does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
@@ -8269,11 +8273,13 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
 }
 
 // Convolutions split floats while they lie in shared memory, because each number is used in several fragments. A place
-// holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. Afterwards the first piece
-// holds the 8 high parts, in the layout of 8 bf16. The second piece holds the low parts. Each thread splits the floats
-// that it has copied itself, so no barrier is needed before. places(f) calls f(address) for all of a thread's places.
-// There are two steps, with a __syncthreads between them. In find_top each warp writes its largest magnitude.
-// take_apart_places scales by the largest magnitude of all warps, splits, and returns the factor that undoes the scale.
+// holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the first
+// piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread splits the
+// floats that it has copied itself, so no barrier is needed between copy and split. places(f) calls f(address) for all
+// of a thread's places.
+// There are two steps, with a __syncthreads between them. In find_top each warp writes its largest magnitude into
+// `tops`. take_apart_places finds the largest magnitude of all warps, scales by a factor that depends on it, splits,
+// and returns the factor that undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
         unpack<float>((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
@@ -8309,8 +8315,8 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
 // d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, the
 // factor that undoes the scales of both operands.
 // For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
-// cores truncate when they add. So they only add up these three products over 16 columns. This sum is added to d by
-// fp32 units, which round. Each of the three products has to wait for the one before it. So up to four tiles take
+// cores truncate when they add. So tensor cores add up only these three products over 16 columns. The fp32 units, which
+// round, add this sum to d. Each of the three products has to wait for the product before it. So up to four tiles take
 // turns, which hides the latency.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
