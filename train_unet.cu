@@ -8082,7 +8082,7 @@ template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
 }
-// Does the same as copy_async_16, with BYTES bytes (4 or 8).
+// Copies BYTES bytes (4 or 8) in the same way as copy_async_16.
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) {
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
@@ -8361,10 +8361,11 @@ template <int CHUNKS> INLINE int swizzle_key(int row) {
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
 
 // TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor"), moves a box of a tensor between global and
-// shared memory: one thread starts it, and the hardware computes all addresses. tensor_map describes the tensor and the
-// box. a, b, c, d are the coordinates of the box's first element, the innermost dimension's first: for an activation
-// channel, column, row, image. Where the box lies outside of the tensor, zeros are read, and nothing is written. The
-// box is complete when its bytes have arrived at the mbarrier, which was told to expect them (mbarrier_expect).
+// shared memory. One thread starts the move, and the hardware computes all addresses. A tensor map (made by tensor_map)
+// describes the tensor and the size of the box. a, b, c, d are the coordinates of the box's first element; a belongs to
+// the innermost dimension. For an activation, they are its channel, column, row and image. Where a box lies outside of
+// the tensor, tma_load reads zeros, and tma_store writes nothing. A load reports its bytes to an mbarrier when they
+// have arrived. Before, mbarrier_expect must tell this mbarrier how many bytes will come.
 INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
     PTX("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3,%4,%5,%6}], [%2];",
@@ -8383,17 +8384,18 @@ INLINE void prefetch_tensor_map(const CUtensorMap* map) { PTX("prefetch.tensorma
 // Waits until this thread's tma_stores have read shared memory. After that, this memory may be written again.
 INLINE void tma_stores_read() { PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"); }
 // TMA and wgmma access shared memory by another path than ordinary instructions (PTX ISA, "Async proxy"). After this
-// fence they see what the thread has written there with ordinary stores.
+// fence, TMA and wgmma see what the thread has written to shared memory with ordinary stores.
 INLINE void fence_async() { PTX("fence.proxy.async.shared::cta;"); }
 
-// Named barriers (PTX ISA, "bar"). A block has 16; `id` is the number of one. `threads` threads take part in it.
-// warps_sync arrives and waits; warps_arrive only arrives.
+// Named barriers (PTX ISA, "bar"). A block has 16 of these barriers, with the numbers (id) 0 to 15. `threads` threads
+// take part in a barrier. warps_sync arrives at the barrier and waits; warps_arrive only arrives.
 INLINE void warps_sync(int id, int threads) { PTX("bar.sync %0, %1;", "r"(id), "r"(threads)); }
 INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id), "r"(threads)); }
 
 // wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"): a warpgroup, 4 warps, computes
-// D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory; A is there, too, or in registers (as
-// fragments of mma_bf16, 16 rows to a warp). D is in registers, in float d[N / 2] of each thread:
+// D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory. A is in shared memory, too, or in
+// registers: then each warp holds 16 rows of A, as a fragment a of mma_bf16. D is in registers: float d[N / 2] of each
+// thread.
 //
 //   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
@@ -8443,8 +8445,9 @@ WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
 WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-// The same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; wgmma reads no
-// MN_MAJOR FP8. The tensor cores keep only 14 bits of such sums, which is enough here (docs/LEARNT.md).
+// WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; in FP8,
+// wgmma does not accept MN_MAJOR operands. The tensor cores keep only 14 bits of such sums, which is enough here
+// (docs/LEARNT.md).
 template <int N> struct WgmmaFp8;
 #define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
     template <> struct WgmmaFp8<N> {                                                                                \
@@ -8460,27 +8463,28 @@ WGMMA_FP8(128, D64, "%64", "%65", SUMS_64)
 WGMMA_FP8(192, D96, "%96", "%97", SUMS_96)
 WGMMA_FP8(256, D128, "%128", "%129", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // before the first product of a group
+INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // is called before the first product of a group
 INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
-template <int N> INLINE void wgmma_wait() { // until all groups except the latest N are done
+template <int N> INLINE void wgmma_wait() { // waits until all groups except the latest N are done
     PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
 }
-// The compiler does not know which registers a wait is for, and might read accumulators before the wait. This empty
-// statement claims to change the accumulators, so the compiler keeps all reads of them after it.
+// The compiler does not know which registers a wait is for, and might read accumulators before the wait. The empty asm
+// statement here claims to change the accumulators. So the compiler reads them only after this statement.
 template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
     UNROLL_FOR (int i = 0; i < N; i++) {
         asm volatile("" : "+f"(acc[i])::"memory");
     }
 }
-// Waits for all groups except the latest PENDING. Afterwards these sums, which earlier groups computed, may be read.
+// Waits for all groups except the latest PENDING. Afterwards the program may read the sums d, which earlier groups
+// computed.
 template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     wgmma_wait<PENDING>();
     (accumulators_ready(d), ...);
 }
 
-// The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds one
-// slice of a pixel or of a weight: 64 channels in bf16, 128 channels in FP8 (slice_channels). The rest is the same for
-// both types: one instruction multiplies 32 bytes of each row, which are 16 bf16 or 32 FP8 along k.
+// Sizes that Hopper's kernels have in common. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row
+// holds one slice of a pixel or of a weight: 64 channels in bf16, 128 channels in FP8 (slice_channels). In both types,
+// one wgmma instruction multiplies 32 bytes of each row, which are 16 bf16 or 32 FP8 along k.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
@@ -8498,17 +8502,19 @@ constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / S
 //              16 values of k begin 32 bytes further on.
 //   MN_MAJOR   a row holds 64 values of m or n, for one k. stride: from a group of 8 rows to the next group; leading:
 //              from 64 values of m or n to the next 64.
-// The arguments `pitch` (from 8 rows to the next 8) and `leading` are numbers of rows of 128 bytes, not of units of 16.
+// The arguments `pitch` (the "stride" distance) and `leading` of rows() are not in units of 16 bytes, but in rows of
+// 128 bytes.
 struct Operand {
     uint32_t low, high;
     // & 0x3FFFF: in a cluster the higher bits of an address are the block's rank. The descriptor has no room for them.
     static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
         return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
     }
-    INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // offset in 16 bytes
+    INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // offset: 16-byte units
 };
 
-// Stores four 8x8 matrices from registers to shared memory, transposed or not: the reverse of ldmatrix.
+// stmatrix and stmatrix_trans are the reverse of ldmatrix and ldmatrix_trans. They store four 8x8 matrices from
+// registers to shared memory.
 INLINE void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
     PTX("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};", //
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
@@ -8518,7 +8524,8 @@ INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
 }
 
-// Returns the address, rounded up to a multiple of 1024 bytes, where swizzled tiles must begin.
+// Returns the address of `shared`, rounded up to a multiple of 1024 bytes, because swizzled tiles must begin at such a
+// multiple.
 INLINE uint32_t kilobyte_aligned(const void* shared) {
     uint32_t base = (shared_address(shared) + SWIZZLE_BYTES - 1) & ~(SWIZZLE_BYTES - 1u);
     // This hides from the compiler how base is computed. Otherwise it would be computed again and again in the main
@@ -8526,8 +8533,9 @@ INLINE uint32_t kilobyte_aligned(const void* shared) {
     asm volatile("mov.b32 %0, %0;" : "+r"(base));
     return base;
 }
-// Returns v, which must be the same in all lanes of a warp. From this function's result the compiler knows that it is
-// the same. So descriptors that are made of it stay in uniform registers, where wgmma needs them.
+// Returns v, which must be the same in all lanes of a warp. The compiler knows that the result of this function is the
+// same in all lanes. So descriptors that are computed from the result stay in uniform registers, where wgmma needs
+// them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
 // The driver's function that makes tensor maps. It is looked up at run time, so that the program need not be linked
@@ -8560,9 +8568,9 @@ static CUtensorMapSwizzle tma_swizzle(size_t row_bytes) {
     die("internal error: a box of TMA has rows of 128 or 64 bytes, not %zu", row_bytes);
 }
 
-// Describes a dense tensor to TMA. dims: its sizes, the innermost dimension first. box: the sizes of the boxes in which
-// it is moved. Dimensions that are left out are 1. The rows of a box are 128 or 64 bytes wide, and lie swizzled in
-// shared memory; the swizzle depends on this width. Without a tensor (p is null) the map is empty.
+// Describes a dense tensor to TMA. dims: the sizes of the tensor, the innermost dimension first. box: the sizes of a
+// box, which TMA moves at once. Dimensions that are left out are 1. The rows of a box are 128 or 64 bytes wide. In
+// shared memory they are swizzled, in a way that depends on this width. Without a tensor (p is null) the map is empty.
 static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4],
                               Element element = Element::BF16) {
     static const EncodeTensorMap encode = find_encode_tensor_map();
@@ -8597,8 +8605,8 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
 // variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
-// Returns the bytes that a kernel needs beside its tiles: its mbarriers, and up to 1 KB so that the tiles begin at a
-// whole kilobyte.
+// Returns how many bytes of shared memory a kernel needs in addition to its tiles. They are for its mbarriers, and up
+// to 1 KB is lost because the tiles begin at a whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
 // Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Tiles are whole
@@ -8626,9 +8634,10 @@ struct SharedMemory {
 //     full    | loads | tile 0 is there ......... | loads | tile 3 is there ...
 //     empty   | (free at first)  | readers | free         | readers | free
 //
-// Invariant: all roles see the stages in the same order, and a stage is filled again only after `readers` have released
-// it. Each role has its own copy of the struct, with its own place in the ring; only the barriers are shared.
-//   readers = 0     a stage is filled once and stays (kept), or the caller knows that nobody reads it any more (next)
+// Invariant: all roles use the stages in the same order, and a stage is filled again only after it has been released
+// `readers` times. Each role has its own copy of the struct, with its own place in the ring; only the stages and their
+// barriers are shared.
+//   readers = 0     a stage is filled once and stays (kept), or the caller knows that the next stage is free (next)
 //   writers > 1     several warps fill a stage with ordinary stores: acquire, store, warp_stored
 //   BYTES = 0       the stages lie elsewhere; the ring only tells when they are full
 //
@@ -8644,10 +8653,10 @@ struct SharedMemory {
 //      one barrier: phase      0             1             2             at warpgroup 1's tile: wrong
 //      a barrier each: phase   0             0             1             at its own second tile
 //
-// 2. A thread that fills two rings must not load too far ahead in one of them. Suppose that it waits there (in acquire)
-//    for a stage that becomes free only after some product, and that it has not yet loaded that product's other operand
-//    into the second ring. Then it waits for itself, for ever. So it loads both operands in the order in which the
-//    products need them.
+// 2. A thread that fills two rings must not load too far ahead in one of them. Suppose that the thread waits (in
+//    acquire) for a stage of the first ring, and that this stage becomes free only after some product. Suppose also
+//    that the thread has not yet loaded that product's other operand into the second ring. Then the thread waits for
+//    itself, for ever. So it loads both operands in the order in which the products need them.
 struct Stage {
     uint32_t address, full; // where the tile is written, and the barrier that is told when the tile has arrived
 };
@@ -8664,11 +8673,12 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
     uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At its empty barrier it is phase ^ 1. In the
-                         // first round this names the phase before phase 0, which counts as ended: nobody waits.
+                         // first round, phase ^ 1 is the parity of the phase before phase 0. For the hardware, that
+                         // phase has ended, so nobody waits.
     uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        auto take = [](uint32_t& next, int n, int bytes) { // takes n parts of `bytes` bytes, returns their address
+        auto take = [](uint32_t& next, int n, int bytes) { // takes n times `bytes` bytes, returns their address
             next += n * bytes;
             return next - n * bytes;
         };
@@ -8718,8 +8728,8 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (wait) mbarrier_wait(stage(i).full, 0);
         return stage(i).address;
     }
-    // For a reader: releases a stage; stages are released in the order in which they arrived. If several threads read a
-    // stage together, only one of them (where speaks is true) frees it for all.
+    // For a reader: releases a stage. Stages are released in the order in which they arrived. If several threads read a
+    // stage together, only one of them frees the stage: the thread whose argument `speaks` is true.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
         const int i = hand_over();
         if (speaks) free(i);
@@ -8737,14 +8747,14 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         done = place;
     }
 };
-// The ring through which results leave a kernel. A warpgroup has read pixels in stages of another ring, and writes its
-// results into the same stages. It does not release such a stage, but hands it over to the warp that stores: for this,
-// warp_stored fills the stage of the same number in Results. The storing warp waits for that, stores the results, and
-// frees the stage of the pixels.
+// The ring through which results leave a kernel. It has barriers, but no memory of its own. A warpgroup has read pixels
+// in stages of another ring, and writes its results into these stages. It does not release such a stage itself.
+// Instead, it calls warp_stored with the full barrier of the same stage number in Results. The storing warp waits at
+// this barrier, stores the results, and frees the stage in the ring of pixels.
 typedef Pipeline<0, 2> Results;
 
-// Both initialise the barriers of several pipelines. One thread calls init_barriers. Or all threads of the block call
-// ready, and may use the barriers after it.
+// init_barriers and ready both initialise the barriers of several pipelines. init_barriers is called by one thread.
+// ready is called by all threads of the block, which may use the barriers after that.
 template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) {
     (blocks.init(), ..., mbarriers_ready());
 }
@@ -8753,8 +8763,9 @@ template <class... Blocks> INLINE void ready(const Blocks&... blocks) {
     __syncthreads();
 }
 
-// Walks over every `step`-th tile from `first` on, before `end`. n is the tile's image, h and w are its row and column
-// among the image's tiles. A step needs only additions: divisions would be most of the loading thread's work.
+// Walks over the tiles first, first + step, first + 2 step, ..., which are less than end. n is the tile's image, h and
+// w are its row and column among the image's tiles. next() needs only additions: divisions would be most of the loading
+// thread's work.
 struct TileWalk : Origin {
     Origin d; // the length of a step: images, rows and columns of tiles
     int tiles_h, tiles_w, left;
@@ -8788,13 +8799,13 @@ template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// The pixels of a tile in shared memory, 64 channels each, in rows of PITCH pixels, with the border that a 3x3 filter
-// reads (section 20 draws a halo and its taps). The nine taps read the pixels in place: their operands begin at
-// different addresses of the same memory. With PITCH = 8 there is one tap (1x1).
+// The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. They include the
+// border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same memory: their
+// operands only begin at different addresses. With PITCH = 8 there is one tap (1x1).
 template <int PITCH> struct Halo {
     Operand first;
     INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
-    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels further on, which is kh * (PITCH - 3) + tap. A
+    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels after tap 0, which is kh * (PITCH - 3) + tap. A
     // pixel is 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
     INLINE Operand shifted(int tap) const {
         const int pixels = PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap;
@@ -8802,27 +8813,29 @@ template <int PITCH> struct Halo {
     }
 };
 
-// A warpgroup's sums of N pixels (the columns of D) and BLOCKS blocks of 64 output channels each (the rows of D).
-// Invariant: nobody reads d between multiply and wait.
+// A warpgroup's sums for N pixels (the columns of D) and for BLOCKS groups of 64 output channels (the rows of D). Such
+// a group is called a block of channels here. Invariant: nobody reads d between multiply and wait.
 template <int BLOCKS, int N> struct Accumulators {
     float d[BLOCKS][N / 2];
-    // Begins with the bias. A thread has two channels of each block of channels; d[k] belongs to channel k >> 1 & 1 of
-    // these two.
+    // The sums begin with the bias. A thread holds the sums of two channels of each block b. d[b][k] belongs to channel
+    // k >> 1 & 1 of these two.
     INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
                 d[b][k] = bias[b][k >> 1 & 1];
             }
     }
-    // Begins with 0, as sums of FP8 do: they are scaled later.
+    // The sums begin with 0. This is used for FP8, where the sums are scaled at the end, before anything is added to
+    // them.
     INLINE Accumulators() {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
                 d[b][k] = 0;
             }
     }
-    // Starts STEPS products of 16 input channels, as one group. weights: the address of 64 rows of 128 bytes for each
-    // block of channels. TRANSPOSED: the weights lie as (input, output), which is the case for the input gradient.
+    // Starts STEPS products over 16 input channels each, as one group. weights: the address of the weights; they are 64
+    // rows of 128 bytes for each block of channels. TRANSPOSED: a row of the weights belongs to an input channel of the
+    // product, not to an output channel. This is so for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
         constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
@@ -8841,13 +8854,13 @@ template <int BLOCKS, int N> struct Accumulators {
             UNROLL_FOR (int b = 0; b < BLOCKS; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Multiplies the thread's two channels of block b by factors, and then adds v to them.
+    // Multiplies the sums of the thread's two channels of block b by factors, and then adds v.
     INLINE void scale(int b, const float (&factors)[2], const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] = fmaf(d[b][k], factors[k >> 1 & 1], v[k >> 1 & 1]);
         }
     }
-    // Adds v to the thread's two channels of block b, at all pixels.
+    // Adds v to the sums of the thread's two channels of block b, at all pixels.
     INLINE void add(int b, const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] += v[k >> 1 & 1];
