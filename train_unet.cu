@@ -6134,8 +6134,8 @@ static std::string saved_so_far(const Run& run) {
 }
 
 // All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
-// on the step after which rank 0 tries again. failure, error: those of rank 0's AtomicFile. Result: whether the file
-// was written.
+// on the step after which rank 0 tries again. failure, error: these members of rank 0's AtomicFile; the other ranks
+// pass "" and 0. Result: whether the file was written.
 static bool is_written(Run* run, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
     // Print a message at the first failure, and at the first success after failures. End the run when the patience is
@@ -6163,8 +6163,8 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
     return !agreed;
 }
 
-// Writes a model file: the header, the arrays in the order of the format, and the history of losses. Each rank has a
-// slice of each array. All ranks call this function, because they gather the slices together. Only rank 0 writes.
+// Writes a model file: the header, the arrays in the order of the format, and the history of losses. Each rank holds
+// a slice of each array. All ranks call this function, because they gather the slices together. Only rank 0 writes.
 // Result: whether the file was written.
 static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
@@ -6238,7 +6238,7 @@ static void save_checkpoint(Run* run) {
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
     const std::string paths = c.data_file + '\0' + c.cond_file;
     memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
-    // The rates of the averages. The first one has a slot of its own.
+    // The rates of the averages. The first rate has a slot of its own.
     h.set(SLOT_EMA_RATE, c.emas[0]);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
@@ -6352,7 +6352,7 @@ static void report_bad_step(Run* run) {
            "so this step is skipped (%ld in a row, %ld in all)\n",
            s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
     if (s.bad_in_row < run->config.max_bad_steps) return;
-    write_log(run); // its last rows show what happened
+    write_log(run); // the last rows of log.csv show what happened
     stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
 }
 
@@ -6370,9 +6370,10 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
-// Returns the number of the checkpoint's array from which the k-th average of a resumed run goes on. This is the
-// average of the same rate. If the file has none of this rate, it is the file's k-th average. If there is no k-th
-// average either, it is the weights (array 0).
+// Returns the number of the checkpoint's array from which the k-th average of a resumed run goes on. This array is the
+// average of the same rate. If the checkpoint holds no average of this rate, it is the checkpoint's k-th average. If
+// there is no k-th average either, it is the weights (array 0). An average by a power function (rate > 1) must be in
+// the checkpoint.
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // The rates may have been given in another order than before.
@@ -6712,7 +6713,7 @@ static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     s->value_rows.assign(d.values.begin(), d.values.begin() + rows * c.cond_dim);
 }
 
-// The images of a run's grids are conditioned on the first pictures of d: the validation data or, without it, the
+// The images of a run's grids are conditioned on the first pictures of d. d is the validation data or, without it, the
 // training data.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!c.cond_channels) return;
@@ -7014,8 +7015,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // (apply_preset) and model files (take_model_file). With --sample, sample_and_stop follows. For a run, check_run,
 // take_data_shape and train follow.
 
-// Returns the settings of a model file of unet.cu. Its header has the shape of the network, but nothing about the
-// diffusion. We assume what unet.cu itself trains with: 1000 steps and the linear schedule. Flags may change that.
+// Returns the settings of a model file of unet.cu. The file's header holds the shape of the network, but nothing about
+// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. Flags may
+// change this.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
@@ -7032,7 +7034,7 @@ static Config unet_cu_config(const ModelFile& model) {
     set("in_channels", channels);
     set("num_channels", num_channels);
     set("max_period", max_period);
-    // Its network has attention at the third and fourth level.
+    // The network of unet.cu has attention at its third and fourth level.
     c.image_size = text("%dx%d", height, width);
     c.attention_resolutions = text("%d,%d", height / 4, height / 8);
     c.learn_sigma = out_channels == 2 * (int64_t)channels;
@@ -7041,8 +7043,8 @@ static Config unet_cu_config(const ModelFile& model) {
     return c;
 }
 
-// Sets a flag to the value in a model file. If the command line gives the flag, too, it must mean the same value,
-// unless the flag is one of those that may change from run to run.
+// Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
+// Only for a flag that may change from run to run, they may differ; then the value of the command line stays.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -7250,7 +7252,7 @@ static std::string resume_path(const Config& c, const Folder& output) {
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    // Every step was either an update or skipped, and the guard has counted every update (n).
+    // Every step was either an update or skipped. The guard's n is the number of updates.
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool counts = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool bad_counts = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
@@ -7280,7 +7282,7 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// Returns a checksum that tells two input files apart, in about a second. Our own files have, in their first 1024
+// Returns a checksum that tells two input files apart, in about a second. Our own files hold, in their first 1024
 // bytes, a checksum of their whole content, which is verified when they are read. So the first 1024 bytes of these
 // files would be enough. But files of unet.cu hold no checksum. Therefore up to 64 MiB of any file are read: the whole
 // file or, if it is larger, 256 parts of it (BLOCKS) at equal distances, the first at its beginning and the last at its
@@ -7394,8 +7396,8 @@ static void check_contradictions(const Config& c) {
 // Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
 // choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
-    // Without --preset, the size of the images decides the preset, which sets what the command line leaves open. A
-    // model file overrules the preset.
+    // Without --preset, the preset is chosen by the size of the images. A preset sets flags that the command line
+    // leaves open. If a model file holds another value for such a flag, the model file's value is used.
     if (c->preset.empty()) {
         if (c->given("data_file")) *data = open_dataset(c->data_file);
         c->preset = default_preset(*c, *data);
@@ -7507,10 +7509,10 @@ template <> struct ElementOf<bf16> {
 // with_nonlinearity. The group norms of both builds call these functions, and contain no formula of a nonlinearity
 // themselves.
 //
-// The two functions take different arguments. f takes z. df, the derivative at z, takes u = Z_FACTOR<T> z, from which
-// the sigmoid is computed fastest. The factor costs nothing: a norm's z is x * scale + shift, and the norm multiplies
-// scale and shift by the factor, once for each image and channel. For bf16, u = -z log2(e), since the hardware computes
-// 2^u, which is then e^-z. For fp32, u is z.
+// The argument of f is z. The argument of df, which is the derivative at z, is u = Z_FACTOR<T> z, because the sigmoid
+// is computed fastest from u. The factor costs nothing: a norm's z is x * scale + shift, and the norm multiplies scale
+// and shift by the factor, once for each image and channel. For bf16, u = -z log2(e), since the hardware computes 2^u,
+// which is then e^-z. For fp32, u is z.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
@@ -7786,8 +7788,8 @@ constexpr bool CLUSTERS = ARCH >= 900;
 // PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are
 // not static, so that the compiler does not warn about those that a build does not use.
 
-// An instruction without results. Because of volatile and "memory", the compiler moves no other memory access and no
-// barrier past it.
+// PTX(...) is an instruction without results. Because of volatile and "memory", the compiler moves no other memory
+// access and no barrier past this instruction.
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
 // Waits until the kernels before this one have ended and their writes can be seen (see launch_on). After that, it lets
@@ -8115,9 +8117,8 @@ template <int... BITS> INLINE float lane_max(float v) {
 }
 
 // Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, each
-// lane holds 2 HALF values in v. Afterwards v[0 ... HALF - 1] of the lower lane holds the sums of values 0 ... HALF -
-// 1, and v[0 ... HALF - 1] of the upper lane holds the sums of values HALF ... 2 HALF - 1. Returns whether this lane is
-// the upper lane.
+// lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane those of the first
+// HALF values, and in the upper lane those of the last HALF values. Returns whether this lane is the upper lane.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -8400,15 +8401,16 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 //   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
 //
-// So a thread holds elements of two rows, r and r + 8, and of the same two columns in every 8.
-// K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B.
+// So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
+// K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B, without +=.
 // The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
 // An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA, mostly as numbers
 // of the asm's operands (%0, %1, ...):
 //   D              D's registers
-//   A, B, TA, TB   with A in shared memory: the descriptors of A and B, their majors. Else: the four registers of A
+//   A, B, TA, TB   with A in shared memory: the descriptors of A and B, and their majors (K_MAJOR or MN_MAJOR);
+//                  with A in registers: the four registers of A
 //   E, F, ADDS     with A in registers: the descriptor of B, its major, ADD
 //   ...            D's registers, as C++ operands of the asm
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
@@ -8825,8 +8827,7 @@ template <int BLOCKS, int N> struct Accumulators {
                 d[b][k] = bias[b][k >> 1 & 1];
             }
     }
-    // The sums begin with 0. This is used for FP8, where the sums are scaled at the end, before anything is added to
-    // them.
+    // The sums begin with 0. This is used for FP8, where the sums are scaled before the bias is added.
     INLINE Accumulators() {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
