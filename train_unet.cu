@@ -7044,7 +7044,7 @@ static Config unet_cu_config(const ModelFile& model) {
 }
 
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
-// Only for a flag that may change from run to run, they may differ; then the value of the command line stays.
+// But a flag that may change from run to run keeps the value of the command line.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
