@@ -5772,8 +5772,8 @@ static LogValues parse_row(const std::string& row) {
     return values;
 }
 
-// Summarises a few neighbouring rows of log.csv for the page. In a short run this is one row. The arrays have an
-// element for each of the nine columns from loss to val_loss.
+// Summarises a few neighbouring rows of log.csv for the page. While a run is short, each part summarises one row. The
+// arrays hold one element for each of the nine columns from loss to val_loss.
 struct LogPart {
     int64_t first;   // the first row's step
     int64_t last;    // the last row's step
@@ -5784,7 +5784,7 @@ struct LogPart {
     double sum[9];   // the sum of a column's values
     int n[9];        // how many rows have a value in this column
 
-    // Adds the part that comes next.
+    // Adds the rows of `next`, which follow the rows of this part.
     void join(const LogPart& next) {
         last = next.last;
         skipped += next.skipped;
@@ -5799,11 +5799,12 @@ struct LogPart {
 };
 
 // Summarises a log of any length in fewer than MAX_PARTS parts. Each part summarises the same number of rows; only the
-// last part may have fewer. When there would be MAX_PARTS parts, each pair of neighbours is joined into one part.
+// last part may summarise fewer. When the number of parts reaches MAX_PARTS, each pair of neighbouring parts is joined
+// into one part.
 struct LogSummary {
     static constexpr size_t MAX_PARTS = 4096;
     std::vector<LogPart> parts;
-    int64_t rows = 1;   // the rows of a part; it is doubled when parts are joined
+    int64_t rows = 1;   // how many rows a part summarises; this number is doubled when parts are joined
     Guard guard{};      // judges the rows again, because a row does not say whether its step was skipped
     double mean = 0;    // the mean loss of about the latest tenth of the steps, but of at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
@@ -5829,7 +5830,7 @@ static LogPart part_of_row(const LogValues& values, double seconds, bool skipped
     return part;
 }
 
-// Adds the row that comes next.
+// Adds a row, which must be the next row of the log.
 void LogSummary::add(const std::string& row) {
     const LogValues values = parse_row(row);
     const double loss = values[COLUMN_LOSS];
@@ -5842,8 +5843,9 @@ void LogSummary::add(const std::string& row) {
     // The run's own guard has judged the step by the same rule.
     const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     const LogPart part = part_of_row(values, seconds, skipped);
-    // The newest of n losses has the share 10 / (n + 9) of the mean, so that the k-th loss has a weight of about k^9.
-    // From n = 491 on the share stays 0.02: then the mean depends on about the last fifty steps.
+    // The share of the newest of n losses in the mean is 10 / (n + 9). Then the weight of the k-th loss is about
+    // proportional to k^9. From n = 491 on the share stays 0.02, so that the mean depends on about the last fifty
+    // steps.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
@@ -5863,7 +5865,7 @@ void LogSummary::add(const std::string& row) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a run holds
 
-// What index.html needs to know beside the run (host/page.h).
+// What host/page.h needs, in addition to the other members of Run, to write index.html.
 struct Page {
     std::string about{}; // the model, the machine, the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
@@ -5950,7 +5952,8 @@ static int64_t best_step(const Run& run) {
 }
 
 // Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
-// removed. The rows that stay are added to the page. One of them holds the validation loss of best.bin.
+// removed. The rows that stay are added to the page's summary. The row of best.bin's step holds the validation loss of
+// best.bin.
 static void open_log(Run* run) {
     if (world.rank) return;
     const int64_t best = best_step(*run);
@@ -5961,7 +5964,7 @@ static void open_log(Run* run) {
     while (std::getline(old, row) && !old.eof()) { // a last row without a line break was cut short, and is ignored
         const LogValues values = parse_row(row);
         const double step = values[COLUMN_STEP];
-        const bool belongs = step > 0 && step <= (double)run->first_step; // the line of column names has step 0 here
+        const bool belongs = step > 0 && step <= (double)run->first_step; // false for the line of column names (step 0)
         if (!belongs) continue;
         run->summary.add(row);
         const double val_loss = values[COLUMN_VAL_LOSS];
@@ -5996,7 +5999,7 @@ static void check_folder(Run* run) {
 
 // Writes the rows that log.csv lacks. If the disk has no room for all of them, the rest waits; the run goes on.
 static void write_log(Run* run) {
-    // The system may write only a part of what it is given.
+    // A call of write may write only a part of the rows.
     std::string& rows = run->unwritten_rows;
     while (!rows.empty()) {
         const ssize_t written = write(run->log_file, rows.data(), rows.size());
@@ -6091,8 +6094,9 @@ static std::string shorten_status(std::string line, size_t columns) {
     return line;
 }
 
-// Prints the status line. When the first steps have shown how long the run will take, and this is more than three
-// hours, it prints this time, too, but only once: a beginner may not have meant to start such a long run.
+// Prints the status line. After the first three steps, this function also estimates how long the rest of the run will
+// take. If this is more than three hours, it prints the estimate, but only once: a beginner may not have meant to start
+// such a long run.
 static void print_step(Run* run, double val) {
     const Config& c = run->config;
     const StepState& s = run->state;
@@ -6119,12 +6123,13 @@ static void print_step(Run* run, double val) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- checkpoints, snapshots and grids
 
-// Is called after a good step. The newest checkpoint led to this step, so it is good, too, and older ones are no longer
-// needed. --keep_checkpoints is the number of checkpoints that stay; 0: all of them stay.
+// Is called after a good step. The run came to this step from the newest checkpoint, so that checkpoint is good, too.
+// Now the oldest checkpoints may be removed. --keep_checkpoints is the number of checkpoints that stay; 0: all of them
+// stay.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = run->folder.list(); // sorted by step: the oldest checkpoint comes first
-    // If best.bin is one of these checkpoints, its file stays: best.bin is another link to it.
+    // If best.bin is a link to a removed checkpoint, the content stays on the disk under the name best.bin.
     while (keep && found.size() > keep) {
         const auto oldest = found.begin();
         run->folder.remove(oldest->second);
@@ -6151,15 +6156,15 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// Says which step the user can go on from if the run ends now.
+// Returns a text for the user: from which saved step a run can go on if this run ends now.
 static std::string saved_so_far(const Run& run) {
     if (run.saved_step) return text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved_step);
     return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
 }
 
 // All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
-// on the step after which rank 0 tries again. failure, error: those of rank 0's AtomicFile. Result: whether the file
-// was written.
+// on the step after which rank 0 tries again. failure, error: these members of rank 0's AtomicFile; the other ranks
+// pass "" and 0. Result: whether the file was written.
 static bool is_written(Run* run, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
     // Print a message at the first failure, and at the first success after failures. End the run when the patience is
@@ -6187,8 +6192,8 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
     return !agreed;
 }
 
-// Writes a model file: the header, the arrays in the order of the format, and the history of losses. Each rank has a
-// slice of each array. All ranks call this function, because they gather the slices together. Only rank 0 writes.
+// Writes a model file: the header, the arrays in the order of the format, and the history of losses. Each rank holds
+// a slice of each array. All ranks call this function, because they gather the slices together. Only rank 0 writes.
 // Result: whether the file was written.
 static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
@@ -6262,7 +6267,7 @@ static void save_checkpoint(Run* run) {
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
     const std::string paths = c.data_file + '\0' + c.cond_file;
     memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
-    // The rates of the averages. The first one has a slot of its own.
+    // The rates of the averages. The first rate has a slot of its own.
     h.set(SLOT_EMA_RATE, c.emas[0]);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
@@ -6281,8 +6286,8 @@ static void save_checkpoint(Run* run) {
     keep_best(run, name);
 }
 
-// Writes the two averages by power functions (POWER_EMAS) into a model file. In its header, the number of updates takes
-// the place of the number of steps, because the averages depend on the number of updates.
+// Writes the two averages by power functions (POWER_EMAS) into a model file. Its header holds the number of updates in
+// the slot for the number of steps, because the averages depend on the number of updates.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -6314,7 +6319,7 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     const size_t row = (size_t)c.W * C;
     std::vector<float> shown;
     for (size_t at = 0; at < images.size(); at += row) {          // where a row of an image begins
-        const size_t first_pixel = at / C % (s.truth.size() / C); // if there are more images, the pictures repeat
+        const size_t first_pixel = at / C % (s.truth.size() / C); // for more images, the pictures repeat
         for (int w = 0; w < c.W; w++)
             for (int channel = 0; channel < C; channel++)
                 shown.push_back(s.pictures[(first_pixel + w) * K + (K >= C ? channel : 0)]);
@@ -6350,12 +6355,13 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// Says whether the folder holds a run that has, or may later write, a file of this name. Nothing else may be written
-// there under such a name: the run would replace that file, or read it as its own.
+// Says whether the folder holds a run, and whether this is a name for files of a run. Only the run itself may write
+// files of such names into its folder. The run would replace any other file of this name, or read it as a file of its
+// own.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
-    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // loss.png: of train_unet.py
+    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // train_unet.py writes loss.png
         if (name == one_of_its) return true;
     const bool has_step = step_in_name(name, "model_", ".bin") >= 0 || step_in_name(name, "ema_", ".bin") >= 0 ||
                           step_in_name(name, "samples_", ".png") >= 0;
@@ -6375,7 +6381,7 @@ static void report_bad_step(Run* run) {
            "so this step is skipped (%ld in a row, %ld in all)\n",
            s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
     if (s.bad_in_row < run->config.max_bad_steps) return;
-    write_log(run); // its last rows show what happened
+    write_log(run); // the last rows of log.csv show what happened
     stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
 }
 
@@ -6393,9 +6399,10 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
-// Returns the number of the checkpoint's array from which the k-th average of a resumed run goes on. This is the
-// average of the same rate. If the file has none of this rate, it is the file's k-th average. If there is no k-th
-// average either, it is the weights (array 0).
+// Returns the number of the checkpoint's array from which the k-th average of a resumed run goes on. This array is the
+// average of the same rate. If the checkpoint holds no average of this rate, it is the checkpoint's k-th average. If
+// there is no k-th average either, it is the weights (array 0). An average by a power function (rate > 1) must be in
+// the checkpoint.
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // The rates may have been given in another order than before.
@@ -6450,7 +6457,8 @@ static void restore(Run* run, const ModelFile& m) {
     if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
-    // A step's images begin at position step * B of the data. So another batch size means other images.
+    // The images of a step begin at position step * B of the stream of images. So with another batch size, the run
+    // continues with other images.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
     if (B != before)
@@ -6481,11 +6489,12 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     if (has_checkpoint) what = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest_step);
     must(!resume.empty(), c.output_dir, "already holds a run" + what + ", or choose another --output_dir");
 
-    // Its checkpoint must lie in this folder.
+    // The checkpoint that this run goes on from must lie in this folder.
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
     must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
-    // No checkpoint may be of a later step: this run would come to the same step and replace that checkpoint.
+    // No checkpoint in the folder may be of a later step than `resume`: this run would come to that step, too, and
+    // replace that checkpoint.
     const bool none_is_later = newest_step <= resume_step;
     const bool has_wrong_name = !none_is_later && std::filesystem::equivalent(newest, resume, error);
     must(!has_wrong_name, newest, text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
@@ -6517,13 +6526,13 @@ static void print_memory(const Config& c, const UNet& net) {
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // There is a copy of the weights, and one of their first average.
+    // With bf16 there are copies of two arrays: of the weights, and of their first average.
     const double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
 
-    // The parts of all memory that the program has allocated. What belongs to no other part is in `rest`.
+    // What the allocated memory is used for. `rest` is the memory that belongs to none of the other uses.
     const double all = device_bytes / GIB;
     const double weights = array + c.emas.size() * slice + copies;
-    const double grads = world.size > 1 ? 2 * array : array; // a rank also receives the gradients of others
+    const double grads = world.size > 1 ? 2 * array : array; // a rank also receives gradients from other ranks
     const double moments = 2 * slice;
     const double arena = net.arena_bytes / GIB;
     const double rest = all - weights - grads - moments - arena;
@@ -6532,8 +6541,9 @@ static void print_memory(const Config& c, const UNet& net) {
            all, weights, grads, moments, net.B, arena, rest);
 }
 
-// Returns the flags of its preset that a run uses. A value that a model file or the data has replaced is left out. (A
-// value that the command line has replaced is kept: print_start prints the command line's flags after it.)
+// Returns the flags of the run's preset, with their values. A flag is left out if a model file or the data has replaced
+// its value. (If the command line has replaced the value, the flag is kept: print_start prints the command line's flags
+// after those of the preset.)
 static std::string preset_in_force(const Config& c) {
     std::string kept;
     std::istringstream words(PRESETS.at(c.preset)); // --name value --name value
@@ -6587,8 +6597,8 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // The loss is rounded as in log.csv. A resumed run reads it there, and must decide about best.bin as a run without
-    // a pause.
+    // The loss is rounded as in log.csv, from which a resumed run reads it. So a resumed run makes the same decision
+    // about best.bin as a run without a pause.
     run->val_loss = atof(text("%.9g", val).c_str());
 
     const double count = (double)(run->issued - logged);
@@ -6637,8 +6647,9 @@ static void run_step(Run* run) {
     // Says whether something is due that happens after every `interval` steps and after the last one. 0: it never
     // happens.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // The same for files. If a step was skipped or the disk is full, a file can't be written when it is due. Then it is
-    // written as soon as possible. written: the step of the newest file of this kind.
+    // Says the same about a file that is written every `interval` steps. If a step was skipped or the disk is full, a
+    // file can't be written when it is due. Then it is written as soon as possible. written: the step of the newest
+    // file of this kind.
     auto file_due = [&](int interval, int64_t written) {
         const bool is_behind = interval && step / interval > written / interval;
         return interval && (last || (is_behind && step >= run->retry_at));
@@ -6731,7 +6742,7 @@ static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     s->value_rows.assign(d.values.begin(), d.values.begin() + rows * c.cond_dim);
 }
 
-// The images of a run's grids are conditioned on the first pictures of d: the validation data or, without it, the
+// The images of a run's grids are conditioned on the first pictures of d. d is the validation data or, without it, the
 // training data.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!c.cond_channels) return;
@@ -6877,10 +6888,10 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Says whether a file holds something that must not be lost when samples replace it: a model, or data that are no
-// samples.
+// Says whether a file must not be replaced by samples, because something would be lost: the file holds a model, or data
+// that are no samples.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
-    // All our files begin with a header of 1024 bytes, and its first slot says what they are.
+    // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     Header h;
     const bool long_enough = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
@@ -6895,8 +6906,8 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
     return is_model || (is_data && !are_samples);
 }
 
-// Opens the folder of --output. Drawing samples may take long, so everything that would make the writing fail is
-// checked first: a name that can't be written, or a file that must not be replaced.
+// Opens the folder of --output. Drawing samples may take long. So what would make the writing fail is found before the
+// samples are drawn: a name that can't be written, or a file that must not be replaced.
 static Folder open_output(const Config& c, const std::string& resume) {
     // Every message begins with the flag.
     auto must = [&](bool ok, const std::string& why) {
@@ -6913,7 +6924,7 @@ static Folder open_output(const Config& c, const std::string& resume) {
 
     must(!is_name_of_run(folder, name), NAME_OF_RUN);
 
-    // A file of this name may be replaced if it holds samples, and if this program does not read it.
+    // A file of this name is not replaced if it holds a model or data that are no samples, or if this program reads it.
     struct stat target;
     const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
     if (is_there) {
@@ -6923,7 +6934,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
              {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values, c.cond_file}) {
             struct stat input;
             if (file.empty() || stat(file.c_str(), &input)) continue;
-            // Two names may belong to the same file. A file is identified by its device and its number there.
+            // Two names may belong to the same file. A file is identified by its device and by its inode number on this
+            // device.
             const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
             must(!same, "would replace " + file + ", which is read; choose another name");
         }
@@ -6959,7 +6971,7 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     h.slot[DATA_SLOT_WIDTH] = c.W;
     h.slot[DATA_SLOT_BYTES] = sizeof(float);
     h.slot[DATA_SLOT_BODY_CRC] = data_crc;
-    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // computed while this slot is 0
+    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // this slot is still 0 when the checksum is computed
     return std::string((const char*)h.slot, 1024) + data;
 }
 
@@ -6977,8 +6989,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     float* params = device_copy(flat);
     const Fp8Weights fp8 = make_fp8_weights(net, flat);
 
-    // Makes the sampler, and reads its pictures and images: the pictures that are its condition (--cond_channels); the
-    // images that it starts from (--start_from), or whose known part it keeps (--inpaint).
+    // Makes the sampler. Reads its pictures, if the samples are conditioned on pictures (--cond_channels). Reads its
+    // images: those that sampling starts from (--start_from), or those whose known part stays (--inpaint).
     Sampler sampler = make_sampler(c, net.B);
     const int C = c.in_channels;
     if (c.cond_channels) sampler.pictures = sample_pictures(c);
@@ -7010,8 +7022,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
-    // An evaluation is one call of the network for an image. plan.steps has an entry for each; a step of heun is two
-    // entries, except for a step to noise 0.
+    // An evaluation is one call of the network for an image. From plan.first on, plan.steps contains one entry for each
+    // evaluation. A step of heun is two entries, except a step to noise 0, which is one entry.
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.first);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
            evaluations, seconds, c.sample / seconds, c.output.c_str());
@@ -7032,8 +7044,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // (apply_preset) and model files (take_model_file). With --sample, sample_and_stop follows. For a run, check_run,
 // take_data_shape and train follow.
 
-// Returns the settings of a model file of unet.cu. Its header has the shape of the network, but nothing about the
-// diffusion. We assume what unet.cu itself trains with: 1000 steps and the linear schedule. Flags may change that.
+// Returns the settings of a model file of unet.cu. The file's header holds the shape of the network, but nothing about
+// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. Flags may
+// change this.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
@@ -7050,7 +7063,7 @@ static Config unet_cu_config(const ModelFile& model) {
     set("in_channels", channels);
     set("num_channels", num_channels);
     set("max_period", max_period);
-    // Its network has attention at the third and fourth level.
+    // The network of unet.cu has attention at its third and fourth level.
     c.image_size = text("%dx%d", height, width);
     c.attention_resolutions = text("%d,%d", height / 4, height / 8);
     c.learn_sigma = out_channels == 2 * (int64_t)channels;
@@ -7059,8 +7072,8 @@ static Config unet_cu_config(const ModelFile& model) {
     return c;
 }
 
-// Sets a flag to the value in a model file. If the command line gives the flag, too, it must mean the same value,
-// unless the flag is one of those that may change from run to run.
+// Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
+// But a flag that may change from run to run keeps the value of the command line.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -7073,7 +7086,8 @@ static void take_from_file(Config* c, const std::string& path, const std::string
             path.c_str(), flag_value(*c, f).c_str());
 }
 
-// Says whether parse_model reads a flag's text. A header holds such a flag in another form: as a list, or in two slots.
+// Says whether a flag's value is a text that parse_model reads. In a header, such a value is not one number in one
+// slot, but a list of numbers, or two numbers in two slots.
 static bool is_parsed(const std::string& name) {
     return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
 }
@@ -7099,8 +7113,9 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     return {data_file, rest.substr(0, rest.find('\0'))};
 }
 
-// Finds a file that a checkpoint names. The name may be relative to the folder in which the run was started, which may
-// be one of those above the checkpoint. So the file is also looked for in all folders above the checkpoint.
+// Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
+// started. That folder may be one of the folders above the checkpoint. So the file is also looked for in all of these
+// folders.
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
@@ -7209,8 +7224,8 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
     }
 }
 
-// Takes the size, channels and classes of the images from the data file, if neither a flag nor a model file gives them.
-// where: "FILE: " if a model file gives them; otherwise "". Then checks that the data fits the model.
+// Takes the size, channels and classes of the images from the data file, if neither a flag nor a model file sets them.
+// Then checks that the data fits the model. where: "FILE: " if a model file sets them; otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
@@ -7266,7 +7281,7 @@ static std::string resume_path(const Config& c, const Folder& output) {
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    // Every step was either an update or skipped, and the guard has counted every update (n).
+    // Every step was either an update or skipped. The guard's n is the number of updates.
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool counts = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool bad_counts = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
@@ -7296,7 +7311,7 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// Returns a checksum that tells two input files apart, in about a second. Our own files have, in their first 1024
+// Returns a checksum that tells two input files apart, in about a second. Our own files hold, in their first 1024
 // bytes, a checksum of their whole content, which is verified when they are read. So the first 1024 bytes of these
 // files would be enough. But files of unet.cu hold no checksum. Therefore up to 64 MiB of any file are read: the whole
 // file or, if it is larger, 256 parts of it (BLOCKS) at equal distances, the first at its beginning and the last at its
@@ -7330,8 +7345,9 @@ static std::string describe_input(const std::string& name, const std::string& pa
     return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
 }
 
-// Ends the program before anything is written if ranks have different programs, inputs or flags. They would compute
-// different things, or wait for each other for ever. Each rank describes itself in lines of text, which are compared.
+// Ends the program, before anything is written, if ranks run different programs, or read different inputs or flags.
+// Such ranks would compute different things, or wait for each other for ever. Each rank describes its program, inputs
+// and flags in lines of text, which are compared.
 static void compare_ranks(const Config& c, const std::string& weights) {
     if (world.size < 2) return;
     std::ifstream self("/proc/self/exe", std::ios::binary);
@@ -7409,8 +7425,8 @@ static void check_contradictions(const Config& c) {
 // Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
 // choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
-    // Without --preset, the size of the images decides the preset, which sets what the command line leaves open. A
-    // model file overrules the preset.
+    // Without --preset, the preset is chosen by the size of the images. A preset sets flags that the command line
+    // leaves open. If a model file holds another value for such a flag, the model file's value is used.
     if (c->preset.empty()) {
         if (c->given("data_file")) *data = open_dataset(c->data_file);
         c->preset = default_preset(*c, *data);
@@ -7495,9 +7511,9 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // 14. What all devices share: elements, nonlinearities, patches of pixels
 
 // Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> holds the constants that depend
-// on the type, except for those that follow from its size. Other code depends on the type, too: the conversions (in
-// "Activations: pieces of 16 bytes"), mma and pack_pair (in "Tensor cores by mma.sync"), and with_act, which calls code
-// with the type of an Element.
+// on the type, except those that follow from the type's size. Other code depends on the type, too: the conversions (in
+// "Activations: pieces of 16 bytes"), mma and pack_pair (in "Tensor cores by mma.sync"), and with_act, which calls a
+// function for the type of act_element.
 template <class T> struct ElementOf;
 template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
 template <> struct ElementOf<float> {
@@ -7522,10 +7538,10 @@ template <> struct ElementOf<bf16> {
 // with_nonlinearity. The group norms of both builds call these functions, and contain no formula of a nonlinearity
 // themselves.
 //
-// The two functions take different arguments. f takes z. df, the derivative at z, takes u = Z_FACTOR<T> z, from which
-// the sigmoid is computed fastest. The factor costs nothing: a norm's z is x * scale + shift, and the norm multiplies
-// scale and shift by the factor, once for each image and channel. For bf16, u = -z log2(e), since the hardware computes
-// 2^u, which is then e^-z. For fp32, u is z.
+// The argument of f is z. The argument of df, which is the derivative at z, is u = Z_FACTOR<T> z, because the sigmoid
+// is computed fastest from u. The factor costs nothing: a norm's z is x * scale + shift, and the norm multiplies scale
+// and shift by the factor, once for each image and channel. For bf16, u = -z log2(e), since the hardware computes 2^u,
+// which is then e^-z. For fp32, u is z.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
@@ -7550,8 +7566,8 @@ template <class T, class F> HD INLINE void with_nonlinearity(Nonlinearity n, F w
     }
     ALL_CASES_RETURN
 }
-// nvcc's compilers look for a missing case only in code for the host. So this compiles with_nonlinearity for the host,
-// too.
+// nvcc's compilers look for a missing case only in code for the host. So the last line here compiles with_nonlinearity
+// for the host, too.
 struct NoWork {
     template <class N> HD void operator()(N) const {}
 };
@@ -7574,8 +7590,9 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 
 #include "dev/reference.h"
 
-// Here is what the interface needs beside the operations. Much of it is empty: the device's memory is the host's, work
-// is done when a function returns, and operations allocate the memory that they need (so they need no workspace).
+// These are the functions of the interface that are no operations. Many of them do nothing: the device's memory is the
+// host's, work is done when a function returns, and operations allocate the memory that they need (so they need no
+// workspace).
 // conv_takes_skip: on a CPU no convolution computes its skip connection itself.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
@@ -7601,7 +7618,7 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() { return SIZE_MAX; } // the system decides when memory is requested
+static size_t device_available() { return SIZE_MAX; } // whether there is enough is found out when memory is requested
 [[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
@@ -7624,11 +7641,11 @@ static void start_device(const std::string& precision, int number) {
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
 
-// Repeated work is simply done again.
+// A CPU records no work: each call of replay calls work.
 template <class F> static void replay(Graph*, F work) { work(); }
 static void free_graph(Graph*) {}
 
-// The host's buffer and the device's are the same memory.
+// The two buffers of an Upload, the host's and the device's, are the same memory.
 static Upload make_upload(size_t bytes) {
     uint8_t* p = (uint8_t*)device_alloc_bytes(bytes);
     return Upload{p, p, bytes, nullptr, nullptr};
@@ -7649,14 +7666,14 @@ static void release(Upload*) {}
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
-#define NO_UNROLL_FOR _Pragma("unroll 1") for // where the compiler would unroll a loop, and then registers would spill
+#define NO_UNROLL_FOR _Pragma("unroll 1") for // for loops that the compiler would unroll, so that registers would spill
 
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// The properties of a GPU on which the choice of a kernel may depend. If a new kind of GPU has its own tiles, it needs
-// one more member below.
+// The properties of a GPU on which the choice of a kernel may depend. To give a new kind of GPU tiles of its own, add a
+// member that tells this kind from the others.
 struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory: of a multiprocessor, and the most for one block
@@ -7712,9 +7729,10 @@ Lane* const MAIN_LANE = &device;
 //   kernel B        |-- prepares --|waits |---- blocks run ----|
 //                                         ^ await_previous_kernel returns
 //
-// B's blocks start as soon as all blocks of A have started and there is room. So every kernel that is launched like
-// this calls await_previous_kernel before it touches anything that another kernel writes. Before that it may compute
-// addresses, read its parameters, and read what kernels before A wrote: those have ended.
+// B's blocks start as soon as all blocks of A have called await_previous_kernel and there is room. So every kernel that
+// is launched like this calls await_previous_kernel before it reads or writes anything that another kernel writes.
+// Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote, because those
+// kernels have ended.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
 template <class... Parameters, class... Arguments>
 static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
@@ -7799,13 +7817,13 @@ constexpr bool CLUSTERS = ARCH >= 900;
 // PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are
 // not static, so that the compiler does not warn about those that a build does not use.
 
-// An instruction without results. Because of volatile and "memory", the compiler moves no other memory access and no
-// barrier past it.
+// PTX(...) is an instruction without results. Because of volatile and "memory", the compiler moves no other memory
+// access and no barrier past this instruction.
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
-// Waits until the kernels before this one have ended and their writes can be seen (see launch_on). Only then does it
-// let the next kernel start. If it let the next kernel start first, three kernels could overlap, although the third one
-// waits only for the second.
+// Waits until the kernels before this one have ended and their writes can be seen (see launch_on). After that, it lets
+// the next kernel start. With the opposite order, three kernels could overlap, although the third kernel waits only for
+// the second one.
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
@@ -7833,9 +7851,9 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 
 // --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
 // An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
-// things have happened: as many threads have arrived as mbarrier_init was told, and all bytes that were announced for
-// the phase have been written by TMA or st.async. A waiting thread names the phase's parity (0 for phases 0, 2, 4,
-// ...), so no thread may be two phases late.
+// things have happened: `arrivals` threads (see mbarrier_init) have arrived, and TMA or st.async has written all bytes
+// that were announced for the phase. A thread that waits for a phase gives only the phase's parity (0 for phases 0, 2,
+// 4, ...), so no thread may be two phases late.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
@@ -7851,7 +7869,7 @@ INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until th
 INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
 
 // --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
-// accesses to one another's shared memory
+// accesses to the shared memory of its other blocks
 // The barrier has two halves, and a block can do something else between them. cluster_arrive makes only the initial
 // state of mbarriers visible to the other blocks, and no other writes.
 INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
@@ -7863,8 +7881,8 @@ INLINE uint32_t at_block(uint32_t p, int rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
     return p;
 }
-// Writes 8 or 16 bytes to such an address, in the background. When they are written, this is reported to `barrier`,
-// which must be in the same block as the address.
+// Writes 8 or 16 bytes, in the background, to an address that at_block returned. When the bytes are written, this is
+// reported to `barrier`, an mbarrier in the shared memory of the block to which the address belongs.
 INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];", //
         "r"(p), "f"(v.x), "f"(v.y), "r"(barrier));
@@ -7912,7 +7930,7 @@ template <> INLINE void unpack<bf16>(float (&v)[8], uint4 r) {
         v[2 * i + 1] = unpack_bf16(pairs[i]).y;
     }
 }
-// sum += the values of a piece
+// Adds the values of a piece to sum.
 template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
     float v[VEC<T>];
     unpack<T>(v, piece);
@@ -7921,7 +7939,8 @@ template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
     }
 }
 
-// The reverse: packs floats into a piece. For bf16 they are rounded to the nearest bf16, ties to even.
+// pack is the reverse of unpack: it packs floats into a piece. For bf16, floats are rounded to the nearest bf16, ties
+// to even.
 INLINE uint32_t pack_bf16(float low, float high) {
     const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
     return *(const uint32_t*)&r;
@@ -7974,8 +7993,8 @@ INLINE float4 operator*(float4 a, float4 b) {
     return a;
 }
 
-// Four elements in the form that they have in memory (8 or 16 bytes), for loops that take four channels at a time.
-// to_floats converts them to floats, and from_floats rounds floats to them.
+// Four<T> is four elements as they lie in memory (8 or 16 bytes). It is used in loops over four channels at a time.
+// to_floats converts the elements to floats, and from_floats rounds floats to such elements.
 template <class T> struct FourOf;
 template <> struct FourOf<float> { typedef float4 Type; };
 template <> struct FourOf<bf16> { typedef uint2 Type; };
@@ -7996,7 +8015,7 @@ INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
-// Writes 8 or 16 bytes by one instruction. Without this the compiler splits such stores, and half of every 32-byte
+// Writes 8 or 16 bytes by one instruction. An ordinary store may be split by the compiler. Then half of every 32-byte
 // sector that is written to memory is wasted.
 INLINE void store_whole(void* p, uint4 v) {
     PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
@@ -8013,7 +8032,7 @@ template <class T> INLINE float4 store4(T* p, float4 v) {
     return to_floats<T>(four);
 }
 
-// Returns a Grad as a GradOf<T>, for kernels, which need the type of its elements.
+// Converts a Grad to a GradOf<T>. Kernels need this, because they must know the type of the gradient's elements.
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
 // dx[i ...] = v + the addends, for the VEC<T> elements of a piece
@@ -8037,8 +8056,8 @@ INLINE float reciprocal_fast(float x) {
 }
 
 // Returns 1 / (1 + e^-z). u is Z_FACTOR<T> z (see Silu). For bf16, e^-z = 2^u is one instruction. The rounding of u
-// causes a relative error of about 1e-6 at |z| = 10, far below bf16's 4e-3. For fp32 u is z, and the library's
-// exponential is exact enough.
+// causes a relative error of about 1e-6 at |z| = 10, far below bf16's 4e-3. For fp32, u is z, and e^-z is computed by
+// the library's expf, which is more exact.
 template <class T> INLINE float sigmoid(float u) {
     const float e_to_minus_z = ElementOf<T>::FAST_EXP ? exp2_fast(u) : expf(-u);
     return reciprocal_fast(1.0f + e_to_minus_z);
@@ -8060,10 +8079,11 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
 }
 
 // --- copies from global to shared memory in the background (cp.async, sm_80; PTX ISA, "Asynchronous Copy: non-bulk")
-// A thread starts copies, closes a group of them (copies_committed), does something else, and waits until all groups
-// except the latest PENDING have arrived (copies_arrived). Groups arrive in the order of their commits. A thread waits
-// only for its own copies; for the copies of other threads, a __syncthreads must follow. If a copy is not valid, it
-// writes zeros (the padding of an image). Even then `from` must be an address that can be read.
+// A thread starts copies, and closes a group of them (copies_committed). Then it does something else. Later it waits
+// until all groups except the latest PENDING have arrived (copies_arrived). Groups arrive in the order in which they
+// were closed. A thread waits only for the copies that it has started itself; for the copies of other threads, a
+// __syncthreads must follow. valid = false: the copy writes zeros (the padding of an image). Even then `from` must be
+// an address that can be read.
 INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
 template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %0;", "n"(PENDING)); }
 
@@ -8087,12 +8107,13 @@ template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* f
         copy_async_row_if(wanted, piece, from + j * VEC<T>, valid);
     }
 }
-// Returns the address of a pixel of C channels. In this form it is one instruction, a 32-bit product added to 64 bits.
+// Returns the address of a pixel of C channels. Written like this, the computation is one instruction: it multiplies
+// two 32-bit numbers, and adds the product to a 64-bit address.
 template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
 }
-// Copies BYTES bytes, 4 or 8.
+// Copies BYTES bytes (4 or 8) in the same way as copy_async_16.
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) {
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
@@ -8110,9 +8131,10 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// Returns the sum over those lanes of a warp whose numbers differ only in these bits. All these lanes get the sum.
-// lane_sum<1, 2> adds lanes 4i, 4i + 1, 4i + 2, 4i + 3; BITS are used in the order in which they are given. lane_max
-// returns the largest value instead of the sum. (The fold over `, ...` repeats the statement for each of BITS.)
+// Returns the sum over those lanes of a warp whose numbers differ only in the bits BITS. The sum is returned in each of
+// these lanes. For example, lane_sum<1, 2> adds lanes 4i, 4i + 1, 4i + 2, 4i + 3. BITS are used in the order in which
+// they are given. `lanes` is a mask of all lanes that call the function. lane_max returns the largest value instead of
+// the sum. (The fold over `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -8123,10 +8145,9 @@ template <int... BITS> INLINE float lane_max(float v) {
     return v;
 }
 
-// Adds up the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before,
-// each lane has 2 HALF values. Afterwards v[0 ... HALF - 1] of the lower lane holds the sums of values 0 ... HALF - 1,
-// and v[0 ... HALF - 1] of the upper lane holds the sums of values HALF ... 2 HALF - 1. Returns whether this lane is
-// the upper one.
+// Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, each
+// lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane those of the first
+// HALF values, and in the upper lane those of the last HALF values. Returns whether this lane is the upper lane.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -8137,9 +8158,9 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     return upper;
 }
 
-// Computes two sums for each channel, over a block's threads. For a group norm's statistics they are the sums of x and
-// of x^2; in its backward pass they are the sums of dz and of dz x. The threads lie in rows of `columns` threads. The
-// threads of a column have the same V neighbouring channels:
+// Computes two sums for each channel, over a block's threads. For a group norm's statistics, the two are the sums of x
+// and of x^2. In a group norm's backward pass, they are the sums of dz and of dz x. The threads are arranged in rows of
+// `columns` threads. All threads of a column hold values of the same V neighbouring channels:
 //
 //                column 0        column 1
 //   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
@@ -8198,14 +8219,14 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
 //   row g   [    a[0]      a[2]   ]   2q, 2q+1 [ b[0] ]             row g    [ d[0] d[1] ]
 //   row g+8 [    a[1]      a[3]   ]   2q+8, +9 [ b[1] ]             row g+8  [ d[2] d[3] ]
 //
-// A register of a and b holds two neighbours along k. So two neighbouring tiles of a result d, packed to bf16, can be
-// used as a fragment a of the next product. Attention multiplies its probabilities like this, without a detour through
-// shared memory.
+// Each register of a and b holds two elements that are neighbours along k. So two neighbouring tiles of a result d,
+// packed to bf16, can be used as a fragment a of another product. Attention does this with its probabilities, which
+// therefore need not be written to shared memory.
 
-// ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory into v[0], v[1], w[0], w[1]. They are one
-// fragment a or two fragments b. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows. Lane l gets two elements of
-// each matrix: elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4. ldmatrix_trans transposes each matrix. Both are
-// volatile, so that the compiler does not move them past a barrier.
+// ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory into v[0], v[1], w[0], w[1]. The four matrices
+// are one fragment a or two fragments b. Lanes 8i ... 8i + 7 pass the addresses of matrix i's rows. Lane l receives two
+// elements of each matrix: elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4. ldmatrix_trans transposes each matrix.
+// Both functions use volatile asm, so that the compiler does not move the loads past a barrier.
 #define LDMATRIX(NAME, TRANSPOSED)                                                                 \
     INLINE void NAME(uint32_t* v, uint32_t* w, uint32_t address) {                                 \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0,%1,%2,%3}, [%4];" \
@@ -8260,10 +8281,10 @@ INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& 
     low = *(const uint32_t*)&l;
 }
 
-// Splits N fragments, which are in a warp's registers. Before, each register holds a float, and pairs of registers hold
-// neighbours along k. Afterwards the first half of a fragment's registers holds high parts, the second half low parts.
-// The order of the k within 16 does not matter if it is the same for a and b. Returns the factor that undoes the scale.
-// For bf16 the function does nothing and returns 1.
+// Splits N fragments, which are in a warp's registers. Before, each register holds a float, and each pair of registers
+// holds two neighbours along k. Afterwards the first half of a fragment's registers holds high parts, and the second
+// half holds low parts. Within 16 values of k, any order is right if it is the same order in a and in b. Returns the
+// factor that undoes the scale. For bf16 the function does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
@@ -8282,11 +8303,13 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
 }
 
 // Convolutions split floats while they lie in shared memory, because each number is used in several fragments. A place
-// holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. Afterwards the first piece
-// holds the 8 high parts, in the layout of 8 bf16. The second piece holds the low parts. Each thread splits the floats
-// that it has copied itself, so no barrier is needed before. places(f) calls f(address) for all of a thread's places.
-// There are two steps, with a __syncthreads between them. In find_top each warp writes its largest magnitude.
-// take_apart_places scales by the largest magnitude of all warps, splits, and returns the factor that undoes the scale.
+// holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the first
+// piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread splits the
+// floats that it has copied itself, so no barrier is needed between copy and split. places(f) calls f(address) for all
+// of a thread's places.
+// There are two steps, with a __syncthreads between them. In find_top each warp writes its largest magnitude into
+// `tops`. take_apart_places finds the largest magnitude of all warps, scales by a factor that depends on it, splits,
+// and returns the factor that undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
         unpack<float>((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
@@ -8322,8 +8345,8 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
 // d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, the
 // factor that undoes the scales of both operands.
 // For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
-// cores truncate when they add. So they only add up these three products over 16 columns. This sum is added to d by
-// fp32 units, which round. Each of the three products has to wait for the one before it. So up to four tiles take
+// cores truncate when they add. So tensor cores add up only these three products over 16 columns. The fp32 units, which
+// round, add this sum to d. Each of the three products has to wait for the product before it. So up to four tiles take
 // turns, which hides the latency.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
@@ -8368,10 +8391,11 @@ template <int CHUNKS> INLINE int swizzle_key(int row) {
 // --- Hopper (sm_90a): TMA, wgmma and what goes with them
 
 // TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor"), moves a box of a tensor between global and
-// shared memory: one thread starts it, and the hardware computes all addresses. tensor_map describes the tensor and the
-// box. a, b, c, d are the coordinates of the box's first element, the innermost dimension's first: for an activation
-// channel, column, row, image. Where the box lies outside of the tensor, zeros are read, and nothing is written. The
-// box is complete when its bytes have arrived at the mbarrier, which was told to expect them (mbarrier_expect).
+// shared memory. One thread starts the move, and the hardware computes all addresses. A tensor map (made by tensor_map)
+// describes the tensor and the size of the box. a, b, c, d are the coordinates of the box's first element; a belongs to
+// the innermost dimension. For an activation, they are its channel, column, row and image. Where a box lies outside of
+// the tensor, tma_load reads zeros, and tma_store writes nothing. A load reports its bytes to an mbarrier when they
+// have arrived. Before, mbarrier_expect must tell this mbarrier how many bytes will come.
 INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
     PTX("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3,%4,%5,%6}], [%2];",
@@ -8390,30 +8414,32 @@ INLINE void prefetch_tensor_map(const CUtensorMap* map) { PTX("prefetch.tensorma
 // Waits until this thread's tma_stores have read shared memory. After that, this memory may be written again.
 INLINE void tma_stores_read() { PTX("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"); }
 // TMA and wgmma access shared memory by another path than ordinary instructions (PTX ISA, "Async proxy"). After this
-// fence they see what the thread has written there with ordinary stores.
+// fence, TMA and wgmma see what the thread has written to shared memory with ordinary stores.
 INLINE void fence_async() { PTX("fence.proxy.async.shared::cta;"); }
 
-// Named barriers (PTX ISA, "bar"). A block has 16; `id` is the number of one. `threads` threads take part in it.
-// warps_sync arrives and waits; warps_arrive only arrives.
+// Named barriers (PTX ISA, "bar"). A block has 16 of these barriers, with the numbers (id) 0 to 15. `threads` threads
+// take part in a barrier. warps_sync arrives at the barrier and waits; warps_arrive only arrives.
 INLINE void warps_sync(int id, int threads) { PTX("bar.sync %0, %1;", "r"(id), "r"(threads)); }
 INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id), "r"(threads)); }
 
 // wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"): a warpgroup, 4 warps, computes
-// D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory; A is there, too, or in registers (as
-// fragments of mma_bf16, 16 rows to a warp). D is in registers, in float d[N / 2] of each thread:
+// D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory. A is in shared memory, too, or in
+// registers: then each warp holds 16 rows of A, as a fragment a of mma_bf16. D is in registers: float d[N / 2] of each
+// thread.
 //
 //   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
 //
-// So a thread holds elements of two rows, r and r + 8, and of the same two columns in every 8.
-// K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B.
+// So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
+// K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B, without +=.
 // The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
 // An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA, mostly as numbers
 // of the asm's operands (%0, %1, ...):
 //   D              D's registers
-//   A, B, TA, TB   with A in shared memory: the descriptors of A and B, their majors. Else: the four registers of A
+//   A, B, TA, TB   with A in shared memory: the descriptors of A and B, and their majors (K_MAJOR or MN_MAJOR);
+//                  with A in registers: the four registers of A
 //   E, F, ADDS     with A in registers: the descriptor of B, its major, ADD
 //   ...            D's registers, as C++ operands of the asm
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
@@ -8450,8 +8476,9 @@ WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
 WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-// The same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; wgmma reads no
-// MN_MAJOR FP8. The tensor cores keep only 14 bits of such sums, which is enough here (docs/LEARNT.md).
+// WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; in FP8,
+// wgmma does not accept MN_MAJOR operands. The tensor cores keep only 14 bits of such sums, which is enough here
+// (docs/LEARNT.md).
 template <int N> struct WgmmaFp8;
 #define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
     template <> struct WgmmaFp8<N> {                                                                                \
@@ -8467,27 +8494,28 @@ WGMMA_FP8(128, D64, "%64", "%65", SUMS_64)
 WGMMA_FP8(192, D96, "%96", "%97", SUMS_96)
 WGMMA_FP8(256, D128, "%128", "%129", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // before the first product of a group
+INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // is called before the first product of a group
 INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
-template <int N> INLINE void wgmma_wait() { // until all groups except the latest N are done
+template <int N> INLINE void wgmma_wait() { // waits until all groups except the latest N are done
     PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
 }
-// The compiler does not know which registers a wait is for, and might read accumulators before the wait. This empty
-// statement claims to change the accumulators, so the compiler keeps all reads of them after it.
+// The compiler does not know which registers a wait is for, and might read accumulators before the wait. The empty asm
+// statement here claims to change the accumulators. So the compiler reads them only after this statement.
 template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
     UNROLL_FOR (int i = 0; i < N; i++) {
         asm volatile("" : "+f"(acc[i])::"memory");
     }
 }
-// Waits for all groups except the latest PENDING. Afterwards these sums, which earlier groups computed, may be read.
+// Waits for all groups except the latest PENDING. Afterwards the program may read the sums d, which earlier groups
+// computed.
 template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     wgmma_wait<PENDING>();
     (accumulators_ready(d), ...);
 }
 
-// The units of Hopper's kernels. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row holds one
-// slice of a pixel or of a weight: 64 channels in bf16, 128 channels in FP8 (slice_channels). The rest is the same for
-// both types: one instruction multiplies 32 bytes of each row, which are 16 bf16 or 32 FP8 along k.
+// Sizes that Hopper's kernels have in common. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row
+// holds one slice of a pixel or of a weight: 64 channels in bf16, 128 channels in FP8 (slice_channels). In both types,
+// one wgmma instruction multiplies 32 bytes of each row, which are 16 bf16 or 32 FP8 along k.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
@@ -8505,17 +8533,19 @@ constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / S
 //              16 values of k begin 32 bytes further on.
 //   MN_MAJOR   a row holds 64 values of m or n, for one k. stride: from a group of 8 rows to the next group; leading:
 //              from 64 values of m or n to the next 64.
-// The arguments `pitch` (from 8 rows to the next 8) and `leading` are numbers of rows of 128 bytes, not of units of 16.
+// The arguments `pitch` (the "stride" distance) and `leading` of rows() are not in units of 16 bytes, but in rows of
+// 128 bytes.
 struct Operand {
     uint32_t low, high;
     // & 0x3FFFF: in a cluster the higher bits of an address are the block's rank. The descriptor has no room for them.
     static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
         return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
     }
-    INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // offset in 16 bytes
+    INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // offset: 16-byte units
 };
 
-// Stores four 8x8 matrices from registers to shared memory, transposed or not: the reverse of ldmatrix.
+// stmatrix and stmatrix_trans are the reverse of ldmatrix and ldmatrix_trans. They store four 8x8 matrices from
+// registers to shared memory.
 INLINE void stmatrix(uint32_t address, const uint32_t (&v)[4]) {
     PTX("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};", //
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
@@ -8525,7 +8555,8 @@ INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
         "r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
 }
 
-// Returns the address, rounded up to a multiple of 1024 bytes, where swizzled tiles must begin.
+// Returns the address of `shared`, rounded up to a multiple of 1024 bytes, because swizzled tiles must begin at such a
+// multiple.
 INLINE uint32_t kilobyte_aligned(const void* shared) {
     uint32_t base = (shared_address(shared) + SWIZZLE_BYTES - 1) & ~(SWIZZLE_BYTES - 1u);
     // This hides from the compiler how base is computed. Otherwise it would be computed again and again in the main
@@ -8533,8 +8564,9 @@ INLINE uint32_t kilobyte_aligned(const void* shared) {
     asm volatile("mov.b32 %0, %0;" : "+r"(base));
     return base;
 }
-// Returns v, which must be the same in all lanes of a warp. From this function's result the compiler knows that it is
-// the same. So descriptors that are made of it stay in uniform registers, where wgmma needs them.
+// Returns v, which must be the same in all lanes of a warp. The compiler knows that the result of this function is the
+// same in all lanes. So descriptors that are computed from the result stay in uniform registers, where wgmma needs
+// them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
 // The driver's function that makes tensor maps. It is looked up at run time, so that the program need not be linked
@@ -8567,9 +8599,9 @@ static CUtensorMapSwizzle tma_swizzle(size_t row_bytes) {
     die("internal error: a box of TMA has rows of 128 or 64 bytes, not %zu", row_bytes);
 }
 
-// Describes a dense tensor to TMA. dims: its sizes, the innermost dimension first. box: the sizes of the boxes in which
-// it is moved. Dimensions that are left out are 1. The rows of a box are 128 or 64 bytes wide, and lie swizzled in
-// shared memory; the swizzle depends on this width. Without a tensor (p is null) the map is empty.
+// Describes a dense tensor to TMA. dims: the sizes of the tensor, the innermost dimension first. box: the sizes of a
+// box, which TMA moves at once. Dimensions that are left out are 1. The rows of a box are 128 or 64 bytes wide. In
+// shared memory they are swizzled, in a way that depends on this width. Without a tensor (p is null) the map is empty.
 static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4],
                               Element element = Element::BF16) {
     static const EncodeTensorMap encode = find_encode_tensor_map();
@@ -8604,8 +8636,8 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
 // variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
-// Returns the bytes that a kernel needs beside its tiles: its mbarriers, and up to 1 KB so that the tiles begin at a
-// whole kilobyte.
+// Returns how many bytes of shared memory a kernel needs in addition to its tiles. They are for its mbarriers, and up
+// to 1 KB is lost because the tiles begin at a whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
 // Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Tiles are whole
@@ -8633,9 +8665,10 @@ struct SharedMemory {
 //     full    | loads | tile 0 is there ......... | loads | tile 3 is there ...
 //     empty   | (free at first)  | readers | free         | readers | free
 //
-// Invariant: all roles see the stages in the same order, and a stage is filled again only after `readers` have released
-// it. Each role has its own copy of the struct, with its own place in the ring; only the barriers are shared.
-//   readers = 0     a stage is filled once and stays (kept), or the caller knows that nobody reads it any more (next)
+// Invariant: all roles use the stages in the same order, and a stage is filled again only after it has been released
+// `readers` times. Each role has its own copy of the struct, with its own place in the ring; only the stages and their
+// barriers are shared.
+//   readers = 0     a stage is filled once and stays (kept), or the caller knows that the next stage is free (next)
 //   writers > 1     several warps fill a stage with ordinary stores: acquire, store, warp_stored
 //   BYTES = 0       the stages lie elsewhere; the ring only tells when they are full
 //
@@ -8651,10 +8684,10 @@ struct SharedMemory {
 //      one barrier: phase      0             1             2             at warpgroup 1's tile: wrong
 //      a barrier each: phase   0             0             1             at its own second tile
 //
-// 2. A thread that fills two rings must not load too far ahead in one of them. Suppose that it waits there (in acquire)
-//    for a stage that becomes free only after some product, and that it has not yet loaded that product's other operand
-//    into the second ring. Then it waits for itself, for ever. So it loads both operands in the order in which the
-//    products need them.
+// 2. A thread that fills two rings must not load too far ahead in one of them. Suppose that the thread waits (in
+//    acquire) for a stage of the first ring, and that this stage becomes free only after some product. Suppose also
+//    that the thread has not yet loaded that product's other operand into the second ring. Then the thread waits for
+//    itself, for ever. So it loads both operands in the order in which the products need them.
 struct Stage {
     uint32_t address, full; // where the tile is written, and the barrier that is told when the tile has arrived
 };
@@ -8671,11 +8704,12 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
     uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At its empty barrier it is phase ^ 1. In the
-                         // first round this names the phase before phase 0, which counts as ended: nobody waits.
+                         // first round, phase ^ 1 is the parity of the phase before phase 0. For the hardware, that
+                         // phase has ended, so nobody waits.
     uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        auto take = [](uint32_t& next, int n, int bytes) { // takes n parts of `bytes` bytes, returns their address
+        auto take = [](uint32_t& next, int n, int bytes) { // takes n times `bytes` bytes, returns their address
             next += n * bytes;
             return next - n * bytes;
         };
@@ -8725,8 +8759,8 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (wait) mbarrier_wait(stage(i).full, 0);
         return stage(i).address;
     }
-    // For a reader: releases a stage; stages are released in the order in which they arrived. If several threads read a
-    // stage together, only one of them (where speaks is true) frees it for all.
+    // For a reader: releases a stage. Stages are released in the order in which they arrived. If several threads read a
+    // stage together, only one of them frees the stage: the thread whose argument `speaks` is true.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
         const int i = hand_over();
         if (speaks) free(i);
@@ -8744,14 +8778,14 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         done = place;
     }
 };
-// The ring through which results leave a kernel. A warpgroup has read pixels in stages of another ring, and writes its
-// results into the same stages. It does not release such a stage, but hands it over to the warp that stores: for this,
-// warp_stored fills the stage of the same number in Results. The storing warp waits for that, stores the results, and
-// frees the stage of the pixels.
+// The ring through which results leave a kernel. It has barriers, but no memory of its own. A warpgroup has read pixels
+// in stages of another ring, and writes its results into these stages. It does not release such a stage itself.
+// Instead, it calls warp_stored with the full barrier of the same stage number in Results. The storing warp waits at
+// this barrier, stores the results, and frees the stage in the ring of pixels.
 typedef Pipeline<0, 2> Results;
 
-// Both initialise the barriers of several pipelines. One thread calls init_barriers. Or all threads of the block call
-// ready, and may use the barriers after it.
+// init_barriers and ready both initialise the barriers of several pipelines. init_barriers is called by one thread.
+// ready is called by all threads of the block, which may use the barriers after that.
 template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) {
     (blocks.init(), ..., mbarriers_ready());
 }
@@ -8760,8 +8794,9 @@ template <class... Blocks> INLINE void ready(const Blocks&... blocks) {
     __syncthreads();
 }
 
-// Walks over every `step`-th tile from `first` on, before `end`. n is the tile's image, h and w are its row and column
-// among the image's tiles. A step needs only additions: divisions would be most of the loading thread's work.
+// Walks over the tiles first, first + step, first + 2 step, ..., which are less than end. n is the tile's image, h and
+// w are its row and column among the image's tiles. next() needs only additions: divisions would be most of the loading
+// thread's work.
 struct TileWalk : Origin {
     Origin d; // the length of a step: images, rows and columns of tiles
     int tiles_h, tiles_w, left;
@@ -8795,13 +8830,13 @@ template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// The pixels of a tile in shared memory, 64 channels each, in rows of PITCH pixels, with the border that a 3x3 filter
-// reads (section 20 draws a halo and its taps). The nine taps read the pixels in place: their operands begin at
-// different addresses of the same memory. With PITCH = 8 there is one tap (1x1).
+// The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. They include the
+// border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same memory: their
+// operands only begin at different addresses. With PITCH = 8 there is one tap (1x1).
 template <int PITCH> struct Halo {
     Operand first;
     INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
-    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels further on, which is kh * (PITCH - 3) + tap. A
+    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels after tap 0, which is kh * (PITCH - 3) + tap. A
     // pixel is 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
     INLINE Operand shifted(int tap) const {
         const int pixels = PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap;
@@ -8809,27 +8844,28 @@ template <int PITCH> struct Halo {
     }
 };
 
-// A warpgroup's sums of N pixels (the columns of D) and BLOCKS blocks of 64 output channels each (the rows of D).
-// Invariant: nobody reads d between multiply and wait.
+// A warpgroup's sums for N pixels (the columns of D) and for BLOCKS groups of 64 output channels (the rows of D). Such
+// a group is called a block of channels here. Invariant: nobody reads d between multiply and wait.
 template <int BLOCKS, int N> struct Accumulators {
     float d[BLOCKS][N / 2];
-    // Begins with the bias. A thread has two channels of each block of channels; d[k] belongs to channel k >> 1 & 1 of
-    // these two.
+    // The sums begin with the bias. A thread holds the sums of two channels of each block b. d[b][k] belongs to channel
+    // k >> 1 & 1 of these two.
     INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
                 d[b][k] = bias[b][k >> 1 & 1];
             }
     }
-    // Begins with 0, as sums of FP8 do: they are scaled later.
+    // The sums begin with 0. This is used for FP8, where the sums are scaled before the bias is added.
     INLINE Accumulators() {
         UNROLL_FOR (int b = 0; b < BLOCKS; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
                 d[b][k] = 0;
             }
     }
-    // Starts STEPS products of 16 input channels, as one group. weights: the address of 64 rows of 128 bytes for each
-    // block of channels. TRANSPOSED: the weights lie as (input, output), which is the case for the input gradient.
+    // Starts STEPS products over 16 input channels each, as one group. weights: the address of the weights; they are 64
+    // rows of 128 bytes for each block of channels. TRANSPOSED: a row of the weights belongs to an input channel of the
+    // product, not to an output channel. This is so for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
         constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
@@ -8848,13 +8884,13 @@ template <int BLOCKS, int N> struct Accumulators {
             UNROLL_FOR (int b = 0; b < BLOCKS; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Multiplies the thread's two channels of block b by factors, and then adds v to them.
+    // Multiplies the sums of the thread's two channels of block b by factors, and then adds v.
     INLINE void scale(int b, const float (&factors)[2], const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] = fmaf(d[b][k], factors[k >> 1 & 1], v[k >> 1 & 1]);
         }
     }
-    // Adds v to the thread's two channels of block b, at all pixels.
+    // Adds v to the sums of the thread's two channels of block b, at all pixels.
     INLINE void add(int b, const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] += v[k >> 1 & 1];
