@@ -23,79 +23,79 @@
 //   5431         a step
 //   5729    12. A run: log, guard, checkpoints, resume, samples
 //   5754         the log in memory, as the page shows it
-//   5864         what a run holds
-//   5932         the log and the status line
-//   6120         checkpoints, snapshots and grids
-//   6383         the start of a run: new, from a file's weights, or resumed
-//   6579         the loop over the steps
-//   6694         a run from its first to its last line
-//   6864         samples, without a run
-//   7021    13. main: the command line, then a run or samples
-//   7297         what ranks must have in common
-//   7367         main
-//   7492  Part II. The device
-//   7495    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7573    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7642    16. The GPU: what all kernels share
-//   7707         Launches, which may overlap
-//   7750         Decisions: what kernels are chosen with
-//   7798         Single instructions: shared memory, mbarriers, clusters
-//   7883         Activations: pieces of 16 bytes
-//   8177         each_kernel: a thread for an element
-//   8191         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8350         Swizzle: how rows lie in shared memory
-//   8368         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8597         building blocks of Hopper's kernels (sm_90a)
-//   8891    17. Small operations: resampling, embeddings, diffusion
-//   8894         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9094         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9451         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9960    18. Group norm
-//   9963         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10497         groupnorm_backward_whole: an image's slab in shared memory
-//  10875    19. Attention
-//  10981         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11524         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11662         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12341    20. Convolution
-//  12381         ConvOut: results, 4 channels of a pixel at a time
-//  12619         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12682         conv_halo: 3x3, stride 1, any GPU
-//  13087         conv_gather: any kernel size and stride, any GPU
-//  13351         conv_few: the first and the last layer
-//  13523         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14101         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14220         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14682         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15124         conv_weight_tma: weight gradients (sm_90a)
-//  15412    21. The optimiser
-//  15415         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15647    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15650         groupnorm_backward
-//  15788         attention: forward and, where a has dout, backward
-//  15850         convolution: forward and input gradient
-//  16310         convolution: weight gradients
-//  16657    23. The GPU: memory, copies, repeated work
-//  16880    24. Between ranks: from device to device
+//   5866         what a run holds
+//   5934         the log and the status line
+//   6124         checkpoints, snapshots and grids
+//   6389         the start of a run: new, from a file's weights, or resumed
+//   6589         the loop over the steps
+//   6705         a run from its first to its last line
+//   6875         samples, without a run
+//   7033    13. main: the command line, then a run or samples
+//   7312         what ranks must have in common
+//   7383         main
+//   7508  Part II. The device
+//   7511    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7589    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7659    16. The GPU: what all kernels share
+//   7724         Launches, which may overlap
+//   7768         Decisions: what kernels are chosen with
+//   7816         Single instructions: shared memory, mbarriers, clusters
+//   7901         Activations: pieces of 16 bytes
+//   8198         each_kernel: a thread for an element
+//   8212         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8373         Swizzle: how rows lie in shared memory
+//   8391         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8629         building blocks of Hopper's kernels (sm_90a)
+//   8927    17. Small operations: resampling, embeddings, diffusion
+//   8930         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9130         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9487         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9996    18. Group norm
+//   9999         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10533         groupnorm_backward_whole: an image's slab in shared memory
+//  10911    19. Attention
+//  11017         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11560         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11698         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12377    20. Convolution
+//  12417         ConvOut: results, 4 channels of a pixel at a time
+//  12655         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12718         conv_halo: 3x3, stride 1, any GPU
+//  13123         conv_gather: any kernel size and stride, any GPU
+//  13387         conv_few: the first and the last layer
+//  13559         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14137         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14256         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14718         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15160         conv_weight_tma: weight gradients (sm_90a)
+//  15448    21. The optimiser
+//  15451         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15683    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15686         groupnorm_backward
+//  15824         attention: forward and, where a has dout, backward
+//  15886         convolution: forward and input gradient
+//  16346         convolution: weight gradients
+//  16693    23. The GPU: memory, copies, repeated work
+//  16916    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7488, run_program 7428, train 6820, run_step 6629, train_step 5663, load_batch 4756;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16788):
-//     step_gradients 5563: draw_levels 9465, forward_and_loss 5477, q_sample_forward 9656, unet_forward 2896,
-//     forward_layer 2882 (a function of the layer's kind), loss_forward_backward 9767, unet_backward 2961,
-//     sum_gradients 15462;
-//     judge_step 15509, update_slice 5628, adamw_update 15620, next_step 15515, record_step 15521;
-//     later collect_steps 6583
+//     main 7504, run_program 7444, train 6831, run_step 6639, train_step 5663, load_batch 4756;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16824):
+//     step_gradients 5563: draw_levels 9501, forward_and_loss 5477, q_sample_forward 9692, unet_forward 2896,
+//     forward_layer 2882 (a function of the layer's kind), loss_forward_backward 9803, unet_backward 2961,
+//     sum_gradients 15498;
+//     judge_step 15545, update_slice 5628, adamw_update 15656, next_step 15551, record_step 15557;
+//     later collect_steps 6593
 //   pictures, from noise: sample_batch 4187, plan_route 3952, device_step 3996, euler_step 3750 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16185 draws all of its roads):
-//     forward_conv 2116; conv_forward 16220, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16136 above that; conv_tiles 14667, with conv_tiles_kernel above it;
-//     Accumulators 8825; Wgmma 8424;
-//     on any other GPU pick_conv_halo_bf16 15924; conv_halo 13074, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8242
+//   a convolution, to the tensor cores (a table above conv_product 16221 draws all of its roads):
+//     forward_conv 2116; conv_forward 16256, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16172 above that; conv_tiles 14703, with conv_tiles_kernel above it;
+//     Accumulators 8860; Wgmma 8450;
+//     on any other GPU pick_conv_halo_bf16 15960; conv_halo 13110, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8263
 //   why several GPUs compute the bits of one: step_gradients 5563
-//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7536, with_nonlinearity 7546 (a case); BEHIND_NORMS, in front of
+//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7552, with_nonlinearity 7562 (a case); BEHIND_NORMS, in front of
 //     add_norm 2330, chooses it
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3192
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 398, and beside each other edm_question 3034,
@@ -103,9 +103,9 @@
 //   a kind of layer: forward_linear 2036 and what stands beside it, with a list of all places in front of
 //     LayerKind 2008; add_resblock 2381 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 226, ElementOf 7512; until they know it, nothing compiles: unpack 7901,
-//     pack 7929, FourOf 7981, mma 8242, with_act 7765, cast_params 15540, adamw_update 15620, tma_type 8555;
-//     which kernels take it: conv_product 16185, act_has_wgmma 7776; docs/READING.md says what at each
+//   an element type beside bf16: Element 226, ElementOf 7528; until they know it, nothing compiles: unpack 7919,
+//     pack 7948, FourOf 8000, mma 8263, with_act 7783, cast_params 15576, adamw_update 15656, tma_type 8587;
+//     which kernels take it: conv_product 16221, act_has_wgmma 7794; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1120, called by who does not know it
 //
