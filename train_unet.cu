@@ -62,37 +62,37 @@
 //  12655         operands of the portable kernels: bf16, or floats as two fp16 parts
 //  12718         conv_halo: 3x3, stride 1, any GPU
 //  13123         conv_gather: any kernel size and stride, any GPU
-//  13387         conv_few: the first and the last layer
-//  13559         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14137         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14256         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14718         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15160         conv_weight_tma: weight gradients (sm_90a)
-//  15448    21. The optimiser
-//  15451         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15683    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15686         groupnorm_backward
-//  15824         attention: forward and, where a has dout, backward
-//  15886         convolution: forward and input gradient
-//  16346         convolution: weight gradients
-//  16693    23. The GPU: memory, copies, repeated work
-//  16916    24. Between ranks: from device to device
+//  13386         conv_few: the first and the last layer
+//  13558         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14136         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14255         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14717         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15159         conv_weight_tma: weight gradients (sm_90a)
+//  15447    21. The optimiser
+//  15450         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15682    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15685         groupnorm_backward
+//  15823         attention: forward and, where a has dout, backward
+//  15885         convolution: forward and input gradient
+//  16345         convolution: weight gradients
+//  16692    23. The GPU: memory, copies, repeated work
+//  16915    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7504, run_program 7444, train 6831, run_step 6639, train_step 5663, load_batch 4756;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16824):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16823):
 //     step_gradients 5563: draw_levels 9501, forward_and_loss 5477, q_sample_forward 9692, unet_forward 2896,
 //     forward_layer 2882 (a function of the layer's kind), loss_forward_backward 9803, unet_backward 2961,
-//     sum_gradients 15498;
-//     judge_step 15545, update_slice 5628, adamw_update 15656, next_step 15551, record_step 15557;
+//     sum_gradients 15497;
+//     judge_step 15544, update_slice 5628, adamw_update 15655, next_step 15550, record_step 15556;
 //     later collect_steps 6593
 //   pictures, from noise: sample_batch 4187, plan_route 3952, device_step 3996, euler_step 3750 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16221 draws all of its roads):
-//     forward_conv 2116; conv_forward 16256, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16172 above that; conv_tiles 14703, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 16220 draws all of its roads):
+//     forward_conv 2116; conv_forward 16255, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16171 above that; conv_tiles 14702, with conv_tiles_kernel above it;
 //     Accumulators 8860; Wgmma 8450;
-//     on any other GPU pick_conv_halo_bf16 15960; conv_halo 13110, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 15959; conv_halo 13110, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8263
 //   why several GPUs compute the bits of one: step_gradients 5563
 //   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7552, with_nonlinearity 7562 (a case); BEHIND_NORMS, in front of
@@ -104,8 +104,8 @@
 //     LayerKind 2008; add_resblock 2381 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 226, ElementOf 7528; until they know it, nothing compiles: unpack 7919,
-//     pack 7948, FourOf 8000, mma 8263, with_act 7783, cast_params 15576, adamw_update 15656, tma_type 8587;
-//     which kernels take it: conv_product 16221, act_has_wgmma 7794; docs/READING.md says what at each
+//     pack 7948, FourOf 8000, mma 8263, with_act 7783, cast_params 15575, adamw_update 15655, tma_type 8587;
+//     which kernels take it: conv_product 16220, act_has_wgmma 7794; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1120, called by who does not know it
 //
@@ -13270,8 +13270,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
-    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key.
-    // All rows of weights that it copies have the same key, too.
+    // Both are multiples of 8. So all pixels, and all rows of weights, that a thread copies have the same swizzle key.
     constexpr int CHUNKS = SLICE / 8;
     constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
     constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
