@@ -26,76 +26,76 @@
 //   5866         what a run holds
 //   5934         the log and the status line
 //   6124         checkpoints, snapshots and grids
-//   6389         the start of a run: new, from a file's weights, or resumed
-//   6589         the loop over the steps
-//   6705         a run from its first to its last line
-//   6875         samples, without a run
-//   7033    13. main: the command line, then a run or samples
-//   7312         what ranks must have in common
-//   7383         main
-//   7508  Part II. The device
-//   7511    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7589    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7659    16. The GPU: what all kernels share
-//   7724         Launches, which may overlap
-//   7768         Decisions: what kernels are chosen with
-//   7816         Single instructions: shared memory, mbarriers, clusters
-//   7901         Activations: pieces of 16 bytes
-//   8198         each_kernel: a thread for an element
-//   8212         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8373         Swizzle: how rows lie in shared memory
-//   8391         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8629         building blocks of Hopper's kernels (sm_90a)
-//   8927    17. Small operations: resampling, embeddings, diffusion
-//   8930         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9130         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9487         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9996    18. Group norm
-//   9999         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10533         groupnorm_backward_whole: an image's slab in shared memory
-//  10911    19. Attention
-//  11017         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11560         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11698         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12377    20. Convolution
-//  12417         ConvOut: results, 4 channels of a pixel at a time
-//  12655         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12718         conv_halo: 3x3, stride 1, any GPU
-//  13123         conv_gather: any kernel size and stride, any GPU
-//  13386         conv_few: the first and the last layer
-//  13558         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14136         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14255         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14717         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15159         conv_weight_tma: weight gradients (sm_90a)
-//  15447    21. The optimiser
-//  15450         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15682    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15685         groupnorm_backward
-//  15823         attention: forward and, where a has dout, backward
-//  15885         convolution: forward and input gradient
-//  16345         convolution: weight gradients
-//  16692    23. The GPU: memory, copies, repeated work
-//  16915    24. Between ranks: from device to device
+//   6390         the start of a run: new, from a file's weights, or resumed
+//   6590         the loop over the steps
+//   6706         a run from its first to its last line
+//   6876         samples, without a run
+//   7034    13. main: the command line, then a run or samples
+//   7313         what ranks must have in common
+//   7384         main
+//   7509  Part II. The device
+//   7512    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7590    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7660    16. The GPU: what all kernels share
+//   7725         Launches, which may overlap
+//   7769         Decisions: what kernels are chosen with
+//   7817         Single instructions: shared memory, mbarriers, clusters
+//   7902         Activations: pieces of 16 bytes
+//   8199         each_kernel: a thread for an element
+//   8213         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8374         Swizzle: how rows lie in shared memory
+//   8392         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8630         building blocks of Hopper's kernels (sm_90a)
+//   8928    17. Small operations: resampling, embeddings, diffusion
+//   8931         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9131         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9488         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//   9997    18. Group norm
+//  10000         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10534         groupnorm_backward_whole: an image's slab in shared memory
+//  10912    19. Attention
+//  11018         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11562         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11700         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12380    20. Convolution
+//  12420         ConvOut: results, 4 channels of a pixel at a time
+//  12658         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12721         conv_halo: 3x3, stride 1, any GPU
+//  13126         conv_gather: any kernel size and stride, any GPU
+//  13389         conv_few: the first and the last layer
+//  13561         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14139         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14258         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14720         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15162         conv_weight_tma: weight gradients (sm_90a)
+//  15450    21. The optimiser
+//  15453         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15685    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15688         groupnorm_backward
+//  15826         attention: forward and, where a has dout, backward
+//  15888         convolution: forward and input gradient
+//  16348         convolution: weight gradients
+//  16695    23. The GPU: memory, copies, repeated work
+//  16918    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7504, run_program 7444, train 6831, run_step 6639, train_step 5663, load_batch 4756;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16823):
-//     step_gradients 5563: draw_levels 9501, forward_and_loss 5477, q_sample_forward 9692, unet_forward 2896,
-//     forward_layer 2882 (a function of the layer's kind), loss_forward_backward 9803, unet_backward 2961,
-//     sum_gradients 15497;
-//     judge_step 15544, update_slice 5628, adamw_update 15655, next_step 15550, record_step 15556;
-//     later collect_steps 6593
+//     main 7505, run_program 7445, train 6832, run_step 6640, train_step 5663, load_batch 4756;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16826):
+//     step_gradients 5563: draw_levels 9502, forward_and_loss 5477, q_sample_forward 9693, unet_forward 2896,
+//     forward_layer 2882 (a function of the layer's kind), loss_forward_backward 9804, unet_backward 2961,
+//     sum_gradients 15500;
+//     judge_step 15547, update_slice 5628, adamw_update 15658, next_step 15553, record_step 15559;
+//     later collect_steps 6594
 //   pictures, from noise: sample_batch 4187, plan_route 3952, device_step 3996, euler_step 3750 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16220 draws all of its roads):
-//     forward_conv 2116; conv_forward 16255, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16171 above that; conv_tiles 14702, with conv_tiles_kernel above it;
-//     Accumulators 8860; Wgmma 8450;
-//     on any other GPU pick_conv_halo_bf16 15959; conv_halo 13110, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8263
+//   a convolution, to the tensor cores (a table above conv_product 16223 draws all of its roads):
+//     forward_conv 2116; conv_forward 16258, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16174 above that; conv_tiles 14705, with conv_tiles_kernel above it;
+//     Accumulators 8861; Wgmma 8451;
+//     on any other GPU pick_conv_halo_bf16 15962; conv_halo 13113, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8264
 //   why several GPUs compute the bits of one: step_gradients 5563
-//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7552, with_nonlinearity 7562 (a case); BEHIND_NORMS, in front of
+//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7553, with_nonlinearity 7563 (a case); BEHIND_NORMS, in front of
 //     add_norm 2330, chooses it
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3192
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 398, and beside each other edm_question 3034,
@@ -103,9 +103,9 @@
 //   a kind of layer: forward_linear 2036 and what stands beside it, with a list of all places in front of
 //     LayerKind 2008; add_resblock 2381 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 226, ElementOf 7528; until they know it, nothing compiles: unpack 7919,
-//     pack 7948, FourOf 8000, mma 8263, with_act 7783, cast_params 15575, adamw_update 15655, tma_type 8587;
-//     which kernels take it: conv_product 16220, act_has_wgmma 7794; docs/READING.md says what at each
+//   an element type beside bf16: Element 226, ElementOf 7529; until they know it, nothing compiles: unpack 7920,
+//     pack 7949, FourOf 8001, mma 8264, with_act 7784, cast_params 15578, adamw_update 15658, tma_type 8588;
+//     which kernels take it: conv_product 16223, act_has_wgmma 7795; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1120, called by who does not know it
 //
@@ -591,7 +591,7 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
                          const float* emb,                    // [(B, emb_stride)], of which Cout columns are read
                          int emb_stride, const act* residual, // [as out]
                          ConvShape s, const ConvSkip& skip = {},
-                         const float* factors = nullptr); // [(Cout)]: of FP8
+                         const float* factors = nullptr); // [(Cout)]: only with FP8
 static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
                                 const act* weight, ConvShape s);
@@ -6214,7 +6214,8 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of it in PyTorch's layout
     for (float* slice : slices) {
-        // Rank 0 gathers the array even after a failure, because the other ranks wait for it in whole_array.
+        // All ranks have to call whole_array, or the others wait for rank 0 for ever. So rank 0 calls it even after
+        // writing the file has failed.
         const float* whole = whole_array(run->trainer, slice);
         if (file.error) continue;
         copy_to_host(flat.data(), whole, flat.size() * sizeof(float));
@@ -8876,7 +8877,7 @@ template <int BLOCKS, int N> struct Accumulators {
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Does the same in FP8, where a product is over 32 input channels.
+    // Does the same as multiply in FP8. Here each product sums over 32 input channels, not 16.
     template <int STEPS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
@@ -11220,7 +11221,8 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums
     const int lane = threadIdx.x % 32;
     const int first = warp_row<Tile>();
     T* warp_rows = own + first * Tile::PITCH;
-    // 1. Each lane rounds its results and writes them, in pairs, over the warp's rows in shared memory.
+    // 1. Each lane rounds its results and writes them to shared memory, in pairs. They replace the old contents of the
+    //    warp's own rows.
     __syncwarp();
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
@@ -12030,8 +12032,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
 // Blocks send `sums` and `dots` to each other. For these two rings, the `full` barriers of the receiving block are used
-// and the `empty` barriers of the sending block. A role that both fills and empties a ring needs two positions in the
-// ring. For the second position there is a copy of the ring (keys_to_load, sums_to_send, dots_to_send).
+// and the `empty` barriers of the sending block. A role that both fills a ring and frees its stages needs two positions
+// in it. keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are second Pipeline objects
+// that use the same stages and barriers.
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
@@ -16061,7 +16064,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         way.consider(rounds * block, conv_small<T>);
     };
     //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
-    consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // the most blocks
+    consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // a square of 8 x 8 pixels and 64 channels
     consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>(), {2350, 52, 235});   // two blocks share a tile's taps
     consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // the same, and two images share weights
     consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>(), {1780, 140, 184});  // two images share weights
@@ -16411,8 +16414,8 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
-// Returns the number of blocks of one range of pixels: the number of groups of tiles of channels, times the number of
-// blocks that the taps are divided among (WeightCosts::filter).
+// Returns the number of blocks of one range of pixels: the number of groups of Cout tiles, times the number of groups
+// of Cin tiles, times the number of blocks that the taps are divided among (WeightCosts::filter).
 static int64_t range_blocks(const ConvWeight& p) {
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
