@@ -10,102 +10,102 @@
 //    893     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    992     4. Configuration: flags, presets, help, what can work and what cannot
 //   1730     5. The network: a list of layers, made of guided-diffusion's flags
-//   2618     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2869     7. Forward and backward: two walks over the list
-//   2990     8. Diffusion: noise schedules, objectives, samplers
-//   3263         the level of a training sample, drawn, and its share of the loss
-//   3720         samplers
-//   4272     9. Data: .bin files that may be larger than memory, the order of their images
-//   4799    10. Model files: weights and checkpoints, initial weights
-//   5195    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5210         the learning rate, the verdict on a step, averages of the weights
-//   5297         what a trainer holds
-//   5431         a step
-//   5729    12. A run: log, guard, checkpoints, resume, samples
-//   5754         the log in memory, as the page shows it
-//   5866         what a run holds
-//   5934         the log and the status line
-//   6124         checkpoints, snapshots and grids
-//   6390         the start of a run: new, from a file's weights, or resumed
-//   6590         the loop over the steps
-//   6706         a run from its first to its last line
-//   6876         samples, without a run
-//   7034    13. main: the command line, then a run or samples
-//   7313         what ranks must have in common
-//   7384         main
-//   7509  Part II. The device
-//   7512    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7590    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7660    16. The GPU: what all kernels share
-//   7725         Launches, which may overlap
-//   7769         Decisions: what kernels are chosen with
-//   7817         Single instructions: shared memory, mbarriers, clusters
-//   7902         Activations: pieces of 16 bytes
-//   8199         each_kernel: a thread for an element
-//   8213         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8374         Swizzle: how rows lie in shared memory
-//   8392         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8630         building blocks of Hopper's kernels (sm_90a)
-//   8928    17. Small operations: resampling, embeddings, diffusion
-//   8931         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9131         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9488         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//   9997    18. Group norm
-//  10000         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10534         groupnorm_backward_whole: an image's slab in shared memory
-//  10912    19. Attention
-//  11018         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11562         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11700         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12380    20. Convolution
-//  12420         ConvOut: results, 4 channels of a pixel at a time
-//  12658         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12721         conv_halo: 3x3, stride 1, any GPU
-//  13126         conv_gather: any kernel size and stride, any GPU
-//  13389         conv_few: the first and the last layer
-//  13561         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14139         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14258         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14720         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15162         conv_weight_tma: weight gradients (sm_90a)
-//  15450    21. The optimiser
-//  15453         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15685    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15688         groupnorm_backward
-//  15826         attention: forward and, where a has dout, backward
-//  15888         convolution: forward and input gradient
-//  16348         convolution: weight gradients
-//  16695    23. The GPU: memory, copies, repeated work
-//  16918    24. Between ranks: from device to device
+//   2625     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2876     7. Forward and backward: two walks over the list
+//   2997     8. Diffusion: noise schedules, objectives, samplers
+//   3274         the level of a training sample, drawn, and its share of the loss
+//   3731         samplers
+//   4283     9. Data: .bin files that may be larger than memory, the order of their images
+//   4810    10. Model files: weights and checkpoints, initial weights
+//   5206    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5221         the learning rate, the verdict on a step, averages of the weights
+//   5308         what a trainer holds
+//   5442         a step
+//   5740    12. A run: log, guard, checkpoints, resume, samples
+//   5765         the log in memory, as the page shows it
+//   5877         what a run holds
+//   5945         the log and the status line
+//   6135         checkpoints, snapshots and grids
+//   6401         the start of a run: new, from a file's weights, or resumed
+//   6601         the loop over the steps
+//   6717         a run from its first to its last line
+//   6887         samples, without a run
+//   7045    13. main: the command line, then a run or samples
+//   7324         what ranks must have in common
+//   7395         main
+//   7520  Part II. The device
+//   7523    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7602    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7672    16. The GPU: what all kernels share
+//   7737         Launches, which may overlap
+//   7781         Decisions: what kernels are chosen with
+//   7829         Single instructions: shared memory, mbarriers, clusters
+//   7914         Activations: pieces of 16 bytes
+//   8211         each_kernel: a thread for an element
+//   8225         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8386         Swizzle: how rows lie in shared memory
+//   8404         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8643         building blocks of Hopper's kernels (sm_90a)
+//   8941    17. Small operations: resampling, embeddings, diffusion
+//   8944         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9144         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9501         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10010    18. Group norm
+//  10013         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10547         groupnorm_backward_whole: an image's slab in shared memory
+//  10925    19. Attention
+//  11031         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11575         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11713         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12393    20. Convolution
+//  12433         ConvOut: results, 4 channels of a pixel at a time
+//  12671         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12734         conv_halo: 3x3, stride 1, any GPU
+//  13139         conv_gather: any kernel size and stride, any GPU
+//  13402         conv_few: the first and the last layer
+//  13574         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14152         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14271         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14733         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15175         conv_weight_tma: weight gradients (sm_90a)
+//  15463    21. The optimiser
+//  15466         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15698    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15701         groupnorm_backward
+//  15839         attention: forward and, where a has dout, backward
+//  15901         convolution: forward and input gradient
+//  16361         convolution: weight gradients
+//  16708    23. The GPU: memory, copies, repeated work
+//  16931    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7505, run_program 7445, train 6832, run_step 6640, train_step 5663, load_batch 4756;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16826):
-//     step_gradients 5563: draw_levels 9502, forward_and_loss 5477, q_sample_forward 9693, unet_forward 2896,
-//     forward_layer 2882 (a function of the layer's kind), loss_forward_backward 9804, unet_backward 2961,
-//     sum_gradients 15500;
-//     judge_step 15547, update_slice 5628, adamw_update 15658, next_step 15553, record_step 15559;
-//     later collect_steps 6594
-//   pictures, from noise: sample_batch 4187, plan_route 3952, device_step 3996, euler_step 3750 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16223 draws all of its roads):
-//     forward_conv 2116; conv_forward 16258, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16174 above that; conv_tiles 14705, with conv_tiles_kernel above it;
-//     Accumulators 8861; Wgmma 8451;
-//     on any other GPU pick_conv_halo_bf16 15962; conv_halo 13113, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8264
-//   why several GPUs compute the bits of one: step_gradients 5563
-//   a nonlinearity beside SiLU: Nonlinearity 283, Silu 7553, with_nonlinearity 7563 (a case); BEHIND_NORMS, in front of
-//     add_norm 2330, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3192
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 398, and beside each other edm_question 3034,
-//     ask 3070, frame_of 3080, sigma_draws 3086, has_steps_of_t 3092; the head of their section lists the changes
-//   a kind of layer: forward_linear 2036 and what stands beside it, with a list of all places in front of
-//     LayerKind 2008; add_resblock 2381 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7516, run_program 7456, train 6843, run_step 6651, train_step 5674, load_batch 4767;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16839):
+//     step_gradients 5574: draw_levels 9515, forward_and_loss 5488, q_sample_forward 9706, unet_forward 2903,
+//     forward_layer 2889 (a function of the layer's kind), loss_forward_backward 9817, unet_backward 2968,
+//     sum_gradients 15513;
+//     judge_step 15560, update_slice 5639, adamw_update 15671, next_step 15566, record_step 15572;
+//     later collect_steps 6605
+//   pictures, from noise: sample_batch 4198, plan_route 3963, device_step 4007, euler_step 3761 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16236 draws all of its roads):
+//     forward_conv 2123; conv_forward 16271, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16187 above that; conv_tiles 14718, with conv_tiles_kernel above it;
+//     Accumulators 8874; Wgmma 8464;
+//     on any other GPU pick_conv_halo_bf16 15975; conv_halo 13126, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8276
+//   why several GPUs compute the bits of one: step_gradients 5574
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 283, Silu 7565, with_nonlinearity 7575 (a case);
+//     BEHIND_NORMS, in front of add_norm 2337, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3203
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 398, and beside each other edm_question 3045,
+//     ask 3081, frame_of 3091, sigma_draws 3097, has_steps_of_t 3103; the head of their section lists the changes
+//   a kind of layer: forward_linear 2043 and what stands beside it, with a list of all places in front of
+//     LayerKind 2015; add_resblock 2388 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 226, ElementOf 7529; until they know it, nothing compiles: unpack 7920,
-//     pack 7949, FourOf 8001, mma 8264, with_act 7784, cast_params 15578, adamw_update 15658, tma_type 8588;
-//     which kernels take it: conv_product 16223, act_has_wgmma 7795; docs/READING.md says what at each
+//   an element type beside bf16: Element 226, ElementOf 7540; until they know it, nothing compiles: unpack 7932,
+//     pack 7961, FourOf 8013, mma 8276, with_act 7796, cast_params 15591, adamw_update 15671, tma_type 8601;
+//     which kernels take it: conv_product 16236, act_has_wgmma 7807; docs/READING.md says what at each
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
 //     unknown word ends in is unknown_word 1120, called by who does not know it
 //
@@ -1998,7 +1998,14 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
 // (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. There are a few
 // exceptions, for what only a convolution or a norm needs. There the code asks for the kind itself, as in
-// `kind == &CONV` (plan_waits, plan_fusions, plan_lifetimes, unet_backward). To add a kind, change these places:
+// `kind == &CONV` (check_conv_params, choose_fp8, plan_waits, plan_fusions, plan_lifetimes, WeightGradients,
+// unet_backward, make_fp8_weights).
+//
+// A new kind must keep three promises. Its backward_reads names every tensor that its backward function reads, or their
+// memory is used again too early. Its backward function adds the addends (add1, add2) to each gradient that it writes,
+// except where its input always has a single reader. Its weights are in fp32, since only convolutions have a copy.
+//
+// To add a kind, change these places:
 //
 //   1. here: its functions and its LayerKind
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in add_resblock or its like
@@ -3001,19 +3008,23 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //
 // To add an objective, as edm and flow are, change these places:
 //
-//   1. common/flags.h: its word in the row of `objective`, and rows for its parameters, if it has any. A parameter that
-//      a model file has to keep is a row SAVED(slot, ...), and check_lists must no longer list its slot as unused
+//   1. common/flags.h: its word, the last in the row of `objective`, since model files hold a word's number; and rows
+// for
+//      its parameters, if it has any. A parameter that a model file has to keep is a row SAVED(slot, ...), and
+//      check_lists must no longer list its slot as unused
 //   2. Frame (section 1): its word
-//   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; how sigma is
-//      drawn in training (sigma_draws); which sigmas its samplers use (has_steps_of_t)
+//   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; whether
+//      log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws and
+//      draw_level); which sigmas its samplers use (has_steps_of_t)
 //
 // To let the network predict another quantity, with the levels of ddpm, change two places: the row of `predict` in
 // common/flags.h, and ddpm_level.
 //
 // For a loss that is not the weighted square, follow the example of ect, whose loss also needs the network's answer at
 // a second noise level. Change common/flags.h, Objective and make_objective (a parameter), and forward_and_loss
-// (section 11; a branch that calls a new operation). Add the operation's prototype to section 2, its loops to
-// dev/reference.h, and its kernel beside loss_forward_backward (section 17).
+// (section 11; a branch that calls a new operation). Write the formula once for both builds, beside tuning_loss.
+// Add the operation's prototype to section 2, its loops to dev/reference.h, and its kernel beside loss_forward_backward
+// (section 17).
 //
 // The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample. It
 // returns one of the ddpm_levels, or calls ask or student_level. Samplers call level_at for the level of a sigma.
@@ -5559,7 +5570,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    The owner sends the new weight to all ranks.
 //
 // This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
-// another number of ranks keeps its microbatch (check_run).
+// another number of ranks keeps its microbatch (check_microbatch).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro();
@@ -7537,12 +7548,13 @@ template <> struct ElementOf<bf16> {
 
 // To add a nonlinearity, add a value to enum Nonlinearity, a struct with two functions like Silu below, and a case to
 // with_nonlinearity. The group norms of both builds call these functions, and contain no formula of a nonlinearity
-// themselves.
+// themselves. The embedding's SiLU is another thing: a kind of layer (SILU), with kernels of its own. A model file does
+// not say with which nonlinearity it was trained.
 //
 // The argument of f is z. The argument of df, which is the derivative at z, is u = Z_FACTOR<T> z, because the sigmoid
 // is computed fastest from u. The factor costs nothing: a norm's z is x * scale + shift, and the norm multiplies scale
 // and shift by the factor, once for each image and channel. For bf16, u = -z log2(e), since the hardware computes 2^u,
-// which is then e^-z. For fp32, u is z.
+// which is then e^-z. For fp32, u is z. So a df without a sigmoid begins with z = u / Z_FACTOR<T>.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
@@ -8443,6 +8455,7 @@ template <int N> struct Wgmma;
 //                  with A in registers: the four registers of A
 //   E, F, ADDS     with A in registers: the descriptor of B, its major, ADD
 //   ...            D's registers, as C++ operands of the asm
+// In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B.
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #define IF_NOT_0(P) "{.reg .pred p; setp.ne.b32 p, " P ", 0; "
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -15661,7 +15674,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     switch (act_element) {
     case Element::FP32: // the weights have no copy
     case Element::FP8:  // act_element is never FP8
-    case Element::BF16: // the kernel also writes the copy in bf16
+    case Element::BF16: // the kernel writes the copy, in bf16 alone: another element needs a template parameter there
         return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
     }
 }
