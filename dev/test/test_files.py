@@ -282,7 +282,7 @@ def test_odd_models_are_odd() -> None:
 
 
 # fashion32, quick32 and emoji64 are what nobody has asked for. The twin takes them from the same table, so that one size is enough.
-ODD_SIZES = [(8, "program"), (32, "program"), pytest.param(64, "program", marks=pytest.mark.long), pytest.param(8, "twin", marks=pytest.mark.long)]
+ODD_SIZES = [(8, "program"), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((32, "program"), (64, "program"), (8, "twin")))]
 
 
 @pytest.mark.parametrize(("size", "program"), ODD_SIZES)
