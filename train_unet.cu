@@ -4,110 +4,113 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    191  Part I. The program
-//    194     1. Types at the interface: what operations are called with
-//    568     2. The interface: all that the program asks of a device
-//    893     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    992     4. Configuration: flags, presets, help, what can work and what cannot
-//   1730     5. The network: a list of layers, made of guided-diffusion's flags
-//   2625     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2876     7. Forward and backward: two walks over the list
-//   2997     8. Diffusion: noise schedules, objectives, samplers
-//   3274         the level of a training sample, drawn, and its share of the loss
-//   3731         samplers
-//   4283     9. Data: .bin files that may be larger than memory, the order of their images
-//   4810    10. Model files: weights and checkpoints, initial weights
-//   5206    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5221         the learning rate, the verdict on a step, averages of the weights
-//   5308         what a trainer holds
-//   5442         a step
-//   5740    12. A run: log, guard, checkpoints, resume, samples
-//   5765         the log in memory, as the page shows it
-//   5877         what a run holds
-//   5945         the log and the status line
-//   6135         checkpoints, snapshots and grids
-//   6401         the start of a run: new, from a file's weights, or resumed
-//   6601         the loop over the steps
-//   6717         a run from its first to its last line
-//   6887         samples, without a run
-//   7045    13. main: the command line, then a run or samples
-//   7324         what ranks must have in common
-//   7395         main
-//   7520  Part II. The device
-//   7523    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7602    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7672    16. The GPU: what all kernels share
-//   7737         Launches, which may overlap
-//   7781         Decisions: what kernels are chosen with
-//   7829         Single instructions: shared memory, mbarriers, clusters
-//   7914         Activations: pieces of 16 bytes
-//   8211         each_kernel: a thread for an element
-//   8225         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8386         Swizzle: how rows lie in shared memory
-//   8404         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8643         building blocks of Hopper's kernels (sm_90a)
-//   8941    17. Small operations: resampling, embeddings, diffusion
-//   8944         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9144         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9501         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10010    18. Group norm
-//  10013         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10547         groupnorm_backward_whole: an image's slab in shared memory
-//  10925    19. Attention
-//  11031         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11575         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11713         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12393    20. Convolution
-//  12433         ConvOut: results, 4 channels of a pixel at a time
-//  12671         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12734         conv_halo: 3x3, stride 1, any GPU
-//  13139         conv_gather: any kernel size and stride, any GPU
-//  13402         conv_few: the first and the last layer
-//  13574         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14152         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14271         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14733         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15175         conv_weight_tma: weight gradients (sm_90a)
-//  15463    21. The optimiser
-//  15466         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15698    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15701         groupnorm_backward
-//  15839         attention: forward and, where a has dout, backward
-//  15901         convolution: forward and input gradient
-//  16361         convolution: weight gradients
-//  16708    23. The GPU: memory, copies, repeated work
-//  16931    24. Between ranks: from device to device
+//    194  Part I. The program
+//    197     1. Types at the interface: what operations are called with
+//    571     2. The interface: all that the program asks of a device
+//    896     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    995     4. Configuration: flags, presets, help, what can work and what cannot
+//   1733     5. The network: a list of layers, made of guided-diffusion's flags
+//   2628     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2879     7. Forward and backward: two walks over the list
+//   3000     8. Diffusion: noise schedules, objectives, samplers
+//   3277         the level of a training sample, drawn, and its share of the loss
+//   3734         samplers
+//   4286     9. Data: .bin files that may be larger than memory, the order of their images
+//   4813    10. Model files: weights and checkpoints, initial weights
+//   5209    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5224         the learning rate, the verdict on a step, averages of the weights
+//   5311         what a trainer holds
+//   5445         a step
+//   5743    12. A run: log, guard, checkpoints, resume, samples
+//   5768         the log in memory, as the page shows it
+//   5880         what a run holds
+//   5948         the log and the status line
+//   6138         checkpoints, snapshots and grids
+//   6404         the start of a run: new, from a file's weights, or resumed
+//   6604         the loop over the steps
+//   6720         a run from its first to its last line
+//   6890         samples, without a run
+//   7048    13. main: the command line, then a run or samples
+//   7327         what ranks must have in common
+//   7398         main
+//   7523  Part II. The device
+//   7526    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7605    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7675    16. The GPU: what all kernels share
+//   7740         Launches, which may overlap
+//   7784         Decisions: what kernels are chosen with
+//   7832         Single instructions: shared memory, mbarriers, clusters
+//   7917         Activations: pieces of 16 bytes
+//   8214         each_kernel: a thread for an element
+//   8228         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8389         Swizzle: how rows lie in shared memory
+//   8407         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8646         building blocks of Hopper's kernels (sm_90a)
+//   8944    17. Small operations: resampling, embeddings, diffusion
+//   8947         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9147         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9504         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10013    18. Group norm
+//  10016         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10550         groupnorm_backward_whole: an image's slab in shared memory
+//  10928    19. Attention
+//  11034         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11578         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11716         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12396    20. Convolution
+//  12436         ConvOut: results, 4 channels of a pixel at a time
+//  12674         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12737         conv_halo: 3x3, stride 1, any GPU
+//  13142         conv_gather: any kernel size and stride, any GPU
+//  13405         conv_few: the first and the last layer
+//  13577         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14155         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14274         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14736         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15178         conv_weight_tma: weight gradients (sm_90a)
+//  15466    21. The optimiser
+//  15469         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15701    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15704         groupnorm_backward
+//  15842         attention: forward and, where a has dout, backward
+//  15904         convolution: forward and input gradient
+//  16364         convolution: weight gradients
+//  16711    23. The GPU: memory, copies, repeated work
+//  16934    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7516, run_program 7456, train 6843, run_step 6651, train_step 5674, load_batch 4767;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16839):
-//     step_gradients 5574: draw_levels 9515, forward_and_loss 5488, q_sample_forward 9706, unet_forward 2903,
-//     forward_layer 2889 (a function of the layer's kind), loss_forward_backward 9817, unet_backward 2968,
-//     sum_gradients 15513;
-//     judge_step 15560, update_slice 5639, adamw_update 15671, next_step 15566, record_step 15572;
-//     later collect_steps 6605
-//   pictures, from noise: sample_batch 4198, plan_route 3963, device_step 4007, euler_step 3761 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16236 draws all of its roads):
-//     forward_conv 2123; conv_forward 16271, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16187 above that; conv_tiles 14718, with conv_tiles_kernel above it;
-//     Accumulators 8874; Wgmma 8464;
-//     on any other GPU pick_conv_halo_bf16 15975; conv_halo 13126, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8276
-//   why several GPUs compute the bits of one: step_gradients 5574
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 283, Silu 7565, with_nonlinearity 7575 (a case);
-//     BEHIND_NORMS, in front of add_norm 2337, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3203
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 398, and beside each other edm_question 3045,
-//     ask 3081, frame_of 3091, sigma_draws 3097, has_steps_of_t 3103; the head of their section lists the changes
-//   a kind of layer: forward_linear 2043 and what stands beside it, with a list of all places in front of
-//     LayerKind 2015; add_resblock 2388 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7519, run_program 7459, train 6846, run_step 6654, train_step 5677, load_batch 4770;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16842):
+//     step_gradients 5577: draw_levels 9518, forward_and_loss 5491, q_sample_forward 9709, unet_forward 2906,
+//     forward_layer 2892 (a function of the layer's kind), loss_forward_backward 9820, unet_backward 2971,
+//     sum_gradients 15516;
+//     judge_step 15563, update_slice 5642, adamw_update 15674, next_step 15569, record_step 15575;
+//     later collect_steps 6608
+//   pictures, from noise: sample_batch 4201, plan_route 3966, device_step 4010, euler_step 3764 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16239 draws all of its roads):
+//     forward_conv 2126; conv_forward 16274, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16190 above that; conv_tiles 14721, with conv_tiles_kernel above it;
+//     Accumulators 8877; Wgmma 8467;
+//     on any other GPU pick_conv_halo_bf16 15978; conv_halo 13129, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8279
+//   why several GPUs compute the bits of one: step_gradients 5577
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 286, Silu 7568, with_nonlinearity 7578 (a case);
+//     BEHIND_NORMS, in front of add_norm 2340, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3206
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 401, and beside each other edm_question 3048,
+//     ask 3084, frame_of 3094, sigma_draws 3100, has_steps_of_t 3106; the head of their section lists the changes
+//   a kind of layer: forward_linear 2046 and what stands beside it, with a list of all places in front of
+//     LayerKind 2018; add_resblock 2391 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 226, ElementOf 7540; until they know it, nothing compiles: unpack 7932,
-//     pack 7961, FourOf 8013, mma 8276, with_act 7796, cast_params 15591, adamw_update 15671, tma_type 8601;
-//     which kernels take it: conv_product 16236, act_has_wgmma 7807; docs/READING.md says what at each
+//   an element type beside bf16: Element 229, ElementOf 7543; until they know it, nothing compiles: unpack 7935,
+//     pack 7964, FourOf 8016, mma 8279, with_act 7799, cast_params 15594, adamw_update 15674, tma_type 8604;
+//     which kernels take it: conv_product 16239, act_has_wgmma 7810; docs/READING.md says what at each
+//   samples in FP8 (--precision fp8): choose_fp8 2568 chooses the convolutions, make_fp8_weights 5139 rounds their
+//     weights, pack_fp8 7993 rounds what a norm writes, conv_product_fp8 16267 picks the kernel, WgmmaFp8 8501
+//     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
-//     unknown word ends in is unknown_word 1120, called by who does not know it
+//     unknown word ends in is unknown_word 1123, called by who does not know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil

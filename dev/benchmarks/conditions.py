@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import pathlib
 import shlex
-import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -56,6 +55,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.nn.functional as F
+from speedrun import checked
 
 from common.data_files import open_data, write_data
 from common.model_files import checkpoints
@@ -134,9 +134,7 @@ class Workshop:
         print(f"{kept.sum()} images to train on, {held.sum()} held out, {near.sum()} left out that resemble one of these", flush=True)
 
     def call(self, *words: object) -> None:
-        done = subprocess.run([self.args.program, *map(str, words)], check=False, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise UserError(f"{self.args.program} {' '.join(map(str, words))}: {done.stderr.strip()}")
+        checked([self.args.program, *map(str, words)])
 
     def train(self, name: str, *flags: object) -> str:
         """Trains a model, or finds the one that an earlier call has trained. Its last checkpoint."""

@@ -658,24 +658,13 @@ void hold_back(Warp& w, const Ins& i, int values) {
     }
     w.late.push_back(std::move(p));
 }
-// A warp's 16 of wgmma's 64 rows in e4m3. The tensor cores keep fewer bits of the sums than this.
-void quarter_fp8(Warp& w, const Ins& i) {
+// D (16, columns) [+]= A (16, K) B (K, columns), for a warp's 16 of wgmma's 64 rows.
+template <int K> void add_product(Warp& w, const Ins& i, const f32 (&a)[16][K], const f32 (&b)[K][256]) {
     const int columns = (int)i.imm[0], values = columns / 2;
-    arrive_late(w, [&](const LateProduct& p) { return p.has(i.list[0]); });
-    Descriptor from = descriptor(w, w.reg<u64>(i.op[1])[0], false), to = descriptor(w, w.reg<u64>(i.op[2])[0], false);
-    from.element = to.element = 1;
-    static f32 a[16][32], b[32][256], d[16][256];
-    for (int m = 0; m < 16; m++) {
-        for (int k = 0; k < 32; k += 16) reads(w, from.at(w.rank % 4 * 16 + m, k));
-        for (int k = 0; k < 32; k++) a[m][k] = e4m3_value(*(uint8_t*)shared(w, from.at(w.rank % 4 * 16 + m, k), 1));
-    }
-    for (int n = 0; n < columns; n++) {
-        for (int k = 0; k < 32; k += 16) reads(w, to.at(n, k));
-        for (int k = 0; k < 32; k++) b[k][n] = e4m3_value(*(uint8_t*)shared(w, to.at(n, k), 1));
-    }
+    static f32 d[16][256];
     for (int m = 0; m < 16; m++) {
         std::fill_n(d[m], columns, 0.f);
-        for (int k = 0; k < 32; k++)
+        for (int k = 0; k < K; k++)
             for (int n = 0; n < columns; n++) d[m][n] += a[m][k] * b[k][n];
     }
     const bool add = *w.reg<u32>(i.op[0]) & 1;
@@ -686,6 +675,23 @@ void quarter_fp8(Warp& w, const Ins& i) {
         }
     if (!reversed()) hold_back(w, i, values);
 }
+// A warp's 16 of wgmma's 64 rows in e4m3. The tensor cores keep fewer bits of the sums than this.
+void quarter_fp8(Warp& w, const Ins& i) {
+    const int columns = (int)i.imm[0];
+    arrive_late(w, [&](const LateProduct& p) { return p.has(i.list[0]); });
+    Descriptor from = descriptor(w, w.reg<u64>(i.op[1])[0], false), to = descriptor(w, w.reg<u64>(i.op[2])[0], false);
+    from.element = to.element = 1;
+    static f32 a[16][32], b[32][256];
+    for (int m = 0; m < 16; m++) {
+        for (int k = 0; k < 32; k += 16) reads(w, from.at(w.rank % 4 * 16 + m, k));
+        for (int k = 0; k < 32; k++) a[m][k] = e4m3_value(*(uint8_t*)shared(w, from.at(w.rank % 4 * 16 + m, k), 1));
+    }
+    for (int n = 0; n < columns; n++) {
+        for (int k = 0; k < 32; k += 16) reads(w, to.at(n, k));
+        for (int k = 0; k < 32; k++) b[k][n] = e4m3_value(*(uint8_t*)shared(w, to.at(n, k), 1));
+    }
+    add_product(w, i, a, b);
+}
 // A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned, e4m3.
 void quarter(Warp& w, const Ins& i) {
     if (i.imm[1] & 4) return quarter_fp8(w, i);
@@ -693,7 +699,7 @@ void quarter(Warp& w, const Ins& i) {
     arrive_late(
         w, [&](const LateProduct& p) { return p.has(i.list[0]); }); // one product may add to what another one adds to
     f32 a[16][16];
-    static f32 b[16][256], d[16][256];
+    static f32 b[16][256];
     if (i.op[1] == NONE) read_a<true>(w, &i.list[values], a);
     else {
         const Descriptor from = descriptor(w, w.reg<u64>(i.op[1])[0], i.imm[1] & 1);
@@ -707,18 +713,7 @@ void quarter(Warp& w, const Ins& i) {
         for (int k = 0; k < 16; k += from.turned ? 1 : 8) reads(w, from.at(n, k));
     for (int n = 0; n < columns; n++)
         for (int k = 0; k < 16; k++) b[k][n] = bf16_value(*(u16*)shared(w, from.at(n, k), 2));
-    for (int m = 0; m < 16; m++) {
-        std::fill_n(d[m], columns, 0.f);
-        for (int k = 0; k < 16; k++)
-            for (int n = 0; n < columns; n++) d[m][n] += a[m][k] * b[k][n];
-    }
-    const bool add = *w.reg<u32>(i.op[0]) & 1;
-    for (int v = 0; v < values; v++)
-        for (int l = 0; l < 32; l++) {
-            f32& out = w.reg<f32>(i.list[v])[l];
-            out = (add ? out : 0) + d[l / 4 + v / 2 % 2 * 8][v / 4 * 8 + l % 4 * 2 + v % 2];
-        }
-    if (!reversed()) hold_back(w, i, values);
+    add_product(w, i, a, b);
 }
 // The four warps of a warpgroup multiply as one: none goes on, and frees what was read, before the others are here.
 bool wgmma(Warp& w, const Ins& i, u32) {
