@@ -44,7 +44,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--data_file", default=str(ROOT / "data/emoji64.bin"), help="uint8 colour images (default: data/emoji64.bin)")
     parser.add_argument("--program", default=str(ROOT / "train_unet"), help="what trains and samples (default: ./train_unet)")
     parser.add_argument("--recipe", default="--preset quick64", metavar="FLAGS", help='of ./train_unet, for all models (default: "--preset quick64")')
-    parser.add_argument("--max_steps", type=int, default=14000, help="of each model (default: 14000)")
+    parser.add_argument("--max_steps", type=int, default=10000, help="of each model (default: 10000)")
     parser.add_argument("--output_dir", default="out_conditions", help="default: out_conditions")
     return parser.parse_args(argv)
 

@@ -48,6 +48,14 @@ def test_grain() -> None:
     assert speedrun.has_grain(square + 4 / 127.5 * noise) == 1
 
 
+def test_copies() -> None:
+    """15 of 255 from a training image in all its pixels is a copy of it, 17 none; half of the pixels may differ by the root of two more."""
+    training = torch.cat([picture((slice(4, 12), slice(4, 12), -0.5)), picture((slice(0, 8), slice(4, 8), 0.0))])
+    apart = torch.tensor([15, 17, 22, 23])[:, None, None, None] / 127.5
+    changed = training[[1]].expand(4, -1, -1, -1) - apart * torch.cat([torch.ones(2, 3, 16, 16), torch.ones(2, 3, 16, 16) * (torch.arange(16) % 2)])
+    assert speedrun.is_copy(changed, training).tolist() == [1, 0, 1, 0]
+
+
 def test_seconds_to() -> None:
     run = [speedrun.Moment(step, seconds, distance, 0, 0, 0) for step, seconds, distance in ((10, 2.0, 30.0), (20, 4.0, 10.0), (30, 6.0, 12.0))]
     assert speedrun.seconds_to(run, 40) == 2
