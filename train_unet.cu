@@ -4,113 +4,114 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    194  Part I. The program
-//    197     1. Types at the interface: what operations are called with
-//    571     2. The interface: all that the program asks of a device
-//    896     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    995     4. Configuration: flags, presets, help, what can work and what cannot
-//   1733     5. The network: a list of layers, made of guided-diffusion's flags
-//   2628     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2879     7. Forward and backward: two walks over the list
-//   3000     8. Diffusion: noise schedules, objectives, samplers
-//   3277         the level of a training sample, drawn, and its share of the loss
-//   3734         samplers
-//   4286     9. Data: .bin files that may be larger than memory, the order of their images
-//   4813    10. Model files: weights and checkpoints, initial weights
-//   5209    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5224         the learning rate, the verdict on a step, averages of the weights
-//   5311         what a trainer holds
-//   5445         a step
-//   5743    12. A run: log, guard, checkpoints, resume, samples
-//   5768         the log in memory, as the page shows it
-//   5880         what a run holds
-//   5948         the log and the status line
-//   6138         checkpoints, snapshots and grids
-//   6404         the start of a run: new, from a file's weights, or resumed
-//   6604         the loop over the steps
-//   6720         a run from its first to its last line
-//   6890         samples, without a run
-//   7048    13. main: the command line, then a run or samples
-//   7327         what ranks must have in common
-//   7398         main
-//   7523  Part II. The device
-//   7526    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7605    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7675    16. The GPU: what all kernels share
-//   7740         Launches, which may overlap
-//   7784         Decisions: what kernels are chosen with
-//   7832         Single instructions: shared memory, mbarriers, clusters
-//   7917         Activations: pieces of 16 bytes
-//   8214         each_kernel: a thread for an element
-//   8228         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8389         Swizzle: how rows lie in shared memory
-//   8407         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8646         building blocks of Hopper's kernels (sm_90a)
-//   8944    17. Small operations: resampling, embeddings, diffusion
-//   8947         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9147         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9504         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10013    18. Group norm
-//  10016         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10550         groupnorm_backward_whole: an image's slab in shared memory
-//  10928    19. Attention
-//  11034         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11578         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11716         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12396    20. Convolution
-//  12436         ConvOut: results, 4 channels of a pixel at a time
-//  12674         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12737         conv_halo: 3x3, stride 1, any GPU
-//  13142         conv_gather: any kernel size and stride, any GPU
-//  13405         conv_few: the first and the last layer
-//  13577         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14155         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14274         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14736         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15178         conv_weight_tma: weight gradients (sm_90a)
-//  15466    21. The optimiser
-//  15469         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15701    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15704         groupnorm_backward
-//  15842         attention: forward and, where a has dout, backward
-//  15904         convolution: forward and input gradient
-//  16364         convolution: weight gradients
-//  16711    23. The GPU: memory, copies, repeated work
-//  16934    24. Between ranks: from device to device
+//    195  Part I. The program
+//    198     1. Types at the interface: what operations are called with
+//    572     2. The interface: all that the program asks of a device
+//    897     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    996     4. Configuration: flags, presets, help, what can work and what cannot
+//   1736     5. The network: a list of layers, made of guided-diffusion's flags
+//   2631     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2882     7. Forward and backward: two walks over the list
+//   3003     8. Diffusion: noise schedules, objectives, samplers
+//   3280         the level of a training sample, drawn, and its share of the loss
+//   3737         samplers
+//   4289     9. Data: .bin files that may be larger than memory, the order of their images
+//   4816    10. Model files: weights and checkpoints, initial weights
+//   5212    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5227         the learning rate, the verdict on a step, averages of the weights
+//   5314         what a trainer holds
+//   5448         a step
+//   5746    12. A run: log, guard, checkpoints, resume, samples
+//   5771         the log in memory, as the page shows it
+//   5883         what a run holds
+//   5951         the log and the status line
+//   6141         checkpoints, snapshots and grids
+//   6407         the start of a run: new, from a file's weights, or resumed
+//   6607         the loop over the steps
+//   6723         a run from its first to its last line
+//   6893         samples, without a run
+//   7052    13. main: the command line, then a run or samples
+//   7333         what ranks must have in common
+//   7404         main
+//   7529  Part II. The device
+//   7532    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7611    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7681    16. The GPU: what all kernels share
+//   7746         Launches, which may overlap
+//   7790         Decisions: what kernels are chosen with
+//   7838         Single instructions: shared memory, mbarriers, clusters
+//   7923         Activations: pieces of 16 bytes
+//   8220         each_kernel: a thread for an element
+//   8234         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8395         Swizzle: how rows lie in shared memory
+//   8413         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8652         building blocks of Hopper's kernels (sm_90a)
+//   8950    17. Small operations: resampling, embeddings, diffusion
+//   8953         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9153         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9510         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10019    18. Group norm
+//  10022         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10556         groupnorm_backward_whole: an image's slab in shared memory
+//  10934    19. Attention
+//  11040         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11584         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11722         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12402    20. Convolution
+//  12442         ConvOut: results, 4 channels of a pixel at a time
+//  12680         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12743         conv_halo: 3x3, stride 1, any GPU
+//  13148         conv_gather: any kernel size and stride, any GPU
+//  13411         conv_few: the first and the last layer
+//  13583         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14161         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14280         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14742         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15184         conv_weight_tma: weight gradients (sm_90a)
+//  15472    21. The optimiser
+//  15475         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15707    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15710         groupnorm_backward
+//  15848         attention: forward and, where a has dout, backward
+//  15910         convolution: forward and input gradient
+//  16370         convolution: weight gradients
+//  16717    23. The GPU: memory, copies, repeated work
+//  16940    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7519, run_program 7459, train 6846, run_step 6654, train_step 5677, load_batch 4770;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16842):
-//     step_gradients 5577: draw_levels 9518, forward_and_loss 5491, q_sample_forward 9709, unet_forward 2906,
-//     forward_layer 2892 (a function of the layer's kind), loss_forward_backward 9820, unet_backward 2971,
-//     sum_gradients 15516;
-//     judge_step 15563, update_slice 5642, adamw_update 15674, next_step 15569, record_step 15575;
-//     later collect_steps 6608
-//   pictures, from noise: sample_batch 4201, plan_route 3966, device_step 4010, euler_step 3764 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16239 draws all of its roads):
-//     forward_conv 2126; conv_forward 16274, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16190 above that; conv_tiles 14721, with conv_tiles_kernel above it;
-//     Accumulators 8877; Wgmma 8467;
-//     on any other GPU pick_conv_halo_bf16 15978; conv_halo 13129, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8279
-//   why several GPUs compute the bits of one: step_gradients 5577
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 286, Silu 7568, with_nonlinearity 7578 (a case);
-//     BEHIND_NORMS, in front of add_norm 2340, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3206
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 401, and beside each other edm_question 3048,
-//     ask 3084, frame_of 3094, sigma_draws 3100, has_steps_of_t 3106; the head of their section lists the changes
-//   a kind of layer: forward_linear 2046 and what stands beside it, with a list of all places in front of
-//     LayerKind 2018; add_resblock 2391 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7525, run_program 7465, train 6849, run_step 6657, train_step 5680, load_batch 4773;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16848):
+//     step_gradients 5580: draw_levels 9524, forward_and_loss 5494, q_sample_forward 9715, unet_forward 2909,
+//     forward_layer 2895 (a function of the layer's kind), loss_forward_backward 9826, unet_backward 2974,
+//     sum_gradients 15522;
+//     judge_step 15569, update_slice 5645, adamw_update 15680, next_step 15575, record_step 15581;
+//     later collect_steps 6611
+//   pictures, from noise: sample_batch 4204, plan_route 3969, device_step 4013, euler_step 3767 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16245 draws all of its roads):
+//     forward_conv 2129; conv_forward 16280, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16196 above that; conv_tiles 14727, with conv_tiles_kernel above it;
+//     Accumulators 8883; Wgmma 8473;
+//     on any other GPU pick_conv_halo_bf16 15984; conv_halo 13135, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8285
+//   why several GPUs compute the bits of one: step_gradients 5580
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7574, with_nonlinearity 7584 (a case);
+//     BEHIND_NORMS, in front of add_norm 2343, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3209
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 402, and beside each other edm_question 3051,
+//     ask 3087, frame_of 3097, sigma_draws 3103, has_steps_of_t 3109; the head of their section lists the changes
+//   a kind of layer: forward_linear 2049 and what stands beside it, with a list of all places in front of
+//     LayerKind 2021; add_resblock 2394 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 229, ElementOf 7543; until they know it, nothing compiles: unpack 7935,
-//     pack 7964, FourOf 8016, mma 8279, with_act 7799, cast_params 15594, adamw_update 15674, tma_type 8604;
-//     which kernels take it: conv_product 16239, act_has_wgmma 7810; docs/READING.md says what at each
-//   samples in FP8 (--precision fp8): choose_fp8 2568 chooses the convolutions, make_fp8_weights 5139 rounds their
-//     weights, pack_fp8 7993 rounds what a norm writes, conv_product_fp8 16267 picks the kernel, WgmmaFp8 8501
+//   an element type beside bf16: Element 230, ElementOf 7549; until they know it, nothing compiles: unpack 7941,
+//     pack 7970, FourOf 8022, mma 8285, with_act 7805, cast_params 15600, adamw_update 15680, tma_type 8610;
+//     which kernels take it: conv_product 16245, act_has_wgmma 7816; docs/READING.md says what at each
+//   samples in FP8 (--precision fp8): choose_fp8 2571 chooses the convolutions, make_fp8_weights 5142 rounds their
+//     weights, pack_fp8 7999 rounds what a norm writes, conv_product_fp8 16273 picks the kernel, WgmmaFp8 8507
 //     multiplies
-//   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
-//     unknown word ends in is unknown_word 1123, called by who does not know it
+//   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
+//     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
+//     know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1179,8 +1180,8 @@ template <class Int> static std::string set_value(Int* flag, const Flag& f, cons
 // the command line.
 static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
     auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
-    const std::string must = std::visit(set, f.member);
-    if (!must.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), must.c_str());
+    const std::string expected = std::visit(set, f.member);
+    if (!expected.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), expected.c_str());
 }
 
 // Returns a number as text. It has as few digits as possible, but so many that the same number is read from the text.
@@ -1588,7 +1589,7 @@ static std::string check_model(Config* c) {
     if (error.empty()) error = check_pictures(c);
     if (!error.empty()) return error;
     // Remembers the first thing that is wrong.
-    auto must = [&](bool ok, const char* name, const std::string& why) {
+    auto note_unless = [&](bool ok, const char* name, const std::string& why) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
 
@@ -1604,51 +1605,53 @@ static std::string check_model(Config* c) {
         const bool counts_heads = per_head < 0;
         const bool head_fits = per_head && ch % per_head == 0;
         const bool up_fits = up == -1 || (up > 0 && ch % up == 0);
-        must(counts_heads || head_fits, "num_head_channels", "must " + divide + "; 32 does");
-        must(!counts_heads || ch % c->num_heads == 0, "num_heads", "must " + divide);
-        must(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
+        note_unless(counts_heads || head_fits, "num_head_channels", "must " + divide + "; 32 does");
+        note_unless(!counts_heads || ch % c->num_heads == 0, "num_heads", "must " + divide);
+        note_unless(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
     }
 
     // Diffusion and classes. With T steps the linear schedule's last beta is 20 / T.
-    must(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
-         "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
-    must(!c->class_cond || c->num_classes > 0, "num_classes", "must be given for --class_cond True: the data has none");
-    must(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
-         "has nothing to leave out without --class_cond True or --cond_dim");
+    note_unless(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
+                "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
+    note_unless(!c->class_cond || c->num_classes > 0, "num_classes",
+                "must be given for --class_cond True: the data has none");
+    note_unless(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
+                "has nothing to leave out without --class_cond True or --cond_dim");
     // With other objectives, flags that only --objective ddpm uses must keep their defaults.
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
         const Flag& f = *find_flag(name);
         const bool is_default = flag_value(*c, f) == flag_value(plain, f);
-        must(c->objective == "ddpm" || is_default, name,
-             "is for --objective ddpm; " + c->objective + " has a prediction, a weighting and noise levels of its own");
+        note_unless(
+            c->objective == "ddpm" || is_default, name,
+            "is for --objective ddpm; " + c->objective + " has a prediction, a weighting and noise levels of its own");
     }
-    must(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
-    must(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
+    note_unless(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
+    note_unless(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
     // The flags of samples: classes, the noise levels of the sampler's steps, and images that sampling begins with.
-    must(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
-    must(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
+    note_unless(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
+    note_unless(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
     for (float k : c->class_list) {
         const bool is_class = k == std::floor(k) && k >= 0 && k < c->num_classes;
-        must(is_class, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
+        note_unless(is_class, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
     }
-    must(!c->guided() || c->can_be_guided(), "guidance_scale",
-         "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1, or of --cond_dropout 0.1");
-    must(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
-    must(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
-         text("must be below --sigma_max %g", c->sigma_max));
+    note_unless(!c->guided() || c->can_be_guided(), "guidance_scale",
+                "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1, or of --cond_dropout 0.1");
+    note_unless(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
+    note_unless(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
+                text("must be below --sigma_max %g", c->sigma_max));
     // --start_from and --inpaint begin with images; S_churn is noise that euler and heun add between their steps.
     const bool changes_images = c->changes_images();
     const bool inpaints = !c->inpaint.empty();
-    must(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
+    note_unless(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
     const bool takes_mask = c->sample && c->picture_kind == PictureKind::MASK;
-    must(!inpaints || !c->mask.empty(), "mask", "is needed by --inpaint: where to paint anew");
-    must(inpaints || takes_mask || c->mask.empty(), "mask",
-         "needs --inpaint, or a model of --cond mask: where to paint anew");
-    must(!changes_images || c->sample, inpaints ? "inpaint" : "start_from", "is for --sample");
-    must(!changes_images || !c->S_churn, "S_churn", "is for images that are made of noise alone");
-    must(!c->S_churn || c->can_churn(), "S_churn", "is for --sampler euler and heun");
+    note_unless(!inpaints || !c->mask.empty(), "mask", "is needed by --inpaint: where to paint anew");
+    note_unless(inpaints || takes_mask || c->mask.empty(), "mask",
+                "needs --inpaint, or a model of --cond mask: where to paint anew");
+    note_unless(!changes_images || c->sample, inpaints ? "inpaint" : "start_from", "is for --sample");
+    note_unless(!changes_images || !c->S_churn, "S_churn", "is for images that are made of noise alone");
+    note_unless(!c->S_churn || c->can_churn(), "S_churn", "is for --sampler euler and heun");
     return error;
 }
 
@@ -6925,26 +6928,26 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
 // samples are drawn: a name that can't be written, or a file that must not be replaced.
 static Folder open_output(const Config& c, const std::string& resume) {
     // Every message begins with the flag.
-    auto must = [&](bool ok, const std::string& why) {
+    auto refuse_unless = [&](bool ok, const std::string& why) {
         if (!ok) refuse("--output " + c.output + ": " + why);
     };
     const bool has_ending = c.output.ends_with(".png") || c.output.ends_with(".bin");
-    must(has_ending && c.output.size() > 4, "must end in .png (one grid) or .bin (float images)");
+    refuse_unless(has_ending && c.output.size() > 4, "must end in .png (one grid) or .bin (float images)");
     // The folder is opened now and used until the end, even if somebody renames it meanwhile.
     const std::filesystem::path path = c.output;
     const std::string name = path.filename().string();
     const Folder folder = open_folder(path.parent_path().string());
-    must(folder.descriptor >= 0,
-         text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
+    refuse_unless(folder.descriptor >= 0,
+                  text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
 
-    must(!is_name_of_run(folder, name), NAME_OF_RUN);
+    refuse_unless(!is_name_of_run(folder, name), NAME_OF_RUN);
 
     // A file of this name is not replaced if it holds a model or data that are no samples, or if this program reads it.
     struct stat target;
     const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
     if (is_there) {
-        must(!S_ISDIR(target.st_mode), "is a folder; name a file");
-        must(S_ISREG(target.st_mode), "is there and is no usual file; choose another name");
+        refuse_unless(!S_ISDIR(target.st_mode), "is a folder; name a file");
+        refuse_unless(S_ISREG(target.st_mode), "is there and is no usual file; choose another name");
         for (const std::string& file :
              {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values, c.cond_file}) {
             struct stat input;
@@ -6952,13 +6955,14 @@ static Folder open_output(const Config& c, const std::string& resume) {
             // Two names may belong to the same file. A file is identified by its device and by its inode number on this
             // device.
             const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
-            must(!same, "would replace " + file + ", which is read; choose another name");
+            refuse_unless(!same, "would replace " + file + ", which is read; choose another name");
         }
-        must(!holds_more_than_samples(folder, name), "holds a model or data; choose another name, or move it away");
+        refuse_unless(!holds_more_than_samples(folder, name),
+                      "holds a model or data; choose another name, or move it away");
     }
     // The last check: can a file be made there? AtomicFile makes one under another name, and removes it again.
     AtomicFile probe(folder, name);
-    must(!probe.error, probe.failure);
+    refuse_unless(!probe.error, probe.failure);
     probe.discard();
     return folder;
 }
@@ -7252,32 +7256,34 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
         if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
         if (!c->chosen("num_classes")) c->num_classes = d.classes;
     }
-    auto must = [&](bool ok, const char* flag, const std::string& why) {
+    auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
     // If the images and the model differ in size, this is said first, because it explains most other errors.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
-    must(fits, "data_file",
-         text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H, d.W, c->H,
-              c->W));
-    must(d.C == c->in_channels, "data_file",
-         text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", d.C,
-              c->in_channels));
-    must(d.K == c->cond_dim || !c->cond_dim, "cond_dim",
-         c->data_file + (d.K ? text(" has %d numbers an image", d.K)
-                             : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
+    refuse_unless(fits, "data_file",
+                  text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H,
+                       d.W, c->H, c->W));
+    refuse_unless(d.C == c->in_channels, "data_file",
+                  text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit",
+                       d.C, c->in_channels));
+    refuse_unless(
+        d.K == c->cond_dim || !c->cond_dim, "cond_dim",
+        c->data_file + (d.K ? text(" has %d numbers an image", d.K)
+                            : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
     const bool makes_them = c->picture_kind != PictureKind::FILE;
-    must(d.cond || makes_them || !c->cond_channels, "cond_channels",
-         "needs --cond_file, a picture for each of the images");
-    must(!d.cond || d.cond->C == c->cond_channels, "cond_file",
-         text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
-              c->cond_channels));
+    refuse_unless(d.cond || makes_them || !c->cond_channels, "cond_channels",
+                  "needs --cond_file, a picture for each of the images");
+    refuse_unless(!d.cond || d.cond->C == c->cond_channels, "cond_file",
+                  text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
+                       c->cond_channels));
     if (!c->class_cond) return;
-    must(d.classes <= c->num_classes, "num_classes", c->data_file + text(" has labels of %d classes", d.classes));
-    must(!d.labels.empty(), "class_cond",
-         c->data_file + " has no labels; make it from a folder with one sub-folder a class");
+    refuse_unless(d.classes <= c->num_classes, "num_classes",
+                  c->data_file + text(" has labels of %d classes", d.classes));
+    refuse_unless(!d.labels.empty(), "class_cond",
+                  c->data_file + " has no labels; make it from a folder with one sub-folder a class");
 }
 
 // Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new.
