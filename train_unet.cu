@@ -970,16 +970,16 @@ HD static inline void normals(float z[4], const Words& r) {
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
-// network of four rounds permutes the numbers of 2 * half bits: it splits a number into a left and a right half, and
+// network of four rounds permutes the numbers of 2 * half_bits bits: it splits a number into a left and a right half, and
 // mixes the left half with a random function of the right half. In general n is not a power of 4. So if the result is
 // not below n, it is permuted again, until it is.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
-    int half = 1; // bits of a half: so many that two halves can hold all numbers below n
-    while ((int64_t)1 << 2 * half < n) half++;
-    const uint32_t mask = (1u << half) - 1;
+    int half_bits = 1; // bits of a half: so many that two halves can hold all numbers below n
+    while ((int64_t)1 << 2 * half_bits < n) half_bits++;
+    const uint32_t mask = (1u << half_bits) - 1;
     int64_t x = pos;
     do {
-        uint32_t left = (uint32_t)(x >> half);
+        uint32_t left = (uint32_t)(x >> half_bits);
         uint32_t right = (uint32_t)x & mask;
         for (uint32_t round = 0; round < 4; round++) {
             const Words random = philox(seed, right, round, (uint32_t)epoch, RANDOM_ORDER);
@@ -987,7 +987,7 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
             left = right;
             right = mixed;
         }
-        x = (int64_t)left << half | right;
+        x = (int64_t)left << half_bits | right;
     } while (x >= n);
     return x;
 }
@@ -3805,8 +3805,8 @@ static void add_heun_step(std::vector<Move>* moves, double s, double n) {
     if (n > 0) to_y.m_x0 = 1;
     moves->push_back(to_y);
     if (n == 0) return;
-    const double half = (n - s) / (2 * n);
-    moves->push_back(Move{.sigma = n, .x = 1, .x0 = -half, .m = half});
+    const double half_step = (n - s) / (2 * n);
+    moves->push_back(Move{.sigma = n, .x = 1, .x0 = -half_step, .m = half_step});
 }
 
 // DPM-Solver++(2M) (Lu et al. 2022, algorithm 2; the paper's lambda is -log(sigma)): Euler's step with an x0 that is
@@ -12063,11 +12063,11 @@ template <class T> struct BackwardBlock {
     typedef uint4 Dots[2][DIM / 16]; // [0]: half a row of dout; [1]: half a row of out
 
     const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // how many blocks the cluster has
-    int rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
-    int first_head = blockIdx.x / blocks;          // this cluster's first head
-    int head_stride = gridDim.x / blocks;          // the number of clusters: a cluster works on every so many-th head
-    int steps = blocks * WARPGROUPS;               // how many steps a head takes
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS;             // how many blocks the cluster has
+    int cluster_rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
+    int first_head = blockIdx.x / blocks;                  // this cluster's first head
+    int head_stride = gridDim.x / blocks; // the number of clusters: a cluster works on every so many-th head
+    int steps = blocks * WARPGROUPS;      // how many steps a head takes
     int lane = threadIdx.x % 32;
     int thread = threadIdx.x % 128; // the number of the thread in its warpgroup
     float scale = rsqrtf((float)DIM);
@@ -12100,7 +12100,7 @@ template <class T> struct BackwardBlock {
     // chunks before the chunk of block r - 1. (The chunk before the first chunk is the last one.) So block 0 begins
     // with the head's first chunk, and the other blocks begin with some of the head's last chunks.
     INLINE int chunk_row(int step) const {
-        const int before = WARPGROUPS * rank;
+        const int before = WARPGROUPS * cluster_rank;
         return (step - before + (step < before ? steps : 0)) * 64;
     }
 
@@ -12113,7 +12113,7 @@ template <class T> struct BackwardBlock {
         mbarrier_expect(to.full, T::KEYS_BYTES);
         for (int i = 0; i < 2 * WARPGROUPS; i++) {
             const int part = K_PART + i / WARPGROUPS;
-            const int row = rank * T::KEYS + i % WARPGROUPS * 64;
+            const int row = cluster_rank * T::KEYS + i % WARPGROUPS * 64;
             tma_load(to.address + i * T::TILE_BYTES, &p.qkv_rows, to.full, part * p.C + c, row, image);
         }
     }
@@ -12139,7 +12139,7 @@ template <class T> struct BackwardBlock {
     // load_dots and send_dots compute -D of 64 queries; D = rowsum(dout * out). Each block computes -D of its share of
     // a head's queries, and sends it to all blocks of the cluster. Two neighbouring threads work on each row.
     INLINE void load_dots(Dots& d, int head, int part) const {
-        const int row = rank * T::KEYS + part * 64 + thread / 2;
+        const int row = cluster_rank * T::KEYS + part * 64 + thread / 2;
         const size_t i = element(head, row, 1) + thread % 2 * (DIM / 2);
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             d[0][k] = load16((const bf16*)p.dout + i + 8 * k);
@@ -12161,7 +12161,7 @@ template <class T> struct BackwardBlock {
         const float own = -lane_sum<1>(sum);
         const float other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
         const float2 two = lane & 2 ? make_float2(other, own) : make_float2(own, other);
-        const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
+        const int row = cluster_rank * T::KEYS + part * 64 + thread / 4 * 2;
         if (part == 0) dots_to_send.acquire();
         // -D lies at the same place in the shared memory of all blocks.
         const auto [stage, full] = dots.stage(dots_to_send.done);
@@ -12192,8 +12192,8 @@ template <class T> struct BackwardBlock {
     //      block.
     // In some of the steps, a part of -D of the next head is also computed.
     INLINE void query_gradients() {
-        const int before = (rank ? rank : blocks) - 1;
-        const int next = rank + 1 == blocks ? 0 : rank + 1;
+        const int before = (cluster_rank ? cluster_rank : blocks) - 1;
+        const int next = cluster_rank + 1 == blocks ? 0 : cluster_rank + 1;
         if (thread == 0)
             NO_UNROLL_FOR (int i = 0; i < T::CHUNK_STAGES - 1; i++) {
                 load_chunk();
@@ -12331,7 +12331,7 @@ template <class T> struct BackwardBlock {
             // dk and dv are complete. Before they are stored to global memory, they are written over v in shared
             // memory. After this barrier no warp of this warpgroup reads v any more.
             warps_sync(1 + warpgroup, 128);
-            bf16* const to = (bf16*)p.to + element(head, rank * T::KEYS + warpgroup * 64, 3);
+            bf16* const to = (bf16*)p.to + element(head, cluster_rank * T::KEYS + warpgroup * 64, 3);
             store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
             store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
             fence_async();
@@ -12833,9 +12833,9 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
 // PIXELS_AT_ONCE-th pixel.
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
-    static constexpr int CHUNKS = Tile::SLICE / 8;                          // chunks of a pixel
-    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;           // pixels that all threads copy at a time
-    static constexpr int HALF = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
+    static constexpr int CHUNKS = Tile::SLICE / 8;                // chunks of a pixel
+    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS; // pixels that all threads copy at a time
+    static constexpr int HALF_COPIES = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
     const ConvCall& p;
     const uint32_t halos;
     int* const sources; // the halo_source of each pixel
@@ -12854,7 +12854,7 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF.
+    // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF_COPIES.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
         asm volatile("" : "+r"(first)); // otherwise the compiler would keep an address in a register for every i
@@ -12888,7 +12888,7 @@ template <class Tile> struct HaloCopies {
     // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
     INLINE auto places(int slice) const {
         return [this, slice](auto f) {
-            UNROLL_FOR (int i = 0; i < 2 * HALF; i++)
+            UNROLL_FOR (int i = 0; i < 2 * HALF_COPIES; i++)
                 if (first_pixel + i * PIXELS_AT_ONCE < Tile::PIXELS) f(place(slice, i));
         };
     }
@@ -13075,7 +13075,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     }
     halo.find_sources(n0, h0, w0);
     __syncthreads();
-    NO_UNROLL_FOR (int i = 0; i < 2 * Halo::HALF; i++) {
+    NO_UNROLL_FOR (int i = 0; i < 2 * Halo::HALF_COPIES; i++) {
         halo.copy(0, i);
     }
     copies_committed();
@@ -13113,8 +13113,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                 constexpr int GAPS = 3 * Tile::K16;
                 UNROLL_FOR (int i = 0; i < Weights::COPIES; i++)
                     if (i * GAPS / Weights::COPIES == gap) weights.copy(kw ? slice + 1 : slice, (kw + 2) % 3, i);
-                UNROLL_FOR (int i = 0; i < Halo::HALF; i++)
-                    if (kw < 2 && i * GAPS / Halo::HALF == gap) halo.copy(slice + 1, kw * Halo::HALF + i);
+                UNROLL_FOR (int i = 0; i < Halo::HALF_COPIES; i++)
+                    if (kw < 2 && i * GAPS / Halo::HALF_COPIES == gap) halo.copy(slice + 1, kw * Halo::HALF_COPIES + i);
             };
             const uint32_t x = lane_pixels[kw] + slice % 2 * Tile::HALO_BYTES;
             multiply_step<Tile, BACKWARD>(acc, x, lane_weights, kw, pixel_scale * weight_scale, copy_in_gap);
@@ -13457,7 +13457,7 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
     const int first = threadIdx.x * V;
-    const int half = p.R / p.parts;
+    const int part_width = p.R / p.parts;
     int tap[V];      // the tap of each of the V values; if it is 9 or more, 0 is written
     int distance[V]; // how many floats of x lie between the pixel's own first value and the value under the tap
     int t = first / p.F;
@@ -13492,14 +13492,14 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         *(uint4*)row = pack<T>(v);
         if constexpr (ElementOf<T>::FEW_PARTS == 2) {
             UNROLL_FOR (int j = 0; j < V; j++) v[j] -= (float)(T)v[j];
-            *(uint4*)(row + half) = pack<T>(v);
+            *(uint4*)(row + part_width) = pack<T>(v);
         }
     }
     if (!p.weight) return;
     const int threads = gridDim.x * blockDim.x * blockDim.y;
     const int thread = (blockIdx.x * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
     for (int i = thread; i < p.C * p.R; i += threads) {
-        const int k = i % half;
+        const int k = i % part_width;
         ((T*)p.weight_rows)[i] = k < 9 * p.F ? ((const T*)p.weight)[few_weight_at(p, i / p.R, k)] : (T)0.0f;
     }
 }
@@ -13511,16 +13511,16 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int K = 9 * p.F;
     const int c = p.last ? i % p.C : i / K;
     const int k = p.last ? i / p.C : i % K;
-    const int half = p.R / 2; // the distance in a row between an upper part and its lower part
+    const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
     if (p.last && i < p.F) {
         const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
-        p.dbias[i] = p.parts == 2 ? sum[0] + sum[half] : sum[0];
+        p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
     if (i >= p.C * K) return;
     const float* const sum = p.last ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
     float gradient = sum[0];
-    if (p.parts == 2) gradient += sum[p.last ? (size_t)half * p.C : half];
+    if (p.parts == 2) gradient += sum[p.last ? (size_t)part_width * p.C : part_width];
     p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
@@ -14205,7 +14205,7 @@ struct TmaParts {
         return (is_second(slice) ? C1 : 0) + channel(slice, width);
     }
     // FP8: does the slice have 64 channels at most? Then two products of 32 channels are enough, instead of four.
-    INLINE bool is_half(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
+    INLINE bool is_half_slice(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
 };
 // The arguments of the kernels of conv_tiles and conv_small. A CUtensorMap is aligned to 64 bytes; it has to be a
 // parameter of the kernel (__grid_constant__), so that TMA can read it.
@@ -14355,7 +14355,7 @@ struct ConvTiles {
     using Pixels = Pipeline<STAGE, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
     // Returns where in a stage this warpgroup's pixels begin.
-    static INLINE int half(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; }
+    static INLINE int pixels_at(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; }
 };
 
 // A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called a piece
@@ -14488,7 +14488,7 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
             results.arrived(warpgroup);
             const int stage = results.hand_over();
             const int slice = work.out0 + b;
-            const uint32_t from = pixels.stage(stage).address + T::half(warpgroup);
+            const uint32_t from = pixels.stage(stage).address + T::pixels_at(warpgroup);
             tma_store(p.results.map(slice), from, p.results.channel(slice), tile.w * 8, tile.h * T::ROWS, tile.n);
             tma_stores_read();
             pixels.free(stage);
@@ -14601,7 +14601,7 @@ template <class T> struct Epilogue {
         const int w = tile.w * 8;
         UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
             const int stage = pixels.hand_over();
-            const uint32_t place = pixels.stage(stage).address + T::half(warpgroup) + lane_place;
+            const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
             if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage holds an addend or nothing
             if (b) load_embedding(tile.n, b);
             if constexpr (T::FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
@@ -14682,13 +14682,13 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums begin as 0 or as the bias
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
-            const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::half(warpgroup));
-            const bool half = T::FP8 && p.x.is_half(s);
+            const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::pixels_at(warpgroup));
+            const bool half_slice = T::FP8 && p.x.is_half_slice(s);
 #pragma unroll(T::RESIDENT ? T::TAPS : 1)
             for (int tap = 0; tap < T::TAPS; tap++) {
                 const uint32_t weight = T::RESIDENT ? weights.kept(s * T::TAPS + tap, first) : weights.arrived();
                 if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
-                else if (half) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
+                else if (half_slice) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
                 // earlier products have ended. So the stages that the earlier products have read are released, except
@@ -14815,13 +14815,13 @@ struct SmallTile {
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
-    const int half = blockIdx.x % T::SPLIT; // SPLIT = 2: this block's rank in its cluster
+    const int cluster_rank = blockIdx.x % T::SPLIT; // SPLIT = 2: this block's rank in its cluster
     const int steps = p.x.slices * T::GROUPS;
     const int tile = blockIdx.x / T::SPLIT;
-    const int first = steps * half / T::SPLIT;
-    const int end = steps * (half + 1) / T::SPLIT;
+    const int first = steps * cluster_rank / T::SPLIT;
+    const int end = steps * (cluster_rank + 1) / T::SPLIT;
     const int c0 = blockIdx.y * T::N;
-    const int out_c0 = c0 + half * T::OUT_N; // the first channel that this block finishes
+    const int out_c0 = c0 + cluster_rank * T::OUT_N; // the first channel that this block finishes
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
     // Returns the first pixel (image, row, column) of warpgroup wg's square of 8 x 8 pixels.
     INLINE Origin in_image(int wg) const {
@@ -14907,7 +14907,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
             wgmma_commit();
         };
         if constexpr (T::FP8) {
-            if (work.p.x.is_half(step / T::GROUPS)) multiply_fp8(std::integral_constant<int, 2>{});
+            if (work.p.x.is_half_slice(step / T::GROUPS)) multiply_fp8(std::integral_constant<int, 2>{});
             else multiply_fp8(std::integral_constant<int, 4>{});
         } else {
             wgmma_fence();
@@ -14987,14 +14987,14 @@ template <class T> struct SmallEpilogue {
     // the other block has sent to the sums that this block has kept.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
-        const uint32_t theirs = at_block(mine, 1 - work.half);
+        const uint32_t theirs = at_block(mine, 1 - work.cluster_rank);
         UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
             float v[4];
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 const float low = d[i + k];
                 const float high = d[T::OUT_BLOCKS * 4 + i + k];
-                v[k] = work.half ? low : high;
-                d[i + k] = work.half ? high : low;
+                v[k] = work.cluster_rank ? low : high;
+                d[i + k] = work.cluster_rank ? high : low;
             }
             const uint32_t to = theirs + i / 4 * T::CONSUMERS * 16;
             PTX("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
@@ -15421,9 +15421,9 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2;
-        const int half = box % 2 * SLICE_CHANNELS / 2; // a box has one half of a slice's channels
-        const int ci = x.row(slice) + half;
-        if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
+        const int box_channel = box % 2 * SLICE_CHANNELS / 2; // its first one: a box has half of a slice's
+        const int ci = x.row(slice) + box_channel;
+        if (x.channel(slice) + box_channel >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * SLICE_CHANNELS);
     }
     tma_stores_read();
@@ -16649,9 +16649,9 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         }
     }
     if (works.size() > 1 && workspace_used > lane->workspace_bytes) {
-        const auto half = works.begin() + works.size() / 2;
-        conv_weight_batch({works.begin(), half}, lane);
-        return conv_weight_batch({half, works.end()}, lane);
+        const auto middle = works.begin() + works.size() / 2;
+        conv_weight_batch({works.begin(), middle}, lane);
+        return conv_weight_batch({middle, works.end()}, lane);
     }
     for (const auto& [kind, plans] : kinds) launch_weight_kind(kind, plans, lane);
     launch_weights(conv_weight_sum, sums, lane, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
