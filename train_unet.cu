@@ -45,54 +45,54 @@
 //   8234         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
 //   8395         Swizzle: how rows lie in shared memory
 //   8413         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8652         building blocks of Hopper's kernels (sm_90a)
-//   8950    17. Small operations: resampling, embeddings, diffusion
-//   8953         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9153         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9510         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10019    18. Group norm
-//  10022         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10556         groupnorm_backward_whole: an image's slab in shared memory
-//  10934    19. Attention
-//  11040         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11584         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11722         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12402    20. Convolution
-//  12442         ConvOut: results, 4 channels of a pixel at a time
-//  12680         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12743         conv_halo: 3x3, stride 1, any GPU
-//  13148         conv_gather: any kernel size and stride, any GPU
-//  13411         conv_few: the first and the last layer
-//  13583         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14161         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14280         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14742         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15184         conv_weight_tma: weight gradients (sm_90a)
-//  15472    21. The optimiser
-//  15475         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15707    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15710         groupnorm_backward
-//  15848         attention: forward and, where a has dout, backward
-//  15910         convolution: forward and input gradient
-//  16370         convolution: weight gradients
-//  16717    23. The GPU: memory, copies, repeated work
-//  16940    24. Between ranks: from device to device
+//   8653         building blocks of Hopper's kernels (sm_90a)
+//   8951    17. Small operations: resampling, embeddings, diffusion
+//   8954         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9154         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9511         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10020    18. Group norm
+//  10023         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10557         groupnorm_backward_whole: an image's slab in shared memory
+//  10935    19. Attention
+//  11041         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11585         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11723         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12403    20. Convolution
+//  12443         ConvOut: results, 4 channels of a pixel at a time
+//  12681         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12744         conv_halo: 3x3, stride 1, any GPU
+//  13149         conv_gather: any kernel size and stride, any GPU
+//  13412         conv_few: the first and the last layer
+//  13584         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14162         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14281         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14745         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15187         conv_weight_tma: weight gradients (sm_90a)
+//  15475    21. The optimiser
+//  15478         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15710    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15713         groupnorm_backward
+//  15851         attention: forward and, where a has dout, backward
+//  15913         convolution: forward and input gradient
+//  16373         convolution: weight gradients
+//  16720    23. The GPU: memory, copies, repeated work
+//  16943    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7525, run_program 7465, train 6849, run_step 6657, train_step 5680, load_batch 4773;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16848):
-//     step_gradients 5580: draw_levels 9524, forward_and_loss 5494, q_sample_forward 9715, unet_forward 2909,
-//     forward_layer 2895 (a function of the layer's kind), loss_forward_backward 9826, unet_backward 2974,
-//     sum_gradients 15522;
-//     judge_step 15569, update_slice 5645, adamw_update 15680, next_step 15575, record_step 15581;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16851):
+//     step_gradients 5580: draw_levels 9525, forward_and_loss 5494, q_sample_forward 9716, unet_forward 2909,
+//     forward_layer 2895 (a function of the layer's kind), loss_forward_backward 9827, unet_backward 2974,
+//     sum_gradients 15525;
+//     judge_step 15572, update_slice 5645, adamw_update 15683, next_step 15578, record_step 15584;
 //     later collect_steps 6611
 //   pictures, from noise: sample_batch 4204, plan_route 3969, device_step 4013, euler_step 3767 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16245 draws all of its roads):
-//     forward_conv 2129; conv_forward 16280, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16196 above that; conv_tiles 14727, with conv_tiles_kernel above it;
-//     Accumulators 8883; Wgmma 8473;
-//     on any other GPU pick_conv_halo_bf16 15984; conv_halo 13135, with conv_halo_kernel, multiply_step, multiply_tap
+//   a convolution, to the tensor cores (a table above conv_product 16248 draws all of its roads):
+//     forward_conv 2129; conv_forward 16283, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16199 above that; conv_tiles 14730, with conv_tiles_kernel above it;
+//     Accumulators 8884; Wgmma 8473;
+//     on any other GPU pick_conv_halo_bf16 15987; conv_halo 13136, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8285
 //   why several GPUs compute the bits of one: step_gradients 5580
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7574, with_nonlinearity 7584 (a case);
@@ -104,10 +104,10 @@
 //     LayerKind 2021; add_resblock 2394 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 230, ElementOf 7549; until they know it, nothing compiles: unpack 7941,
-//     pack 7970, FourOf 8022, mma 8285, with_act 7805, cast_params 15600, adamw_update 15680, tma_type 8610;
-//     which kernels take it: conv_product 16245, act_has_wgmma 7816; docs/READING.md says what at each
+//     pack 7970, FourOf 8022, mma 8285, with_act 7805, cast_params 15603, adamw_update 15683, tma_type 8611;
+//     which kernels take it: conv_product 16248, act_has_wgmma 7816; docs/READING.md says what at each
 //   samples in FP8 (--precision fp8): choose_fp8 2571 chooses the convolutions, make_fp8_weights 5142 rounds their
-//     weights, pack_fp8 7999 rounds what a norm writes, conv_product_fp8 16273 picks the kernel, WgmmaFp8 8507
+//     weights, pack_fp8 7999 rounds what a norm writes, conv_product_fp8 16276 picks the kernel, WgmmaFp8 8507
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
 //     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
@@ -896,8 +896,8 @@ static act* make_copy(float* params, size_t n) {
 // =====================================================================================================================
 // 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
-// counter = (block, sample, step, purpose). Here a block is four random words, which are drawn together; a sample's
-// blocks are numbered. Philox has no state, so any step of any run can be reproduced alone, on any machine.
+// counter = (quartet, sample, step, purpose). A quartet is four random words, which are drawn together; a sample's
+// quartets are numbered. Philox has no state, so any step of any run can be reproduced alone, on any machine.
 
 // The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws other numbers in
 // each residual block, so its word also contains the residual block's index, in the bits from 8 on.
@@ -928,8 +928,8 @@ struct Words {
 // Returns four random words of 32 bits. Each round multiplies words 0 and 2 by constants. The upper halves of the two
 // products are combined by XOR with words 3 and 1 and with the key. The lower halves become words as they are. The key
 // changes by a constant from round to round.
-HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, uint32_t step, uint32_t purpose) {
-    Words c{{block, sample, step, purpose}};
+HD static inline Words philox(uint64_t seed, uint32_t quartet, uint32_t sample, uint32_t step, uint32_t purpose) {
+    Words c{{quartet, sample, step, purpose}};
     uint32_t key0 = (uint32_t)seed;
     uint32_t key1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++) {
@@ -970,9 +970,9 @@ HD static inline void normals(float z[4], const Words& r) {
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
-// network of four rounds permutes the numbers of 2 * half_bits bits: it splits a number into a left and a right half, and
-// mixes the left half with a random function of the right half. In general n is not a power of 4. So if the result is
-// not below n, it is permuted again, until it is.
+// network of four rounds permutes the numbers of 2 * half_bits bits: it splits a number into a left and a right half,
+// and mixes the left half with a random function of the right half. In general n is not a power of 4. So if the result
+// is not below n, it is permuted again, until it is.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
     int half_bits = 1; // bits of a half: so many that two halves can hold all numbers below n
     while ((int64_t)1 << 2 * half_bits < n) half_bits++;
@@ -2492,8 +2492,8 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
 // resolution, and .1 is attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
-    int block = 0;
-    auto next_name = [&] { return "input_blocks." + std::to_string(++block); };
+    int input_block = 0;
+    auto next_name = [&] { return "input_blocks." + std::to_string(++input_block); };
     const int first = add_conv(net, {.name = "input_blocks.0.0", .x1 = x, .kernel = 3}, c.channels(0));
     std::vector<int> skips{first}; // the output of every block
     const size_t lowest = c.mult.size() - 1;
@@ -2517,13 +2517,13 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
-    int block = 0;
+    int output_block = 0;
     for (int level = (int)c.mult.size() - 1; level >= 0; level--) {
         const int ch = c.channels(level);
         const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
             // a residual block of [h | the encoder's tensor], then attention; at the level's end the resolution doubles
-            const std::string name = "output_blocks." + std::to_string(block++);
+            const std::string name = "output_blocks." + std::to_string(output_block++);
             h = add_resblock(net, name + ".0", h, skips.back(), ch);
             skips.pop_back();
             if (attention) h = add_attention_block(net, name + ".1", h, heads);
@@ -3564,7 +3564,7 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
 // The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
 // [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
-constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // philox's `block` when the factor is drawn; the noise uses lower ones
+constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the quartet that the factor is drawn from; the noise uses lower ones
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
 // Number i of an enlarged row (or column) lies between the numbers `first` and `second` of the small row. As in
@@ -5051,14 +5051,14 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
         I = p.shape[2] * p.shape[3];
         J = p.shape[1];
     }
-    const size_t block = p.size / (N * I * J);
+    const size_t contiguous = p.size / (N * I * J);
     for (size_t n = 0; n < N; n++)
         for (size_t i = 0; i < I; i++)
             for (size_t j = 0; j < J; j++) {
-                const size_t ours = ((n * I + i) * J + j) * block;
-                const size_t theirs = ((n * J + j) * I + i) * block;
+                const size_t ours = ((n * I + i) * J + j) * contiguous;
+                const size_t theirs = ((n * J + j) * I + i) * contiguous;
                 float* const written = to + (to_file ? theirs : ours);
-                memcpy(written, from + (to_file ? ours : theirs), block * sizeof(float));
+                memcpy(written, from + (to_file ? ours : theirs), contiguous * sizeof(float));
             }
 }
 
@@ -7335,24 +7335,24 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // Returns a checksum that tells two input files apart, in about a second. Our own files hold, in their first 1024
 // bytes, a checksum of their whole content, which is verified when they are read. So the first 1024 bytes of these
 // files would be enough. But files of unet.cu hold no checksum. Therefore up to 64 MiB of any file are read: the whole
-// file or, if it is larger, 256 parts of it (BLOCKS) at equal distances, the first at its beginning and the last at its
+// file or, if it is larger, 256 excerpts of it at equal distances, the first at its beginning and the last at its
 // end. This notices other images or weights, and files that were cut short. It may miss only a difference in a few
 // images of a large file of unet.cu.
 static uint32_t sample_checksum(const InputFile& file) {
-    constexpr size_t BLOCKS = 256;
-    constexpr size_t BLOCK = 256 << 10; // bytes
-    if (file.size <= BLOCKS * BLOCK) return file.crc(0, 0);
-    std::vector<uint8_t> block(BLOCK);
+    constexpr size_t EXCERPTS = 256;
+    constexpr size_t EXCERPT = 256 << 10; // bytes
+    if (file.size <= EXCERPTS * EXCERPT) return file.crc(0, 0);
+    std::vector<uint8_t> excerpt(EXCERPT);
     uint32_t crc = 0;
-    const size_t last_begin = file.size - BLOCK;
-    for (size_t k = 0; k < BLOCKS; k++) {
-        file.read(block.data(), BLOCK, last_begin / (BLOCKS - 1) * k);
-        crc = crc32(crc, block.data(), BLOCK);
+    const size_t last_begin = file.size - EXCERPT;
+    for (size_t k = 0; k < EXCERPTS; k++) {
+        file.read(excerpt.data(), EXCERPT, last_begin / (EXCERPTS - 1) * k);
+        crc = crc32(crc, excerpt.data(), EXCERPT);
     }
-    // The distance between parts was rounded down, so the loop's last part may begin before last_begin. Therefore the
-    // part at last_begin is read, too.
-    file.read(block.data(), BLOCK, last_begin);
-    return crc32(crc, block.data(), BLOCK);
+    // The distance between excerpts was rounded down, so the loop's last one may begin before last_begin. Therefore the
+    // excerpt at last_begin is read, too.
+    file.read(excerpt.data(), EXCERPT, last_begin);
+    return crc32(crc, excerpt.data(), EXCERPT);
 }
 
 // Returns a line about an input file. It is the same at all ranks that read the same content. The path is not in the
@@ -8544,7 +8544,8 @@ constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
-constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as one tap's weights of 64 output channels
+constexpr int BYTES_OF_64_ROWS =
+    SLICE_CHANNELS * SLICE_BYTES; // such as one tap's weights of a slice of output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
 // An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). It consists of rows
@@ -8809,11 +8810,11 @@ typedef Pipeline<0, 2> Results;
 
 // init_barriers and ready both initialise the barriers of several pipelines. init_barriers is called by one thread.
 // ready is called by all threads of the block, which may use the barriers after that.
-template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) {
-    (blocks.init(), ..., mbarriers_ready());
+template <class... Pipelines> INLINE void init_barriers(const Pipelines&... pipelines) {
+    (pipelines.init(), ..., mbarriers_ready());
 }
-template <class... Blocks> INLINE void ready(const Blocks&... blocks) {
-    if (threadIdx.x == 0) init_barriers(blocks...);
+template <class... Pipelines> INLINE void ready(const Pipelines&... pipelines) {
+    if (threadIdx.x == 0) init_barriers(pipelines...);
     __syncthreads();
 }
 
@@ -8867,35 +8868,35 @@ template <int PITCH> struct Halo {
     }
 };
 
-// A warpgroup's sums for N pixels (the columns of D) and for BLOCKS groups of 64 output channels (the rows of D). Such
-// a group is called a block of channels here. Invariant: nobody reads d between multiply and wait.
-template <int BLOCKS, int N> struct Accumulators {
-    float d[BLOCKS][N / 2];
-    // The sums begin with the bias. A thread holds the sums of two channels of each block b. d[b][k] belongs to channel
+// A warpgroup's sums for N pixels (the columns of D) and for OUT_SLICES slices of 64 output channels (the rows of D).
+// Invariant: nobody reads d between multiply and wait.
+template <int OUT_SLICES, int N> struct Accumulators {
+    float d[OUT_SLICES][N / 2];
+    // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to channel
     // k >> 1 & 1 of these two.
-    INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
-        UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+    INLINE explicit Accumulators(const float (&bias)[OUT_SLICES][2]) {
+        UNROLL_FOR (int b = 0; b < OUT_SLICES; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
                 d[b][k] = bias[b][k >> 1 & 1];
             }
     }
     // The sums begin with 0. This is used for FP8, where the sums are scaled before the bias is added.
     INLINE Accumulators() {
-        UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+        UNROLL_FOR (int b = 0; b < OUT_SLICES; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
                 d[b][k] = 0;
             }
     }
     // Starts STEPS products over 16 input channels each, as one group. weights: the address of the weights; they are 64
-    // rows of 128 bytes for each block of channels. TRANSPOSED: a row of the weights belongs to an input channel of the
-    // product, not to an output channel. This is so for the input gradient.
+    // rows of 128 bytes for each slice of output channels. TRANSPOSED: a row of the weights belongs to an input channel
+    // of the product, not to an output channel. This is so for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
         constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
-            UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+            UNROLL_FOR (int b = 0; b < OUT_SLICES; b++)
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
@@ -8904,16 +8905,16 @@ template <int BLOCKS, int N> struct Accumulators {
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
-            UNROLL_FOR (int b = 0; b < BLOCKS; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
+            UNROLL_FOR (int b = 0; b < OUT_SLICES; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Multiplies the sums of the thread's two channels of block b by factors, and then adds v.
+    // Multiplies the sums of the thread's two channels of slice b by factors, and then adds v.
     INLINE void scale(int b, const float (&factors)[2], const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] = fmaf(d[b][k], factors[k >> 1 & 1], v[k >> 1 & 1]);
         }
     }
-    // Adds v to the sums of the thread's two channels of block b, at all pixels.
+    // Adds v to the sums of the thread's two channels of slice b, at all pixels.
     INLINE void add(int b, const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] += v[k >> 1 & 1];
@@ -8921,7 +8922,7 @@ template <int BLOCKS, int N> struct Accumulators {
     }
     INLINE void wait() {
         wgmma_wait<0>();
-        UNROLL_FOR (int b = 0; b < BLOCKS; b++) accumulators_ready(d[b]);
+        UNROLL_FOR (int b = 0; b < OUT_SLICES; b++) accumulators_ready(d[b]);
     }
 };
 
@@ -9509,14 +9510,14 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 // Used when: once in a training step or in a step of a sampler.
-// How: a thread has four values, for which one block of Philox gives the random numbers; losses are summed in
+// How: a thread has four values, for which one quartet of Philox gives the random numbers; losses are summed in
 //   double, in a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
 // Costs: memory traffic. Images are small beside activations.
 
-// Philox makes random words in blocks of four. This returns the four words of block number `block` for sample b. They
+// Philox makes random words in quartets. This returns the four words of this quartet for sample b. They
 // depend only on the key, which includes the step, and on these two numbers.
-INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
-    return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
+INLINE Words random_words(const RandomKey& key, uint32_t quartet, int b) {
+    return philox(key.seed, quartet, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
 // draw_levels draws a noise level for each sample. draw_teachers draws the levels of the same samples' teachers
@@ -9586,7 +9587,7 @@ static void update_weights(double* weights, float* history, const NoiseLevel* le
 }
 
 // each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
-// elements, because one block of Philox gives four random words.
+// elements, because one quartet of Philox gives four random words.
 template <class F> struct Quads {
     F f;
     int n;
@@ -10207,11 +10208,11 @@ struct NormChannel : NormParameters<1> {
 // Multiplies v by dropout's factors for elements e, e + 1, ... of image b.
 template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
-    UNROLL_FOR (int i = 0; i < V; i += 4) { // a block of Philox gives four words
-        const uint32_t block = (uint32_t)((e + i) / 4);
+    UNROLL_FOR (int i = 0; i < V; i += 4) { // a quartet of Philox gives four words
+        const uint32_t quartet = (uint32_t)((e + i) / 4);
         const uint32_t sample = (uint32_t)(a.dropout.sample0 + b);
         const uint32_t purpose = RANDOM_DROPOUT | a.dropout.layer << 8;
-        const Words r = philox(a.dropout.seed, block, sample, step, purpose);
+        const Words r = philox(a.dropout.seed, quartet, sample, step, purpose);
         UNROLL_FOR (int k = 0; k < 4; k++) {
             v[i + k] *= r.w[k] < a.threshold ? 0.0f : keep;
         }
@@ -11762,7 +11763,7 @@ template <int DIM_, int WARPGROUPS_, int KEYS_, int CHUNKS_> struct AttentionFor
     static constexpr int CHUNKS = CHUNKS_;
     static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // stages of keys; there are as many stages of values
     static constexpr int THREADS = 128 * WARPGROUPS;
-    static constexpr int BLOCKS = attention_wgmma_blocks(WARPGROUPS, KEYS); // blocks of a multiprocessor
+    static constexpr int PER_SM = attention_wgmma_blocks(WARPGROUPS, KEYS); // blocks of a multiprocessor
     static constexpr int QUERY_BYTES = 64 * 2 * DIM;                        // a warpgroup's queries
     static constexpr int KEY_BYTES = KEYS * 2 * DIM;                        // one stage of keys or of values
     static constexpr int BARRIERS = WARPGROUPS + 4 * STAGES;
@@ -11779,7 +11780,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr bool ALONE = WARPGROUPS == 1;
     static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
-    static constexpr int BLOCKS = ALONE ? 2 : 1; // blocks of a multiprocessor
+    static constexpr int PER_SM = ALONE ? 2 : 1; // blocks of a multiprocessor
     // Registers of a thread in the warpgroup that computes the queries' gradients, and in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
@@ -11954,7 +11955,7 @@ template <int N> struct Softmax {
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
 // registers. Otherwise no products overlap at all, and ptxas prints a warning (C7510 to C7520).
 template <class T>
-static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
+static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
 #if __CUDA_ARCH__ == 900
     constexpr int DIM = T::DIM;
@@ -12344,7 +12345,7 @@ template <class T> struct BackwardBlock {
 // grid (clusters of T / KEYS blocks). There are as many clusters as can run on the GPU at the same time, but not more
 // than there are heads.
 template <class T>
-static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionBackward
+static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an AttentionBackward
     attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
 #if __CUDA_ARCH__ == 900
     BackwardBlock<T> block(p);
@@ -12415,7 +12416,7 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
 //           conv_halo)
 //   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds one slice of
-//           each of its pixels.
+//           each of its pixels. Hopper's kernels divide the output channels into slices, too, of 64 channels.
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
 //           the tensor cores sums over 16 values of k (in FP8 over 32).
@@ -14280,10 +14281,11 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
 //   On images of 9 to 32 rows, too, pick_conv_small chooses it where it is faster than conv_small.
-// How: A tile is 8 x ROWS pixels (8 across, ROWS down) and 64 BLOCKS channels. D[64 BLOCKS channels][8 x ROWS pixels],
-//   with A = weights and B = pixels, as drawn above. The pixels are the dimension N of a product. So products are large
-//   even if there are only 64 channels. Blocks are persistent: there are about as many as multiprocessors. Each block
-//   has some output channels, and walks over its share of the tiles. A block's roles:
+// How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
+//   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The pixels are the
+//   dimension N of a product. So products are large even if there are only 64 channels. Blocks are persistent: there
+//   are about as many as multiprocessors. Each block has some output channels, and walks over its share of the tiles. A
+//   block's roles:
 //
 //     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
 //     warpgroup 1  (warps 4-7)    does the same for other tiles
@@ -14306,15 +14308,15 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  last slice has 64 or 128. Sums begin as 0. They are scaled after the last product of x. The skip
 //                  connection stays in bf16, so its products come after the scaling.
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply for
-//   each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x BLOCKS times.
+//   each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
 // Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
 //   tiles.
-template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
+template <int TAPS_, int ROWS_, int OUT_SLICES_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
           Element ELEMENT_ = Element::BF16>
 struct ConvTiles {
     static constexpr int TAPS = TAPS_;
     static constexpr int ROWS = ROWS_;
-    static constexpr int BLOCKS = BLOCKS_;
+    static constexpr int OUT_SLICES = OUT_SLICES_;
     static constexpr int STEPS = STEPS_;
     static constexpr bool RESIDENT = RESIDENT_;
     static constexpr bool BACKWARD = BACKWARD_;
@@ -14324,7 +14326,7 @@ struct ConvTiles {
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
-    static constexpr bool MOVES_REGISTERS = BLOCKS == 3 || (FP8 && ROWS == 32);
+    static constexpr bool MOVES_REGISTERS = OUT_SLICES == 3 || (FP8 && ROWS == 32);
     // Pixels.
     static constexpr int UNIT = RESIDENT ? 1 : 2; // how many tiles' pixels a stage holds
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
@@ -14335,8 +14337,8 @@ struct ConvTiles {
     static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
     static constexpr int STAGE = UNIT * HALO;
     // Weights.
-    static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // bytes of the weights of one tap of one slice
-    static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages of weights, if weights are streamed
+    static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // bytes of the weights of one tap of one slice
+    static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
     // Statistics: the number of image rows of a part, unless the whole tile is one part (ConvTma::whole).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
@@ -14345,7 +14347,7 @@ struct ConvTiles {
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;
 
     // Returns the number of blocks among which the tiles are divided. (All these blocks have the same output channels.)
-    static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * BLOCKS)); }
+    static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * OUT_SLICES)); }
     static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
     // Returns how many stages of pixels fit into shared memory beside `weights` stages of weights.
     static int stages(int weights) {
@@ -14359,22 +14361,22 @@ struct ConvTiles {
 };
 
 // A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called a piece
-// here: first come the slices of x, then the slices of the skip connection's input, then BLOCKS addends.
+// here: first come the slices of x, then the slices of the skip connection's input, then OUT_SLICES addends.
 //
-//   piece    0 .. x.slices - 1 | .. products - 1  | results .. pieces - 1 (the last BLOCKS)
+//   piece    0 .. x.slices - 1 | .. products - 1  | results .. pieces - 1 (the last OUT_SLICES)
 //            slices of x       | skip connection  | addends come in, results go out
 //
-// A tile's results are written to the stages of its last BLOCKS pieces, and stored from there. If there are addends,
-// these are the addends' stages. This is possible because a thread writes its results to the same places where it has
-// read its addends. If there are no addends and fewer slices than BLOCKS, there are nevertheless BLOCKS pieces, and
-// nothing is loaded into the last of them.
+// A tile's results are written to the stages of its last OUT_SLICES pieces, and stored from there. If there are
+// addends, these are the addends' stages. This is possible because a thread writes its results to the same places where
+// it has read its addends. If there are no addends and fewer slices than OUT_SLICES, there are nevertheless OUT_SLICES
+// pieces, and nothing is loaded into the last of them.
 template <class T> struct TileWork {
     const ConvTma& p;
-    const int out0 = blockIdx.y * T::BLOCKS;                             // the block's first slice of output channels
+    const int out0 = blockIdx.y * T::OUT_SLICES;                         // the block's first slice of output channels
     const int c0 = out0 * SLICE_CHANNELS;                                // the block's first output channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
-    const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
-    const int results = pieces - T::BLOCKS; // how many pieces come before the pieces whose stages the results use
+    const int pieces = has_addends() ? products + T::OUT_SLICES : max(products, T::OUT_SLICES);
+    const int results = pieces - T::OUT_SLICES; // how many pieces come before the pieces whose stages the results use
     // How many stages a warpgroup skips between two of its tiles: the stages of the other warpgroup's tile, if any.
     const int others = T::RESIDENT ? pieces : 0;
     INLINE bool has_addend(int b) const {
@@ -14383,7 +14385,7 @@ template <class T> struct TileWork {
     }
     INLINE bool has_addends() const {
         bool any = false;
-        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
+        UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) any |= has_addend(b);
         return any;
     }
     // Returns a walk over this block's tiles for warpgroup g. If a stage holds two tiles, the last tile of the walk may
@@ -14399,9 +14401,9 @@ template <class T> struct TileWork {
         const bool skip = T::CAN_SKIP && slice >= p.x.slices;
         const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice, T::WIDTH);
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
-        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
+        UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int c = c0 + b * SLICE_CHANNELS;
-            const uint32_t place = to.address + b * BLOCK_BYTES;
+            const uint32_t place = to.address + b * BYTES_OF_64_ROWS;
             if (T::BACKWARD) tma_load(place, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
             else tma_load(place, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
         }
@@ -14484,7 +14486,7 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     await_previous_kernel();
     results.pass_over(warpgroup * work.others + work.results);
     for (TileWalk tile = work.tiles(warpgroup); tile;) {
-        for (int b = 0; b < T::BLOCKS; b++) {
+        for (int b = 0; b < T::OUT_SLICES; b++) {
             results.arrived(warpgroup);
             const int stage = results.hand_over();
             const int slice = work.out0 + b;
@@ -14501,18 +14503,18 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
 // What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes the
 // results to shared memory, as rows of pixels, and sums them for the statistics.
 //
-//   d[b] of a thread: its 2 channels c, c + 8 of block b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
+//   d[b] of a thread: its 2 channels c, c + 8 of slice b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
 template <class T> struct Epilogue {
     // For each part of the statistics: channel c's sum and sum of squares, then those of c + 8.
     typedef float Sums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                       // this thread's first channel
-    int lane_place;              // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
-    float bias[T::BLOCKS][2];    // bias of channels c and c + 8 of each block of 64 channels
-    float emb[2];                // embedding of channels c and c + 8, for one block of 64 channels
-    float factors[T::BLOCKS][2]; // FP8: the factors of the same channels
+    int c;                           // this thread's first channel
+    int lane_place;                  // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
+    float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
+    float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
+    float factors[T::OUT_SLICES][2]; // FP8: the factors of the same channels
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
@@ -14521,7 +14523,7 @@ template <class T> struct Epilogue {
         const int pixel = (lane & 7) + (lane >> 4) * 8; // the number of this lane's pixel within two image rows
         const int chunk = 2 * warp + (lane >> 3 & 1);   // the number of this lane's chunk of 8 channels
         lane_place = box_place<SLICE_CHANNELS>(pixel, chunk);
-        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
+        UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
                 const int channel = c + b * SLICE_CHANNELS + 8 * k;
                 bias[b][k] = p.out.bias && channel < p.C ? p.out.bias[channel] : 0;
@@ -14529,8 +14531,8 @@ template <class T> struct Epilogue {
                 if (T::FP8) factors[b][k] = channel < p.C ? p.factors[channel] : 0;
             }
     }
-    // Loads the embedding of block b of 64 channels. The embedding of the first block is loaded while products run. The
-    // embeddings of the other blocks are loaded later, when they are needed, to save registers.
+    // Loads the embedding of slice b of 64 channels. The embedding of the first slice is loaded while products run. The
+    // embeddings of the other slices are loaded later, when they are needed, to save registers.
     INLINE void load_embedding(int n, int b) {
         UNROLL_FOR (int k = 0; k < 2; k++) {
             const int channel = c + b * SLICE_CHANNELS + 8 * k;
@@ -14595,11 +14597,11 @@ template <class T> struct Epilogue {
             if (channel + 8 < p.out.C1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
         }
     }
-    // Finishes a tile, one block of 64 channels after the other. Each result is handed over to the warp that stores.
+    // Finishes a tile, one slice of 64 channels after the other. Each result is handed over to the warp that stores.
     INLINE void finish(auto& acc, const TileWalk& tile, auto& pixels, const Results& results, int warpgroup) {
         const int h = tile.h * T::ROWS;
         const int w = tile.w * 8;
-        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
+        UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
             if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage holds an addend or nothing
@@ -14633,8 +14635,9 @@ template <class T> struct Epilogue {
 //   empty barrier  ..... phase m ............................................................................ | m + 1
 //
 // The warpgroup releases the stage while the next slice's products run. After wgmma_wait<1> only the products of the
-// latest tap may still run, so the products of all taps of s have ended. The stages of a tile's last BLOCKS pieces are
-// used for results, so the warpgroup does not release them. It hands them over, and the warp that stores frees them:
+// latest tap may still run, so the products of all taps of s have ended. The stages of a tile's last OUT_SLICES pieces
+// are used for results, so the warpgroup does not release them. It hands them over, and the warp that stores frees
+// them:
 //
 //   warpgroup      acc.wait | epilogue: writes results into the stage | warp_stored
 //                                                                           v
@@ -14678,7 +14681,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     const Turn<T::RESIDENT> turn(warpgroup);
     bool first = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
-        typedef Accumulators<T::BLOCKS, T::PIXELS> Sums;
+        typedef Accumulators<T::OUT_SLICES, T::PIXELS> Sums;
         Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums begin as 0 or as the bias
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
@@ -14702,7 +14705,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         // not be scaled.
         if (T::FP8 && T::CAN_SKIP && p.skip.slices) {
             acc.wait();
-            UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
+            UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
         }
         for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's slices
             const Halo<8> skip(pixels.arrived(warpgroup));
@@ -14734,7 +14737,7 @@ template <class T> static void conv_tiles(const ConvCall& p) {
     const int parts_down = ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS);
     if (p.out.parts) *p.out.parts = p.B * parts_down * t.tiles_w / p.s.B;
     const int runs = std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT));
-    const dim3 grid(runs, ceil_div(p.Cout, SLICE_CHANNELS * T::BLOCKS));
+    const dim3 grid(runs, ceil_div(p.Cout, SLICE_CHANNELS * T::OUT_SLICES));
     launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
 }
 
@@ -14785,24 +14788,24 @@ struct SmallTile {
     static constexpr int HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
     static constexpr int HALO = whole_swizzles(HALO_BYTES);
-    // Results: a block finishes OUT_N channels, which are OUT_BLOCKS groups of 8. It stores them in boxes of 64 pixels
+    // Results: a block finishes OUT_N channels, which are OUT_GROUPS groups of 8. It stores them in boxes of 64 pixels
     // x BOX channels.
     static constexpr int OUT_N = N / SPLIT;
-    static constexpr int OUT_BLOCKS = OUT_N / 8;
+    static constexpr int OUT_GROUPS = OUT_N / 8;
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // sums of one warp per warpgroup: floats (channel, 2)
-    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // sums from the other block
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
     static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
     // The rest of the shared memory is for weights. A step needs the weights of GROUP taps of a slice. BACKWARD: the
     // weights of a tap are loaded as CHUNKS boxes, each of 64 output channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     static constexpr int CHUNKS = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
-    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * BLOCK_BYTES) >= 9 ? 3 : 1;
+    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * BYTES_OF_64_ROWS) >= 9 ? 3 : 1;
     static constexpr int GROUPS = 9 / GROUP; // steps of a slice
-    static constexpr int TAP_BYTES = BACKWARD ? CHUNKS * BLOCK_BYTES : N * SLICE_BYTES;
+    static constexpr int TAP_BYTES = BACKWARD ? CHUNKS * BYTES_OF_64_ROWS : N * SLICE_BYTES;
     static constexpr int WEIGHT_BYTES = GROUP * TAP_BYTES;
     static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP);
     static constexpr int SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
@@ -14835,7 +14838,7 @@ template <class T> struct SmallWork {
             const uint32_t place = to.address + i * T::TAP_BYTES;
             if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * T::WIDTH, tap0 + i, c0);
             UNROLL_FOR (int k = 0; T::BACKWARD && k < T::CHUNKS; k++) {
-                tma_load(place + k * BLOCK_BYTES, &p.weight, to.full, c0 + k * SLICE_CHANNELS, 8 - tap0 - i,
+                tma_load(place + k * BYTES_OF_64_ROWS, &p.weight, to.full, c0 + k * SLICE_CHANNELS, 8 - tap0 - i,
                          slice * SLICE_CHANNELS);
             }
         }
@@ -14973,7 +14976,7 @@ template <class T> struct SmallEpilogue {
     }
     // FP8: multiplies each sum by its channel's factor, and adds bias and embedding.
     INLINE void scale(float (&d)[T::N / 2], uint32_t shifts) const {
-        UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j++) {
+        UNROLL_FOR (int j = 0; j < T::OUT_GROUPS; j++) {
             const uint32_t place = shifts + (j * 8 + (lane & 3) * 2) * 4;
             const float2 factor = load_shared_2(place + FACTORS_AT);
             const float2 shift = load_shared_2(place);
@@ -14988,11 +14991,11 @@ template <class T> struct SmallEpilogue {
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
         const uint32_t theirs = at_block(mine, 1 - work.cluster_rank);
-        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < T::OUT_GROUPS * 4; i += 4) {
             float v[4];
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 const float low = d[i + k];
-                const float high = d[T::OUT_BLOCKS * 4 + i + k];
+                const float high = d[T::OUT_GROUPS * 4 + i + k];
                 v[k] = work.cluster_rank ? low : high;
                 d[i + k] = work.cluster_rank ? high : low;
             }
@@ -15000,7 +15003,7 @@ template <class T> struct SmallEpilogue {
             PTX("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
         }
         cluster_sync();
-        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < T::OUT_GROUPS * 4; i += 4) {
             float v[4];
             unpack<float>(v, load_shared(mine + i / 4 * T::CONSUMERS * 16));
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
@@ -15017,14 +15020,14 @@ template <class T> struct SmallEpilogue {
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
         };
         if (work.has_addend)
-            UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
+            UNROLL_FOR (int j = 0; j < T::OUT_GROUPS; j += 2) {
                 uint32_t v[4];
                 ldmatrix(v, v + 2, place(j));
                 UNROLL_FOR (int i = 0; i < 4; i++) {
                     add_bf16(d + 4 * j + 2 * i, v[i]);
                 }
             }
-        UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
+        UNROLL_FOR (int j = 0; j < T::OUT_GROUPS; j += 2) {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
                 const float* const sums = d + 4 * (j + i);
@@ -15402,7 +15405,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
 // Fragment f of this thread lies in third f / 8 of D (a tap, or 64 Cin). It holds output channels co and co + 8 for two
 // input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
-    constexpr int BOX_BYTES = (T::TAPS ? 3 : 1) * BLOCK_BYTES;
+    constexpr int BOX_BYTES = (T::TAPS ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
     const TmaParts& x = work.maps.x;
     const int lane = threadIdx.x % 32;
@@ -15464,7 +15467,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int co_tile = work.co_tile + (T::TAPS ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
     warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // now no warp reads the tiles
-    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BLOCK_BYTES);
+    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BYTES_OF_64_ROWS);
 #endif
 }
 
@@ -15754,9 +15757,9 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     if (w.chunks > 4) filled = 0.91;
     else if (w.chunks > 2) filled = 0.94;
     const double waves = blocks / (filled * fit * gpu.sms);
-    const double block = hypot(latency, together * (throughput + WARPS * w.threads / 256));
+    const double block_time = hypot(latency, together * (throughput + WARPS * w.threads / 256));
     const double start = w.chunks > 1 ? START + CLUSTER : START;
-    return start + block * (waves > 1 ? waves + 0.18 : 1);
+    return start + block_time * (waves > 1 ? waves + 0.18 : 1);
 }
 
 // Returns the plan with the lowest cost. Its `chunks` is 0 if no plan fits, or if two passes are faster.
@@ -16046,7 +16049,7 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, blocks of 64 channels, resident weights, ...>. With up to 128
+// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 channels, resident weights, ...>. With up to 128
 // input channels (FP8: 256) all weights stay in shared memory, and the two warpgroups take turns. With more input
 // channels the weights pass through a ring.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
@@ -16082,8 +16085,8 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         const bool half_slice = is_32 && T::N <= 64; // 32 channels need half the products of a slice
         int tap = blocks <= gpu.sms ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
-        const int block = cost.block + tap * taps / T::SPLIT;
-        way.consider(rounds * block, conv_small<T>);
+        const int block_time = cost.block + tap * taps / T::SPLIT;
+        way.consider(rounds * block_time, conv_small<T>);
     };
     //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
     consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // a square of 8 x 8 pixels and 64 channels
@@ -16124,8 +16127,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const bool add = p.out.part1.add1 || p.out.part2.add1;
     const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS;
     const int stages = T::stages(weights);
-    const bool results_fit = stages > T::BLOCKS && (T::RESIDENT || slices >= T::BLOCKS);
-    if (!results_fit) return INFINITY; // a tile's results take BLOCKS stages
+    const bool results_fit = stages > T::OUT_SLICES && (T::RESIDENT || slices >= T::OUT_SLICES);
+    if (!results_fit) return INFINITY; // a tile's results take OUT_SLICES stages
 
     // A unit is what a stage holds: a tile, or two tiles, one for each warpgroup.
     const int tiles = count_tiles(p, 1, T::ROWS, 8);
@@ -16134,22 +16137,22 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
 
     // The cycles of a unit's products. For each slice of input channels and each 64 output channels there are 4
     // products of k = 16. A product takes PIXELS / 2 cycles, and 6 more to start.
-    const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
+    const int64_t products = T::UNIT * T::OUT_SLICES * slices * 4 * (T::PIXELS / 2 + 6);
 
     // The cycles of a unit's bytes: slices, streamed weights and addends are read, and results are written.
     const int64_t tile_bytes = T::UNIT * T::PIXEL_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
-    const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
+    const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
     // If few stages remain beside a tile's results and the current slice, fewer bytes can be loaded at the same time. A
     // load takes 1800 cycles.
-    const int64_t ahead = std::max(1, stages - T::BLOCKS - 2) * tile_bytes;
+    const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
 
     // The cycles after a unit's products, for adding, rounding and storing. If there are few stages, the next unit has
     // to wait until this is done.
-    const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
-    int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
+    const bool tight = !T::RESIDENT && stages < T::OUT_SLICES + 2;
+    int64_t end = T::OUT_SLICES * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
 
     // RESIDENT weights: one warpgroup finishes its tile while the other warpgroup multiplies. Streamed weights: both
@@ -16181,7 +16184,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         using T = decltype(tile);
         way.consider(conv_tiles_1x1_cycles<T>(p, slices), conv_tiles<T>);
     };
-    //                 rows, blocks of 64 channels, resident weights
+    //                 rows, slices of 64 channels, resident weights
     consider(ConvTiles<1, 16, 1, true, BACKWARD>());
     consider(ConvTiles<1, 16, 2, true, BACKWARD>());
     consider(ConvTiles<1, 16, 3, true, BACKWARD>());
@@ -16467,9 +16470,9 @@ static void plan_weights(std::span<ConvWeight> works) {
             if (partials > cost.most_partials) break;
             // Time = rounds of blocks * (the time of a block's tiles + its other work) + the second kernel's time.
             const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // of blocks
-            const int64_t block = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
+            const int64_t block_cycles = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
             const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
-            cut.consider(rounds * block + second_kernel, {warpgroups, range});
+            cut.consider(rounds * block_cycles + second_kernel, {warpgroups, range});
         }
     }
     // Set the cheapest plan for all layers.
