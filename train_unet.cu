@@ -12441,37 +12441,37 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// A ConvOut holds the addresses that results are written to, and all that is added to results. Channels [0, C1) are
-// written to part1, and the next C2 channels to part2. (There are two parts if the results are the gradients of two
-// concatenated inputs.) In the forward pass the addend is the residual. In the backward pass bias, emb and stats are
-// null.
+// A ConvOut holds the addresses that results are written to, and all that is added to results. Channels [0, Cout1)
+// are written to part1, and the next Cout2 channels to part2. (There are two parts if the results are the gradients of
+// two concatenated inputs.) In the forward pass the addend is the residual. In the backward pass bias, emb and stats
+// are null.
 struct ConvOut {
     Grad part1, part2 = {};
-    int C1, C2 = 0;
+    int Cout1, Cout2 = 0;
     int B;                       // images
-    const float* bias = nullptr; // (C1)
-    const float* emb = nullptr;  // (B, C1), in rows of emb_stride: the embedding, added to all pixels of an image
+    const float* bias = nullptr; // (Cout1)
+    const float* emb = nullptr;  // (B, Cout1), in rows of emb_stride: the embedding, added to all pixels of an image
     int emb_stride = 0;
     double* stats = nullptr; // sums and sums of squares of the stored values: for each image, one part for each tile
     int* parts = nullptr;    // on the host: the launch writes here how many parts the statistics of an image have
     ConvSkip skip = {};      // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
-// The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input is dout: then C1 is
-// the layer's Cout, and Cout is the layer's number of input channels.
+// The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input is dout: then Cin1
+// is the layer's Cout, and Cout is the layer's number of input channels.
 struct ConvCall {
     ConvShape s;
     int B = 0, H = 0, W = 0;     // images, rows and columns of the output
-    int C1 = 0, C2 = 0;          // channels of the inputs x1 and x2 (x2: 1x1 only)
+    int Cin1 = 0, Cin2 = 0;      // channels of the inputs x1 and x2 (x2: 1x1 only)
     int Cout = 0;                // channels of the output
-    const act* x1 = nullptr;     // (s.B, s.H, s.W, C1)
-    const act* x2 = nullptr;     // (s.B, s.H, s.W, C2)
+    const act* x1 = nullptr;     // (s.B, s.H, s.W, Cin1)
+    const act* x2 = nullptr;     // (s.B, s.H, s.W, Cin2)
     const act* weight = nullptr; // the layer's weights: (s.Cout, taps, s.C1 + s.C2)
     ConvOut out = {};
     // conv_halo and conv_gather set these before they launch their kernels:
     int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
     int channel_blocks = 0;       // thread blocks among which the output channels are divided
-    int slices = 0;               // slices of the C1 channels
+    int slices = 0;               // slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
     // (Cout), used only if s.in is FP8 (then x1 and weight are FP8, too). The sums of channel c are multiplied by
@@ -12488,10 +12488,10 @@ template <class T> struct OutputLane {
     float shift[4];       // bias + embedding, which is added to all pixels
 
     INLINE OutputLane(const ConvOut& o, int c, int n) {
-        const bool second = c >= o.C1;
+        const bool second = c >= o.Cout1;
         const Grad& part = second ? o.part2 : o.part1;
-        if (second) c -= o.C1;
-        pitch = second ? o.C2 : o.C1;
+        if (second) c -= o.Cout1;
+        pitch = second ? o.Cout2 : o.Cout1;
         count = part.dx && n < o.B ? max(0, min(4, pitch - c)) : 0;
         out = (T*)part.dx + c;
         add1 = part.add1 ? (const T*)part.add1 + c : nullptr;
@@ -12592,10 +12592,10 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
         const int image = i / (CHANNELS * 2);
         const int n = n0 + image;
         const int c = c0 + i / 2 % CHANNELS;
-        if (n >= o.B || c >= o.C1) continue;
+        if (n >= o.B || c >= o.Cout1) continue;
         double total = 0;
         for (int r = 0; r < ROWS; r++) total += shared[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
-        o.stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = total;
+        o.stats[(((size_t)n * tiles + tile) * o.Cout1 + c) * 2 + i % 2] = total;
     }
 }
 
@@ -12867,10 +12867,10 @@ template <class Tile> struct HaloCopies {
         const int c = slice * Tile::SLICE + chunk * 8;
         const int pixel = first_pixel + i * PIXELS_AT_ONCE;
         const int source = sources[pixel];
-        const bool channel_inside = c < p.C1;
+        const bool channel_inside = c < p.Cin1;
         const bool valid = channel_inside && source >= 0; // if false, the copy writes zeros
         const T* const x = (const T*)p.x1 + (channel_inside ? c : 0);
-        const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
+        const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.Cin1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
     // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix. ldmatrix loads two fragments
@@ -12897,9 +12897,9 @@ template <class Tile> struct HaloCopies {
 
 // The ring of weights in shared memory, with a stage for each kw, and the part of a stage that one thread copies: the
 // same chunk of every ROWS_AT_ONCE-th row. A stage holds three matrices, for the taps kh = 0, 1, 2:
-//   forward    weight is (Cout, taps, C1) in global memory. A row is an output channel; its chunks are the channels of
+//   forward    weight is (Cout, taps, Cin1) in global memory. A row is an output channel; its chunks are the channels of
 //              the slice.
-//   BACKWARD   weight is (C1, taps, Cout), where C1 and Cout are those of ConvCall: the channels of dout and of the
+//   BACKWARD   weight is (Cin1, taps, Cout), where Cin1 and Cout are those of ConvCall: the channels of dout and of the
 //              input's gradient. The taps are in reverse order. A row is an input channel of the slice; its chunks are
 //              the block's output channels.
 template <class Tile, bool BACKWARD> struct HaloWeights {
@@ -12925,7 +12925,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
           first_place(ring + first_row * ROW_BYTES + chunk_place<T>(chunk, key(first_row))),
           first_weight(BACKWARD //
                            ? first_row * 9 * p.Cout + c0 + chunk * 8
-                           : (c0 + first_row) * 9 * p.C1 + chunk * 8) {}
+                           : (c0 + first_row) * 9 * p.Cin1 + chunk * 8) {}
     static INLINE int key(int row) { return swizzle_key<ROW_BYTES / 16>(row); }
 
     // Copy i < COPIES of a thread is row `first_row + row(i)` of tap kh(i).
@@ -12946,8 +12946,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int tap = BACKWARD ? 8 - place_of_tap : place_of_tap;
         const int k = k0 + (BACKWARD ? row(i) + first_row : chunk * 8); // input channel
         const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
-        const bool valid = k < p.C1 && c < p.Cout;                      // if false, the copy writes zeros
-        int C = BACKWARD ? p.Cout : p.C1;                               // channels of a tap in global memory
+        const bool valid = k < p.Cin1 && c < p.Cout;                    // if false, the copy writes zeros
+        int C = BACKWARD ? p.Cout : p.Cin1;                             // channels of a tap in global memory
         asm volatile("" : "+r"(C)); // otherwise the compiler would keep many multiples of C in registers
         const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
         const T* const weight = (const T*)p.weight;
@@ -13138,7 +13138,7 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
     p.tiles_h = ceil_div(p.H, Tile::TILE_H);
     p.tiles_w = ceil_div(p.W, Tile::TILE_W);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
-    p.slices = ceil_div(p.C1, Tile::SLICE);
+    p.slices = ceil_div(p.Cin1, Tile::SLICE);
     const int tiles = p.tiles_h * p.tiles_w;
     const int blocks = ceil_div(p.B, Tile::IMAGES) * tiles * p.channel_blocks;
     if (p.out.parts) *p.out.parts = tiles;
@@ -13243,7 +13243,7 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
             const int k = BACKWARD ? r : chunk * 8;        // input channel, in the slice
             const bool valid = c < p.Cout && k0 + k < C;   // if false, the copy writes zeros
             const uint32_t index = BACKWARD ? ((weight_k0 + k) * p.taps + tap) * p.Cout + c
-                                            : (c * p.taps + tap) * (p.C1 + p.C2) + weight_k0 + k;
+                                            : (c * p.taps + tap) * (p.Cin1 + p.Cin2) + weight_k0 + k;
             const int offset = stage + i * ROWS_AT_ONCE * ROW_BYTES;
             copy_channels(place, offset, weight + (valid ? index : 0), valid);
         }
@@ -13291,8 +13291,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS;
     const int tile = blockIdx.x / p.channel_blocks % p.tiles_w;
     const int n = blockIdx.x / p.channel_blocks / p.tiles_w;
-    const int slices1 = ceil_div(p.C1, SLICE);
-    const int slices = slices1 + ceil_div(p.C2, SLICE);
+    const int slices1 = ceil_div(p.Cin1, SLICE);
+    const int slices = slices1 + ceil_div(p.Cin2, SLICE);
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
@@ -13329,8 +13329,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         if (slice == 0) start_tap();
         const bool second = slice >= slices1;                      // a slice of the second input
         const int k0 = (second ? slice - slices1 : slice) * SLICE; // the slice's first channel in its input
-        const int weight_k0 = (second ? p.C1 : 0) + k0;            // the same channel in the weights
-        const int C = second ? p.C2 : p.C1;
+        const int weight_k0 = (second ? p.Cin1 : 0) + k0;          // the same channel in the weights
+        const int C = second ? p.Cin2 : p.Cin1;
 
         const int c = k0 + chunk * 8;
         const bool chunk_inside = c < C;
@@ -14252,16 +14252,16 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
     const int taps = p.s.kernel * p.s.kernel;
-    const int Cin = p.C1 + p.C2;
+    const int Cin = p.Cin1 + p.Cin2;
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
     constexpr int CHANNELS = SLICE_CHANNELS;
     const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // the element of x and weight
     const int width = slice_channels(in);
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, width, box.columns + borders, box.rows + borders, box.images, in);
+    t.x = tma_parts(p.x1, p.x2, p.Cin1, p.Cin2, p, width, box.columns + borders, box.rows + borders, box.images, in);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
-    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
-    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
+    t.results = tma_parts(o.part1.dx, o.part2.dx, o.Cout1, o.Cout2, p, box.result_channels, 8, box.rows, 1);
+    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.Cout1, o.Cout2, p, box.result_channels, 8, box.rows, 1);
     if (backward) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {CHANNELS, 1, CHANNELS});
     else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {width, 1, box.weight_rows}, in);
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {CHANNELS, 1, CHANNELS});
@@ -14592,9 +14592,9 @@ template <class T> struct Epilogue {
             const int part = h / (p.whole ? T::ROWS : T::STATS_ROWS) + r;
             if (threadIdx.x & 3 || part >= down || (r && p.whole)) continue;
             const size_t part_of_all = ((size_t)n * down + part) * p.tiles_w + w / 8;
-            double2* const to = (double2*)p.out.stats + part_of_all * p.out.C1;
-            if (channel < p.out.C1) to[channel] = make_double2(sums[r][0], sums[r][1]);
-            if (channel + 8 < p.out.C1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
+            double2* const to = (double2*)p.out.stats + part_of_all * p.out.Cout1;
+            if (channel < p.out.Cout1) to[channel] = make_double2(sums[r][0], sums[r][1]);
+            if (channel + 8 < p.out.Cout1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
         }
     }
     // Finishes a tile, one slice of 64 channels after the other. Each result is handed over to the warp that stores.
@@ -15179,7 +15179,7 @@ template <class T> static void conv_small(const ConvCall& p) {
     // With 32 input channels, half a slice, two products for each tap are enough. Wide tiles and FP8 tiles have no such
     // version.
     constexpr int STEPS_OF_32 = T::N <= 64 && !T::FP8 ? 2 : 4;
-    auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
+    auto kernel = p.Cin1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
@@ -16069,10 +16069,10 @@ struct SmallCosts {
 // as long as in bf16, and sums over twice as many channels. A last slice of up to 64 channels needs half the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool FP8 = E == Element::FP8;
-    const int slices = ceil_div(p.C1, slice_channels(E));
-    const int taps_of_64 = ceil_div(p.C1, 64) * 9;
+    const int slices = ceil_div(p.Cin1, slice_channels(E));
+    const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
     const int taps = FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
-    const bool is_32 = p.C1 == 32 && !FP8;                       // half a slice
+    const bool is_32 = p.Cin1 == 32 && !FP8;                     // half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
     // Time = rounds of blocks * (SmallCosts::block + taps of a block * the time of a tap).
@@ -16176,9 +16176,9 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         p.B = 1;
     }
     using HalfSlice = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels need half the products of a slice
-    if (p.C1 + p.C2 == 32) return conv_tiles<HalfSlice>(p);
+    if (p.Cin1 + p.Cin2 == 32) return conv_tiles<HalfSlice>(p);
 
-    const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
+    const int slices = ceil_div(p.Cin1, 64) + ceil_div(p.Cin2, 64);
     Cheapest<void (*)(const ConvCall&)> way;
     auto consider = [&](auto tile) {
         using T = decltype(tile);
@@ -16197,15 +16197,15 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution with a skip connection it picks
 // the tile on images of any size.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
-    const int slices = ceil_div(c.C1, slice_channels(E));
-    const bool skip = c.out.skip.weight;                     // only tiles with RESIDENT weights can compute it
-    const bool half_slice = c.C1 <= 64 && E == Element::FP8; // half a slice has too few products for tiles of 32 rows
+    const int slices = ceil_div(c.Cin1, slice_channels(E));
+    const bool skip = c.out.skip.weight;                       // only tiles with RESIDENT weights can compute it
+    const bool half_slice = c.Cin1 <= 64 && E == Element::FP8; // half a slice has too few products for tiles of 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
     const Way<ConvCall> ways[] = {
         // 32 input channels are half a slice: each tap needs two products instead of four
-        {c.C1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
+        {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // up to two slices of weights fit into shared memory beside the pixels
@@ -16253,7 +16253,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
 
     // conv_is_wgmma: this is a Hopper GPU, and a convolution in bf16 of stride 1, without upsampling and with more than
     // a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each part.
-    const bool all_parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
+    const bool all_parts = o.part1.dx && (!o.Cout2 || (o.part2.dx && o.Cout1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
 
@@ -16304,7 +16304,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape rows = few_shape(s);
         return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, rows);
     }
-    ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B};
+    ConvOut o{.part1 = {out, residual}, .Cout1 = s.Cout, .B = s.B};
     o.bias = bias;
     o.emb = emb;
     o.emb_stride = emb_stride;
@@ -16314,8 +16314,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         o.parts = &stats->parts;
     }
     ConvCall call{.s = s, .B = s.B, .H = s.out_H(), .W = s.out_W()};
-    call.C1 = s.C1;
-    call.C2 = s.C2;
+    call.Cin1 = s.C1;
+    call.Cin2 = s.C2;
     call.Cout = s.Cout;
     call.x1 = x1;
     call.x2 = x2;
@@ -16359,13 +16359,13 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
     }
     // Here the kernel's input is dout, and its output has the channels of both of the layer's inputs.
     ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
-    call.C1 = s.Cout;
-    call.C2 = 0;
+    call.Cin1 = s.Cout;
+    call.Cin2 = 0;
     call.Cout = s.C1 + s.C2;
     call.x1 = dout;
     call.x2 = nullptr;
     call.weight = weight;
-    call.out = ConvOut{.part1 = dx1, .part2 = dx2, .C1 = s.C1, .C2 = s.C2, .B = s.B};
+    call.out = ConvOut{.part1 = dx1, .part2 = dx2, .Cout1 = s.C1, .Cout2 = s.C2, .B = s.B};
     conv_product<true>(call);
 }
 
