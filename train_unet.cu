@@ -12,102 +12,102 @@
 //   1736     5. The network: a list of layers, made of guided-diffusion's flags
 //   2631     6. The plan: what the backward pass adds where, and where in memory each buffer lies
 //   2882     7. Forward and backward: two walks over the list
-//   3003     8. Diffusion: noise schedules, objectives, samplers
-//   3280         the level of a training sample, drawn, and its share of the loss
-//   3737         samplers
-//   4289     9. Data: .bin files that may be larger than memory, the order of their images
-//   4816    10. Model files: weights and checkpoints, initial weights
-//   5212    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5227         the learning rate, the verdict on a step, averages of the weights
-//   5314         what a trainer holds
-//   5448         a step
-//   5746    12. A run: log, guard, checkpoints, resume, samples
-//   5771         the log in memory, as the page shows it
-//   5883         what a run holds
-//   5951         the log and the status line
-//   6141         checkpoints, snapshots and grids
-//   6407         the start of a run: new, from a file's weights, or resumed
-//   6607         the loop over the steps
-//   6723         a run from its first to its last line
-//   6893         samples, without a run
-//   7052    13. main: the command line, then a run or samples
-//   7333         what ranks must have in common
-//   7404         main
-//   7529  Part II. The device
-//   7532    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7611    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7681    16. The GPU: what all kernels share
-//   7746         Launches, which may overlap
-//   7790         Decisions: what kernels are chosen with
-//   7838         Single instructions: shared memory, mbarriers, clusters
-//   7923         Activations: pieces of 16 bytes
-//   8220         each_kernel: a thread for an element
-//   8234         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8395         Swizzle: how rows lie in shared memory
-//   8413         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8653         building blocks of Hopper's kernels (sm_90a)
-//   8951    17. Small operations: resampling, embeddings, diffusion
-//   8954         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9154         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9511         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10020    18. Group norm
-//  10023         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10557         groupnorm_backward_whole: an image's slab in shared memory
-//  10935    19. Attention
-//  11041         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11585         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11723         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12403    20. Convolution
-//  12443         ConvOut: results, 4 channels of a pixel at a time
-//  12681         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12744         conv_halo: 3x3, stride 1, any GPU
-//  13149         conv_gather: any kernel size and stride, any GPU
-//  13412         conv_few: the first and the last layer
-//  13584         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14162         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14281         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14745         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15187         conv_weight_tma: weight gradients (sm_90a)
-//  15475    21. The optimiser
-//  15478         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15710    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15713         groupnorm_backward
-//  15851         attention: forward and, where a has dout, backward
-//  15913         convolution: forward and input gradient
-//  16373         convolution: weight gradients
-//  16720    23. The GPU: memory, copies, repeated work
-//  16943    24. Between ranks: from device to device
+//   3004     8. Diffusion: noise schedules, objectives, samplers
+//   3281         the level of a training sample, drawn, and its share of the loss
+//   3738         samplers
+//   4290     9. Data: .bin files that may be larger than memory, the order of their images
+//   4817    10. Model files: weights and checkpoints, initial weights
+//   5213    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5228         the learning rate, the verdict on a step, averages of the weights
+//   5315         what a trainer holds
+//   5449         a step
+//   5748    12. A run: log, guard, checkpoints, resume, samples
+//   5773         the log in memory, as the page shows it
+//   5885         what a run holds
+//   5953         the log and the status line
+//   6143         checkpoints, snapshots and grids
+//   6409         the start of a run: new, from a file's weights, or resumed
+//   6609         the loop over the steps
+//   6725         a run from its first to its last line
+//   6895         samples, without a run
+//   7054    13. main: the command line, then a run or samples
+//   7335         what ranks must have in common
+//   7406         main
+//   7531  Part II. The device
+//   7534    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7613    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7683    16. The GPU: what all kernels share
+//   7748         Launches, which may overlap
+//   7792         Decisions: what kernels are chosen with
+//   7840         Single instructions: shared memory, mbarriers, clusters
+//   7925         Activations: pieces of 16 bytes
+//   8222         each_kernel: a thread for an element
+//   8236         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8397         Swizzle: how rows lie in shared memory
+//   8415         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8655         building blocks of Hopper's kernels (sm_90a)
+//   8953    17. Small operations: resampling, embeddings, diffusion
+//   8956         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9156         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9513         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10022    18. Group norm
+//  10025         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10559         groupnorm_backward_whole: an image's slab in shared memory
+//  10937    19. Attention
+//  11043         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11588         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11726         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12406    20. Convolution
+//  12446         ConvOut: results, 4 channels of a pixel at a time
+//  12684         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12747         conv_halo: 3x3, stride 1, any GPU
+//  13152         conv_gather: any kernel size and stride, any GPU
+//  13415         conv_few: the first and the last layer
+//  13587         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14165         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14284         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14748         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15190         conv_weight_tma: weight gradients (sm_90a)
+//  15478    21. The optimiser
+//  15481         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15713    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15716         groupnorm_backward
+//  15854         attention: forward and, where a has dout, backward
+//  15916         convolution: forward and input gradient
+//  16376         convolution: weight gradients
+//  16723    23. The GPU: memory, copies, repeated work
+//  16946    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7525, run_program 7465, train 6849, run_step 6657, train_step 5680, load_batch 4773;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16851):
-//     step_gradients 5580: draw_levels 9525, forward_and_loss 5494, q_sample_forward 9716, unet_forward 2909,
-//     forward_layer 2895 (a function of the layer's kind), loss_forward_backward 9827, unet_backward 2974,
-//     sum_gradients 15525;
-//     judge_step 15572, update_slice 5645, adamw_update 15683, next_step 15578, record_step 15584;
-//     later collect_steps 6611
-//   pictures, from noise: sample_batch 4204, plan_route 3969, device_step 4013, euler_step 3767 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16248 draws all of its roads):
-//     forward_conv 2129; conv_forward 16283, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16199 above that; conv_tiles 14730, with conv_tiles_kernel above it;
-//     Accumulators 8884; Wgmma 8473;
-//     on any other GPU pick_conv_halo_bf16 15987; conv_halo 13136, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8285
-//   why several GPUs compute the bits of one: step_gradients 5580
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7574, with_nonlinearity 7584 (a case);
+//     main 7527, run_program 7467, train 6851, run_step 6659, train_step 5682, load_batch 4774;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16854):
+//     step_gradients 5581: draw_levels 9527, forward_and_loss 5495, q_sample_forward 9718, unet_forward 2909,
+//     forward_layer 2895 (a function of the layer's kind), loss_forward_backward 9829, unet_backward 2975,
+//     sum_gradients 15528;
+//     judge_step 15575, update_slice 5647, adamw_update 15686, next_step 15581, record_step 15587;
+//     later collect_steps 6613
+//   pictures, from noise: sample_batch 4205, plan_route 3970, device_step 4014, euler_step 3768 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16251 draws all of its roads):
+//     forward_conv 2129; conv_forward 16286, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16202 above that; conv_tiles 14733, with conv_tiles_kernel above it;
+//     Accumulators 8886; Wgmma 8475;
+//     on any other GPU pick_conv_halo_bf16 15990; conv_halo 13139, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8287
+//   why several GPUs compute the bits of one: step_gradients 5581
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7576, with_nonlinearity 7586 (a case);
 //     BEHIND_NORMS, in front of add_norm 2343, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3209
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 402, and beside each other edm_question 3051,
-//     ask 3087, frame_of 3097, sigma_draws 3103, has_steps_of_t 3109; the head of their section lists the changes
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3210
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 402, and beside each other edm_question 3052,
+//     ask 3088, frame_of 3098, sigma_draws 3104, has_steps_of_t 3110; the head of their section lists the changes
 //   a kind of layer: forward_linear 2049 and what stands beside it, with a list of all places in front of
 //     LayerKind 2021; add_resblock 2394 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 230, ElementOf 7549; until they know it, nothing compiles: unpack 7941,
-//     pack 7970, FourOf 8022, mma 8285, with_act 7805, cast_params 15603, adamw_update 15683, tma_type 8611;
-//     which kernels take it: conv_product 16248, act_has_wgmma 7816; docs/READING.md says what at each
-//   samples in FP8 (--precision fp8): choose_fp8 2571 chooses the convolutions, make_fp8_weights 5142 rounds their
-//     weights, pack_fp8 7999 rounds what a norm writes, conv_product_fp8 16276 picks the kernel, WgmmaFp8 8507
+//   an element type beside bf16: Element 230, ElementOf 7551; until they know it, nothing compiles: unpack 7943,
+//     pack 7972, FourOf 8024, mma 8287, with_act 7807, cast_params 15606, adamw_update 15686, tma_type 8613;
+//     which kernels take it: conv_product 16251, act_has_wgmma 7818; docs/READING.md says what at each
+//   samples in FP8 (--precision fp8): choose_fp8 2571 chooses the convolutions, make_fp8_weights 5143 rounds their
+//     weights, pack_fp8 8001 rounds what a norm writes, conv_product_fp8 16279 picks the kernel, WgmmaFp8 8509
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
 //     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
@@ -808,9 +808,9 @@ static void reserve(const Workspace& most, bool training);
 // These functions send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4
 // bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
 // end_exchange become one launch.
-//   all_to_all   rank r receives piece r of every other rank's `send`; the piece from rank s becomes piece s of `recv`
+//   all_to_all   rank r receives piece r of every other rank's sendbuf; the piece from rank s becomes piece s of recvbuf
 //   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may lie in `all` already
-static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: the size of a piece
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane* lane); // bytes: the size of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
 static void begin_exchange();
 static void end_exchange();
@@ -2931,12 +2931,13 @@ struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Lane*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
-    double load = 0;           // how much of the device the waiting weight gradients would fill together; 1: all of it
-    int last = -1;             // the layer whose weight gradient was added last
-    std::vector<int> ticket{}; // for each layer: the ticket for wait_for_side; -1: its weight gradient was not sent yet
+    double load = 0; // how much of the device the waiting weight gradients would fill together; 1: all of it
+    int last = -1;   // the layer whose weight gradient was added last
+    std::vector<int>
+        ticket{}; // for each layer: the ticket for wait_for_side; -1: its weight gradient was not launched yet
 
-    // Launches the weight gradients that wait. After that, those of all layers from `last` on have been sent.
-    void send() {
+    // Launches the weight gradients that wait. After that, those of all layers from `last` on have been launched.
+    void launch_waiting() {
         // In the flat arrays, gradients from complete_from on are then complete. All convolutions' weights without a
         // complete gradient lie before complete_from.
         size_t complete_from = net->plain_size;
@@ -2959,11 +2960,11 @@ struct WeightGradients {
         waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
         last = layer;
         load += conv_weight_load(a.conv());
-        if (load >= 1 || !allowed.batches) send();
+        if (load >= 1 || !allowed.batches) launch_waiting();
     }
     // Makes the operations that follow on the main lane wait for this layer's weight gradient.
     void wait_for(int layer) {
-        if (ticket[layer] < 0) send();
+        if (ticket[layer] < 0) launch_waiting();
         wait_for_side(ticket[layer]);
     }
 };
@@ -2986,7 +2987,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         if (l.kind == &CONV) {
             // The weight gradients that wait are launched without that of the first convolution, because the
             // embedding's layers wait for them.
-            if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.send();
+            if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
             if (!a.d1.dx && !a.d2.dx) continue; // its input is the images, whose gradient nobody needs
@@ -4764,15 +4765,15 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     return false;
 }
 
-// Sends a batch to the device: images (own, C, H, W), labels (own), numbers (own, num_values), and the pictures (own,
-// K, H, W) that the images are conditioned on. The numbers of an augmentation are still zeros. The batch is the samples
-// at positions first .. first + B - 1 of the stream; this rank sends `own` of them. In training, these are the rank's
-// microbatches, one after the other, and some images lose their class and their numbers (--class_dropout). Outside of
-// training the rank sends all B samples.
+// Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values), and the pictures
+// (n, K, H, W) that the images are conditioned on. The numbers of an augmentation are still zeros. The batch is the
+// samples at positions first .. first + B - 1 of the stream; this rank sends n = own_images of them. In training, these
+// are the rank's microbatches, one after the other, and some images lose their class and their numbers
+// (--class_dropout). Outside of training the rank sends all B samples.
 // Returns whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
-    const int own = training ? B / world.size : B;
+    const int own_images = training ? B / world.size : B;
     // Returns which sample of the batch this rank's k-th sample is.
     auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
     auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
@@ -4780,7 +4781,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     // Ask the operating system to fetch the images of later batches, unless it was asked before.
     const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
     for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
-        for (int k = 0; k < own; k++) {
+        for (int k = 0; k < own_images; k++) {
             const int64_t i = image(d->asked + sample(k));
             for (const Dataset* file : {d, d->cond.get()})
                 if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
@@ -4788,13 +4789,13 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 
     // The host's buffer may only be filled again after the batch that it held before has been sent.
     wait_for_host_side(batch);
-    int* labels = (int*)(batch->host + d->labels_at(own));
-    float* values = (float*)(batch->host + d->values_at(own));
-    uint8_t* pictures = batch->host + d->pictures_at(own, c);
+    int* labels = (int*)(batch->host + d->labels_at(own_images));
+    float* values = (float*)(batch->host + d->values_at(own_images));
+    uint8_t* pictures = batch->host + d->pictures_at(own_images, c);
     // An image loses its class and numbers if its random word is below this.
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
     const uint32_t step = (uint32_t)(first / B);
-    for (int k = 0; k < own; k++) {
+    for (int k = 0; k < own_images; k++) {
         const int64_t b = sample(k);
         const int64_t i = image(first + b);
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
@@ -5615,7 +5616,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 
         // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
         int unsent = own.segments; // the segments from this one on have been sent to their owners
-        const std::function<void(size_t, Lane*)> send = [&](size_t complete_from, Lane* lane) {
+        const std::function<void(size_t, Lane*)> send_gradients = [&](size_t complete_from, Lane* lane) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
                 const size_t begin = own.at(unsent, 0);
@@ -5625,12 +5626,13 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         };
         // With NCCL the gradients are sent after the backward pass, because NCCL would take multiprocessors from the
         // kernels of that pass.
-        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, world.direct ? send : nullptr);
+        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B,
+                      world.direct ? send_gradients : nullptr);
         if (N > 1) {
             mark({"gradients to their ranks"});
             begin_exchange();
             all_gather(tr->loss + k * N * B, tr->loss + first, B * sizeof(double), MAIN_LANE);
-            send(0, MAIN_LANE);
+            send_gradients(0, MAIN_LANE);
             end_exchange();
         }
         mark({"gradient norm"});
@@ -5835,8 +5837,8 @@ static LogPart part_of_row(const LogValues& values, double seconds, bool skipped
     LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
     for (int k = 0; k < 9; k++) {
         const double value = values[COLUMN_LOSS + k];
-        const bool counts = k > 0 || !skipped; // a skipped step's loss is left out
-        if (!counts || !std::isfinite(value)) continue;
+        const bool is_counted = k > 0 || !skipped; // a skipped step's loss is left out
+        if (!is_counted || !std::isfinite(value)) continue;
         part.sum[k] = value;
         part.n[k] = 1;
     }
@@ -7304,15 +7306,15 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     const Guard& g = s.guard;
     // Every step was either an update or skipped. The guard's n is the number of updates.
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
-    const bool counts = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
-    const bool bad_counts = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
+    const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
+    const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
     const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
     const bool guard_works = g.n == (double)s.updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
     std::string why; // in what way the counters are wrong
-    if (!counts)
+    if (!steps_add_up)
         why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,
                    most_steps, s.updates, s.bad_total);
-    else if (!bad_counts)
+    else if (!skips_fit)
         why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
     else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
     if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
@@ -8296,7 +8298,7 @@ struct PartScale {
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
-INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& low) {
+INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint32_t& low) {
     const __half2 h = __floats2half2_rn(v * scale, w * scale);
     const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
     high = *(const uint32_t*)&h;
@@ -8307,7 +8309,7 @@ INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& 
 // holds two neighbours along k. Afterwards the first half of a fragment's registers holds high parts, and the second
 // half holds low parts. Within 16 values of k, any order is right if it is the same order in a and in b. Returns the
 // factor that undoes the scale. For bf16 the function does nothing and returns 1.
-template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
+template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
     UNROLL_FOR (const auto& fragment : x)
@@ -8316,7 +8318,7 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     UNROLL_FOR (auto& v : x) {
         uint32_t low[R / 2];
         UNROLL_FOR (int i = 0; i < R; i += 2)
-            take_apart(__uint_as_float(v[i]), __uint_as_float(v[i + 1]), scale.apply(), v[i / 2], low[i / 2]);
+            take_apart_pair(__uint_as_float(v[i]), __uint_as_float(v[i + 1]), scale.apply(), v[i / 2], low[i / 2]);
         UNROLL_FOR (int i = 0; i < R / 2; i++) {
             v[R / 2 + i] = low[i];
         }
@@ -8355,7 +8357,7 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
         float v[8];
         load_place(v, at);
         UNROLL_FOR (int i = 0; i < 4; i++) {
-            take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
+            take_apart_pair(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
         }
         UNROLL_FOR (int i = 0; i < 2; i++) {
             store_shared(at ^ (i * 16), (const uint4&)parts[i]);
@@ -10334,14 +10336,14 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
 
     // The V channels of a thread may belong to several groups.
     float scale[V], shift[V];
-    int own = a.group_of(t.c);         // the group that channel i belongs to
-    int next = (own + 1) * a.Cg - t.c; // the i where the next group begins
+    int group = a.group_of(t.c);         // the group that channel i belongs to
+    int next = (group + 1) * a.Cg - t.c; // the i where the next group begins
     UNROLL_FOR (int i = 0; i < V; i++) {
         if (i == next) {
-            own++;
+            group++;
             next += a.Cg;
         }
-        const float2 q = parameters.coefficients(i, group_mean[own], group_rstd[own]);
+        const float2 q = parameters.coefficients(i, group_mean[group], group_rstd[group]);
         scale[i] = q.x;
         shift[i] = q.y;
     }
@@ -10999,13 +11001,13 @@ struct HeadTile {
 // The operands of the portable backward kernels, as in the table above. keys: the block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
-    INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool keys) {
+    INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool owns_keys) {
         const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
         const auto dout = tile.of_out<const T>(a.dout);
-        A1 = tile.of_qkv<const T>(a.qkv, keys ? K_PART : Q_PART);
-        B1 = tile.of_qkv<const T>(a.qkv, keys ? Q_PART : K_PART);
-        A2 = keys ? v : dout;
-        B2 = keys ? dout : v;
+        A1 = tile.of_qkv<const T>(a.qkv, owns_keys ? K_PART : Q_PART);
+        B1 = tile.of_qkv<const T>(a.qkv, owns_keys ? Q_PART : K_PART);
+        A2 = owns_keys ? v : dout;
+        B2 = owns_keys ? dout : v;
     }
 };
 
@@ -11144,10 +11146,11 @@ template <class Tile> struct OwnRows {
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
-                // A float's fragment is read in two halves. In each half, k has the order that take_apart expects.
+                // A float's fragment is read in two halves. In each half, k has the order that take_apart_fragments
+                // expects.
                 if (Tile::PARTS == 2) std::swap(a[1], a[2]);
             }
-        scale[slot] = take_apart<typename Tile::T>(kept[slot]);
+        scale[slot] = take_apart_fragments<typename Tile::T>(kept[slot]);
     }
 };
 
@@ -11175,14 +11178,14 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h, shared_address(from));
             }
-        const float scale = own.scale[slot] * take_apart<T>(b); // for bf16 it is 1
+        const float scale = own.scale[slot] * take_apart_fragments<T>(b); // for bf16 it is 1
         multiply<T, Tile::MT, Tile::NT>(scores[0], Tile::NT, 1, own.kept[slot], b, scale);
     }
 }
 
 // a = the columns 16 k ... 16 k + 15 of p, as A fragments. Each lane already holds the numbers of its fragments, so
-// lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in the order that take_apart
-// expects.
+// lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in the order that
+// take_apart_fragments expects.
 template <class Tile, int REGISTERS>
 INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -11210,7 +11213,7 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
     UNROLL_FOR (int k = 0; k < Tile::NT / 2; k++) {
         uint32_t a[Tile::MT][4 * PARTS];
         load_fragments<Tile>(a, p, k);
-        const float a_scale = take_apart<T>(a);
+        const float a_scale = take_apart_fragments<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
             // Loads the streamed rows 16 k ... 16 k + 15 as B fragments. For bf16 one ldmatrix loads two fragments.
             uint32_t b[AT_ONCE][2 * PARTS];
@@ -11227,7 +11230,7 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
                     }
                 }
             }
-            const float scale = a_scale * take_apart<T>(b);
+            const float scale = a_scale * take_apart_fragments<T>(b);
             multiply<T, Tile::MT, AT_ONCE>(sums[0] + n, CT, 1, a, b, scale);
         }
     }
@@ -11452,15 +11455,15 @@ struct Query {
 //   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
 //   dS = P (dP - D)
 // If the block owns queries, each row belongs to a query; own[m][0] and own[m][1] are the Query of rows g and g + 8 of
-// tile m. If the block owns keys (KEYS), each column belongs to a streamed query. The values of these queries lie in
-// shared memory: rows (SUB, 2) and dots (SUB).
-template <class Tile, bool KEYS>
-INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own)[Tile::MT][2], const float* rows,
-                             const float* dots, float scale2) {
+// tile m. If the block owns keys (OWNS_KEYS), each column belongs to a streamed query. The values of these queries lie
+// in shared memory: rows (SUB, 2) and dots (SUB).
+template <class Tile, bool OWNS_KEYS>
+INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own_queries)[Tile::MT][2],
+                             const float* rows, const float* dots, float scale2) {
     UNROLL_FOR (int n = 0; n < Tile::NT; n++) {
         Query columns[2]; // the Query of each of this thread's two columns
         const int c = 8 * n + threadIdx.x % 4 * 2;
-        if (KEYS) {
+        if (OWNS_KEYS) {
             const float4 two = *(const float4*)(rows + 2 * c);
             const float2 dot = *(const float2*)(dots + c);
             columns[0] = {two.x, two.y, dot.x};
@@ -11468,7 +11471,7 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
         }
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int i = 0; i < 4; i++) {
-                const Query& query = KEYS ? columns[i % 2] : own[m][i / 2];
+                const Query& query = OWNS_KEYS ? columns[i % 2] : own_queries[m][i / 2];
                 const float P = exp2_fast((p[m][n][i] - query.top) * scale2 - query.log_sum);
                 p[m][n][i] = P;
                 ds[m][n][i] = P * (ds[m][n][i] - query.D);
@@ -11476,17 +11479,17 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
     }
 }
 
-// What a block of the backward pass does. It owns keys (KEYS) or queries. It computes the gradients of its own rows in
-// the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers have no room
-// for all columns.)
+// What a block of the backward pass does. It owns keys (OWNS_KEYS) or queries. It computes the gradients of its own
+// rows in the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers have
+// no room for all columns.)
 // Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
 // are queries, a stage also holds their SoftmaxRow and D. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
 //   3. P and dS
-//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k). With KEYS also sum2 += P B2 (the
+//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k). With OWNS_KEYS also sum2 += P B2 (the
 //      gradient of v).
-template <class Tile, bool KEYS, class T = typename Tile::T>
+template <class Tile, bool OWNS_KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
     constexpr int N = Tile::N, MT = Tile::MT;
     constexpr int DC = std::min(Tile::DIM, 128);
@@ -11499,13 +11502,13 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     const HeadTile tile{a, Tile::M};
     const int lane = threadIdx.x % 32;
     const bool short_rows = a.T <= SHORT_T;
-    const BackwardOperands<T> operands(tile, a, KEYS);
+    const BackwardOperands<T> operands(tile, a, OWNS_KEYS);
     const SoftmaxRow* const rows = a.rows + tile.row_index(0);
     D += tile.row_index(0);
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, operands.B1, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, operands.B2, first, a);
-        if (!KEYS) return;
+        if (!OWNS_KEYS) return;
         // The streamed rows are queries. Load their top, log_sum and D. Rows beyond T get the values of the last row.
         float* values = query_values + stage * Tile::QUERY_VALUES;
         for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
@@ -11519,19 +11522,19 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own2, operands.A2, tile.row0, a);
     load_stage(0, 0);
     if (short_rows) compute_dots<T, Tile::THREADS>(short_D, tile, a);
-    Query own[MT][2]; // the Query of rows g and g + 8 of each tile, if the block owns queries
+    Query own_queries[MT][2]; // the Query of rows g and g + 8 of each tile, if the block owns queries
     UNROLL_FOR (int m = 0; m < MT; m++)
-        UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
+        UNROLL_FOR (int r = 0; r < 2 && !OWNS_KEYS; r++) {
             const int row = tile.row0 + (warp_row<Tile>() + 16 * m + 8 * r + lane / 4);
             const int t = min(row, a.T - 1);
-            own[m][r] = {rows[t].top, rows[t].log_sum, short_rows ? short_D[t] : D[t]};
+            own_queries[m][r] = {rows[t].top, rows[t].log_sum, short_rows ? short_D[t] : D[t]};
         }
 
     const float scale = rsqrtf((float)a.d);
     const float scale2 = scale * LOG2E; // the factor of scores in the exponent of 2
     OwnRows<Tile> a1, a2;
-    Sums<Tile, CT> sum1 = {};              // dq or dk, before the division by sqrt(d)
-    float sum2[KEYS ? MT : 1][CT][4] = {}; // dv
+    Sums<Tile, CT> sum1 = {};                   // dq or dk, before the division by sqrt(d)
+    float sum2[OWNS_KEYS ? MT : 1][CT][4] = {}; // dv
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
@@ -11552,15 +11555,15 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_transposed<Tile>(p, a1, b1, sub);
             mask_columns<Tile>(p, a.T - first - sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
-            softmax_gradient<Tile, KEYS>(p, ds, own, stage_rows + 2 * sub, dots + sub, scale2);
-            if constexpr (KEYS) multiply_add<Tile, CT>(sum2, p, b2, sub, chunk * DC);
+            softmax_gradient<Tile, OWNS_KEYS>(p, ds, own_queries, stage_rows + 2 * sub, dots + sub, scale2);
+            if constexpr (OWNS_KEYS) multiply_add<Tile, CT>(sum2, p, b2, sub, chunk * DC);
             multiply_add<Tile, CT>(sum1, ds, b1, sub, chunk * DC);
         }
     }
     // dq or dk is multiplied by 1 / sqrt(d) only here, at the end. dv has no such factor.
-    const auto d_own = tile.of_qkv<T>(a.to, KEYS ? K_PART : Q_PART);
+    const auto d_own = tile.of_qkv<T>(a.to, OWNS_KEYS ? K_PART : Q_PART);
     store_rows<Tile, CT>(d_own, own1, sum1, tile, chunk * DC, scale);
-    if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
+    if constexpr (OWNS_KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d). Blocks that own keys have more work than blocks that own queries.
@@ -11569,9 +11572,9 @@ template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
     __shared__ float short_D[SHORT_T];
-    const bool keys = blockIdx.z % 2 == 0;
+    const bool owns_keys = blockIdx.z % 2 == 0;
     const int chunk = blockIdx.z / 2;
-    if (keys) attention_backward_rows<Tile, true>(a, D, chunk, short_D);
+    if (owns_keys) attention_backward_rows<Tile, true>(a, D, chunk, short_D);
     else attention_backward_rows<Tile, false>(a, D, chunk, short_D);
 }
 
@@ -11653,9 +11656,9 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     await_previous_kernel();
     const HeadTile tile{a, GENERAL_WARPS};
     const int row = tile.row0 + threadIdx.x / 32; // this warp's key or query
-    const bool keys = blockIdx.z == 0;
+    const bool owns_keys = blockIdx.z == 0;
     if (row >= a.T) return;
-    const BackwardOperands<T> operands(tile, a, keys);
+    const BackwardOperands<T> operands(tile, a, owns_keys);
     const T* const a1 = operands.A1.row(row);
     const T* const a2 = operands.A2.row(row);
     const float scale = rsqrtf((float)a.d);
@@ -11665,7 +11668,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     for (int j = 0; j < a.T; j++) {   // the streamed rows: queries, if the warp owns a key
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
-        const size_t query = tile.row_index(keys ? j : row);
+        const size_t query = tile.row_index(owns_keys ? j : row);
         const SoftmaxRow& r = a.rows[query]; // P is computed again from these two numbers
         const float S = warp_dot(a1, b1, a.d);
         const float dP = warp_dot(a2, b2, a.d);
@@ -11673,15 +11676,15 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
         const float dS = P * (dP - D[query]);
         each_column(a.d, [&](int i, int c) {
             sum1[i] += dS * (float)b1[c];
-            if (keys) sum2[i] += P * (float)b2[c];
+            if (owns_keys) sum2[i] += P * (float)b2[c];
         });
     }
     // dq or dk is multiplied by its factor 1 / sqrt(d) only here, at the end.
-    T* d_own = tile.of_qkv<T>(a.to, keys ? K_PART : Q_PART).row(row);
+    T* d_own = tile.of_qkv<T>(a.to, owns_keys ? K_PART : Q_PART).row(row);
     T* dv = tile.of_qkv<T>(a.to, V_PART).row(row);
     each_column(a.d, [&](int i, int c) {
         d_own[c] = (T)(sum1[i] * scale);
-        if (keys) dv[c] = (T)sum2[i];
+        if (owns_keys) dv[c] = (T)sum2[i];
     });
 }
 
@@ -11996,10 +11999,10 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 
     uint32_t q[DIM / 16][4]; // this warp's 16 queries, as A fragments
     uint32_t probabilities[KEYS / 16][4];
-    const uint32_t own = queries.kept(warpgroup, true);
+    const uint32_t own_queries = queries.kept(warpgroup, true);
     const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // the row whose address this lane gives to ldmatrix
     UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
-        ldmatrix(q[k], q[k] + 2, own + box_place<DIM>(query, 2 * k + lane / 16));
+        ldmatrix(q[k], q[k] + 2, own_queries + box_place<DIM>(query, 2 * k + lane / 16));
     }
     float s[KEYS / 2] = {}; // the scores of a chunk
     float o[DIM / 2] = {};  // the sums of P v
@@ -12033,7 +12036,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
-    store_head(to, p.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
+    store_head(to, p.C, own_queries, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
     SoftmaxRow* const rows = p.rows + (size_t)tile.index * p.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int r = 0; r < 2; r++)
         if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.top[r], log2f(total[r])};
@@ -12206,7 +12209,7 @@ template <class T> struct BackwardBlock {
             send_dots(dot, part);
         }
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
-            const uint32_t own = keys.arrived();
+            const uint32_t own_keys = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
@@ -12226,7 +12229,7 @@ template <class T> struct BackwardBlock {
                 const uint32_t buffer = ds.arrived(); // dS^T: a row of 64 queries for each key
                 __syncwarp();
                 accumulators_ready(dq);
-                multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<DIM>(uniform(own)));
+                multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<DIM>(uniform(own_keys)));
                 if (thread == 0) {
                     load_chunk();
                     if (i == 0) load_keys(head + head_stride);
@@ -12245,9 +12248,9 @@ template <class T> struct BackwardBlock {
                 }
                 ds.release(lane == 0);
                 if (!ends) {
-                    const Stage own = sums_to_send.acquire();
-                    const uint32_t to = at_block(own.address + thread * 16, next);
-                    const uint32_t full = at_block(own.full, next);
+                    const Stage outgoing = sums_to_send.acquire();
+                    const uint32_t to = at_block(outgoing.address + thread * 16, next);
+                    const uint32_t full = at_block(outgoing.full, next);
                     UNROLL_FOR (int j = 0; j < DIM / 2; j += 4) {
                         store_to_block(to + j * 512, full, (float4&)dq[j]);
                     }
@@ -12276,13 +12279,13 @@ template <class T> struct BackwardBlock {
         float dk[DIM / 2], dv[DIM / 2];
         uint32_t p_fragments[4][4], ds_fragments[4][4];
         auto probability = [&](float s, const float* r) { return exp2_fast((s - r[0]) * (scale * LOG2E) - r[1]); };
-        uint32_t own = keys.arrived() + warpgroup * T::TILE_BYTES;
+        uint32_t own_keys = keys.arrived() + warpgroup * T::TILE_BYTES;
         uint32_t chunk = chunks.arrived();
         clear(s);
-        multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
+        multiply_abt<DIM>(s, head_rows<DIM>(own_keys), head_rows<DIM>(chunk));
         multiplied<0>(s);
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
-            const uint32_t own_v = own + WARPGROUPS * T::TILE_BYTES;
+            const uint32_t own_values = own_keys + WARPGROUPS * T::TILE_BYTES;
             const uint32_t minus_D = received(dots, 4 * p.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
             clear(dk);
             clear(dv);
@@ -12295,7 +12298,7 @@ template <class T> struct BackwardBlock {
                     dp[4 * j + 1] = dp[4 * j + 3] = odd;
                 }
                 accumulators_ready(dp);
-                multiply_abt<DIM>(dp, head_rows<DIM>(own_v), dout);
+                multiply_abt<DIM>(dp, head_rows<DIM>(own_values), dout);
                 UNROLL_FOR (int j = 0; j < 8; j++) {
                     float rows[4]; // SoftmaxRow of two queries
                     unpack<float>(rows, load_shared(chunk + 2 * T::TILE_BYTES + lane % 4 * 16 + 64 * j));
@@ -12320,12 +12323,12 @@ template <class T> struct BackwardBlock {
                 warp_stored(kept.full);
                 const bool last = i + 1 == steps;                            // this is the head's last step
                 const bool none = last && head + head_stride >= p.all_heads; // there is no next chunk
-                if (last && !none) own = keys.arrived() + warpgroup * T::TILE_BYTES;
+                if (last && !none) own_keys = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
                 // After the last chunk nobody uses these scores. If a branch skipped them, the compiler would not
                 // overlap the products.
-                multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
+                multiply_abt<DIM>(s, head_rows<DIM>(own_keys), head_rows<DIM>(chunk));
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
             }
@@ -12333,8 +12336,8 @@ template <class T> struct BackwardBlock {
             // memory. After this barrier no warp of this warpgroup reads v any more.
             warps_sync(1 + warpgroup, 128);
             bf16* const to = (bf16*)p.to + element(head, cluster_rank * T::KEYS + warpgroup * 64, 3);
-            store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
-            store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
+            store_head(to + p.C, 3 * p.C, own_values, dk, {scale, scale});
+            store_head(to + 2 * p.C, 3 * p.C, own_values, dv, {1, 1});
             fence_async();
             __syncwarp();
             keys.release(lane == 0);
@@ -13642,7 +13645,7 @@ template <class Work> struct WorkBlock { // a block's work, and its number among
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
-    INLINE WorkBlock<Work> own() const { // returns the work of this block
+    INLINE WorkBlock<Work> work_of_this_block() const {
         int i = 0;
         while (WORKS > 1 && i + 1 < n && (int)blockIdx.x >= first_block[i + 1]) i++;
         return {work[i], (int)blockIdx.x - first_block[i]};
@@ -13762,7 +13765,7 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     if (p.dbias) p.dbias[c] = (float)total;
 }
 static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
-    const auto [p, block] = batch.own();
+    const auto [p, block] = batch.work_of_this_block();
     const int bias_blocks = bias_sum_blocks(p.shape.Cout);
     if (block >= bias_blocks) sum_weights(p, block - bias_blocks);
     else sum_biases(p, block);
@@ -13772,7 +13775,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
 // their main loops. The sums are computed as a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
-    bool own; // false: another warp sums these channels, and this warp does nothing
+    bool sums_bias; // false: another warp sums these channels, and this warp does nothing
     int split, co;
     int first;                                // the block's first pixel tile
     int per_image = p.tiles_h * p.tiles_w;    // pixel tiles of an image
@@ -13791,7 +13794,7 @@ template <class T, int M> struct BiasSum {
         left--;
     }
     INLINE void put() {
-        if (!own) return;
+        if (!sums_bias) return;
         UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
             const int c = co + i * 8 + threadIdx.x % 32 / 4;
             if (threadIdx.x % 4 == 0 && c < p.shape.Cout)
@@ -13805,7 +13808,7 @@ template <class T, int M> struct BiasSum {
         FragmentB<T> ones[1] = {};
         ones[0][0] = ElementOf<T>::TWO_ONES; // for floats: the high parts are 1, and the low parts are 0
         ones[0][1] = ElementOf<T>::TWO_ONES;
-        if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
+        if (sums_bias) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
     }
 };
 
@@ -13931,7 +13934,7 @@ static __global__ void __launch_bounds__(384, 1)
     const int kw = warp >> 2;
 
     // The block's weights, and its range of pixel tiles: first .. end - 1.
-    const auto [p, block] = batch.own();
+    const auto [p, block] = batch.work_of_this_block();
     const int tile = block % p.tiles;
     const int split = block / p.tiles;
     const int ci_tile = tile % p.channel_tiles;
@@ -14085,7 +14088,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
 
     // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1. Blocks with neighbouring
     // numbers have the same range and the same tap, so they find the pixels of this range in the L2 cache.
-    const auto [p, block] = batch.own();
+    const auto [p, block] = batch.work_of_this_block();
     const int co_tiles = p.tiles / p.channel_tiles;
     const int ci_blocks = ceil_div(p.channel_tiles, N);
     const int blocks = ci_blocks * ceil_div(co_tiles, N);
@@ -14799,13 +14802,13 @@ struct SmallTile {
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
     static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
     // The rest of the shared memory is for weights. A step needs the weights of GROUP taps of a slice. BACKWARD: the
-    // weights of a tap are loaded as CHUNKS boxes, each of 64 output channels.
+    // weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
     static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
-    static constexpr int CHUNKS = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
-    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * BYTES_OF_64_ROWS) >= 9 ? 3 : 1;
+    static constexpr int WEIGHT_BOXES = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
+    static constexpr int GROUP = N <= 64 && ROOM / (WEIGHT_BOXES * BYTES_OF_64_ROWS) >= 9 ? 3 : 1;
     static constexpr int GROUPS = 9 / GROUP; // steps of a slice
-    static constexpr int TAP_BYTES = BACKWARD ? CHUNKS * BYTES_OF_64_ROWS : N * SLICE_BYTES;
+    static constexpr int TAP_BYTES = BACKWARD ? WEIGHT_BOXES * BYTES_OF_64_ROWS : N * SLICE_BYTES;
     static constexpr int WEIGHT_BYTES = GROUP * TAP_BYTES;
     static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP);
     static constexpr int SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
@@ -14837,7 +14840,7 @@ template <class T> struct SmallWork {
         UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
             const uint32_t place = to.address + i * T::TAP_BYTES;
             if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * T::WIDTH, tap0 + i, c0);
-            UNROLL_FOR (int k = 0; T::BACKWARD && k < T::CHUNKS; k++) {
+            UNROLL_FOR (int k = 0; T::BACKWARD && k < T::WEIGHT_BOXES; k++) {
                 tma_load(place + k * BYTES_OF_64_ROWS, &p.weight, to.full, c0 + k * SLICE_CHANNELS, 8 - tap0 - i,
                          slice * SLICE_CHANNELS);
             }
@@ -14957,9 +14960,9 @@ template <class T> struct SmallEpilogue {
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
-            const int own = tid + i * 128;
-            const int c = work.out_c0 + own;
-            if (own >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
+            const int channel = tid + i * 128;
+            const int c = work.out_c0 + channel;
+            if (channel >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
             if (T::FP8) factors[i] = p.factors[c];
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
@@ -14969,9 +14972,9 @@ template <class T> struct SmallEpilogue {
     // FP8: also writes the factors, which lie after the shifts of all warpgroups.
     static constexpr int FACTORS_AT = T::CONSUMERS * 8;
     INLINE void put_shifts(uint32_t shifts) const {
-        for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128) {
-            PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
-            if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * own), "f"(factors[i]));
+        for (int i = 0, channel = tid; i < 2 && channel < T::OUT_N; i++, channel += 128) {
+            PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * channel), "f"(bias[i] + emb[i]));
+            if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * channel), "f"(factors[i]));
         }
     }
     // FP8: multiplies each sum by its channel's factor, and adds bias and embedding.
@@ -15218,20 +15221,20 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
-    static constexpr bool TAPS = KERNEL == 3;          // a product computes the three taps of a filter row
-    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks that divide the filter rows among them
+    static constexpr bool IS_3X3 = KERNEL == 3;          // a product computes the three taps of a filter row
+    static constexpr int ROWS = IS_3X3 ? 3 / GROUPS : 1; // blocks that divide the filter rows among them
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * GROUPS;
-    static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // BIAS_WARPS, if GROUPS = 3
+    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // BIAS_WARPS, if GROUPS = 3
     static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
     static constexpr int BORDER = KERNEL / 2;
     static constexpr int PITCH = TILE_W + 2 * BORDER;             // pixels of a row of x
     static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows of x that the block's 1 or 3 filter rows read
-    static constexpr int X_PARTS = TAPS ? 1 : 3;
-    static constexpr int DOUT_PARTS = TAPS ? 1 : GROUPS;
+    static constexpr int X_PARTS = IS_3X3 ? 1 : 3;
+    static constexpr int DOUT_PARTS = IS_3X3 ? 1 : GROUPS;
     static constexpr int X_LOADED = PITCH * HALO_H * SLICE_BYTES;
     static constexpr int X_BYTES = whole_swizzles(X_LOADED);
     static constexpr int DOUT_AT = X_PARTS * X_BYTES;
@@ -15266,7 +15269,7 @@ template <class T> struct WeightBlock {
     int end = first_pixel_tile(p, split + 1);
     int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // how many tiles of Cin it has
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // how many tiles of Cout it has
-    int busy = T::TAPS ? T::GROUPS : dout_parts;                                     // how many warpgroups have work
+    int busy = T::IS_3X3 ? T::GROUPS : dout_parts;                                   // how many warpgroups have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
@@ -15292,7 +15295,7 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
         const int w_x = w - T::BORDER;
         const Stage to = stages.acquire();
         mbarrier_expect(to.full, work.dout_parts * T::DOUT_BYTES + work.parts * T::X_LOADED);
-        for (int i = 0; i < (T::TAPS ? 1 : work.parts); i++) {
+        for (int i = 0; i < (T::IS_3X3 ? 1 : work.parts); i++) {
             const int slice = work.ci_tile + i;
             tma_load(to.address + i * T::X_BYTES, maps.x.map(slice), to.full, maps.x.channel(slice), w_x, h_x, tile.n);
         }
@@ -15314,11 +15317,11 @@ template <class T> struct ChannelSums {
     static constexpr int CHUNKS = 8 / WARPS;
     static constexpr int VALUES = WARPS == 1 ? 2 : 1;
     const WeightBlock<T>& work;
-    const int own; // this warp's number among the warps that sum
+    const int bias_warp; // this warp's number among the warps that sum
     const int lane = threadIdx.x & 31;
     const int eight = lane >> 3;
-    const int tile = WARPS == 1 ? own : 0; // number of the warp's tile of 64 channels
-    const int chunk = (WARPS == 1 ? 0 : own * CHUNKS) + lane % CHUNKS;
+    const int tile = WARPS == 1 ? bias_warp : 0; // number of the warp's tile of 64 channels
+    const int chunk = (WARPS == 1 ? 0 : bias_warp * CHUNKS) + lane % CHUNKS;
     const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
     const int c = (work.co_tile + tile) * SLICE_CHANNELS + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
     float sum[8] = {};
@@ -15367,11 +15370,11 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
 // each, and warpgroup wg computes filter row row0 + wg. In a 1x1 the columns are up to three tiles of 64 Cin, and
 // warpgroup wg computes tile wg of the block's tiles of Cout.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
-    const int x_at = T::TAPS ? wg * T::PITCH * SLICE_BYTES : 0;
-    const int dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
+    const int x_at = T::IS_3X3 ? wg * T::PITCH * SLICE_BYTES : 0;
+    const int dout_at = T::DOUT_AT + (T::IS_3X3 ? 0 : wg * T::DOUT_BYTES);
     for (int t = work.first; t < work.end; t++) {
         const uint32_t tile = stages.arrived();
-        const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / SLICE_BYTES);
+        const Operand x = Operand::rows(tile + x_at, T::PITCH, T::IS_3X3 ? 1 : T::X_BYTES / SLICE_BYTES);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
         UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // k = 16: 8 pixels of a row and the 8 pixels below them
@@ -15396,7 +15399,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::TAPS || f / 8 < work.parts) // each third of D (f / 8) is another tap or tile, 1024 fragments long
+        if (T::IS_3X3 || f / 8 < work.parts) // each third of D (f / 8) is another tap or tile, 1024 fragments long
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
@@ -15405,7 +15408,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
 // Fragment f of this thread lies in third f / 8 of D (a tap, or 64 Cin). It holds output channels co and co + 8 for two
 // input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
-    constexpr int BOX_BYTES = (T::TAPS ? 3 : 1) * BYTES_OF_64_ROWS;
+    constexpr int BOX_BYTES = (T::IS_3X3 ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
     const TmaParts& x = work.maps.x;
     const int lane = threadIdx.x % 32;
@@ -15413,8 +15416,8 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
             const int third = f / 8;
-            const int box = f % 8 / 4 + (T::TAPS ? 0 : third * 2);
-            const int r = T::TAPS ? (co + 8 * i) * 3 + third : co + 8 * i;
+            const int box = f % 8 / 4 + (T::IS_3X3 ? 0 : third * 2);
+            const int r = T::IS_3X3 ? (co + 8 * i) * 3 + third : co + 8 * i;
             const uint32_t in_box = box_place<SLICE_CHANNELS>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
             const uint32_t to = boxes + box * BOX_BYTES + in_box;
             PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(d[4 * f + 2 * i]), "f"(d[4 * f + 2 * i + 1]));
@@ -15422,7 +15425,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     fence_async();
     warps_sync(3 + threadIdx.x / 128, 128);
     if (threadIdx.x % 128) return;
-    for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
+    for (int box = 0; box < (T::IS_3X3 ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2;
         const int box_channel = box % 2 * SLICE_CHANNELS / 2; // its first one: a box has half of a slice's
         const int ci = x.row(slice) + box_channel;
@@ -15437,7 +15440,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
 template <class T> // T: a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
-    const WeightBlock<T> work(b.own());
+    const WeightBlock<T> work(b.work_of_this_block());
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy + (work.sums_bias ? work.bias_warps : 0));
     if (threadIdx.x == T::LOADER * 32) {
@@ -15460,11 +15463,11 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
     if (wg >= work.busy) return;
     float acc[96] = {};
-    if (T::TAPS || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
+    if (T::IS_3X3 || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
     else if (work.parts == 2) multiply_tiles<T>(work, stages, wg, (float(&)[64])acc);
     else multiply_tiles<T>(work, stages, wg, (float(&)[32])acc);
-    const int row = work.row0 + (T::TAPS ? wg : 0);
-    const int co_tile = work.co_tile + (T::TAPS ? 0 : wg);
+    const int row = work.row0 + (T::IS_3X3 ? wg : 0);
+    const int co_tile = work.co_tile + (T::IS_3X3 ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
     warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // now no warp reads the tiles
     put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BYTES_OF_64_ROWS);
@@ -17095,15 +17098,15 @@ template <class F> static void send_directly(void* to, size_t bytes, const Lane&
     sending = true;
 }
 
-// The next two functions are the operations of the interface. They use direct copies if the receiving array (recv or
+// The next two functions are the operations of the interface. They use direct copies if the receiving array (recvbuf or
 // all) is opened memory. Otherwise they use NCCL, which sends bytes.
-static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
-    auto piece = [&](int r) { return (const char*)send + r * bytes; };
-    if (at_rank(recv, 0)) return send_directly(recv, bytes, *lane, piece);
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane* lane) {
+    auto piece = [&](int r) { return (const char*)sendbuf + r * bytes; };
+    if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *lane, piece);
     for (int r = 0; r < world.size; r++) {
         if (r == world.rank) continue;
         nccl_check(ncclSend(piece(r), bytes, ncclInt8, r, communicator, lane->stream));
-        nccl_check(ncclRecv((char*)recv + r * bytes, bytes, ncclInt8, r, communicator, lane->stream));
+        nccl_check(ncclRecv((char*)recvbuf + r * bytes, bytes, ncclInt8, r, communicator, lane->stream));
     }
     lane->joined = true; // NCCL may add more than a kernel to the lane
 }
@@ -17155,14 +17158,14 @@ static void mpi_check(int error) {
 
 // MPI wants the length of each piece, and its place, as numbers of floats. A rank does not send its own piece to
 // itself, so the length of this piece is 0.
-static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane*) {
     const int floats = (int)(bytes / sizeof(float)); // floats of a piece
     std::vector<int> count(world.size, floats);
     std::vector<int> first(world.size); // the first float of each piece
     for (int r = 0; r < world.size; r++) first[r] = r * floats;
     count[world.rank] = 0;
-    mpi_check(MPI_Alltoallv(send, count.data(), first.data(), MPI_FLOAT, //
-                            recv, count.data(), first.data(), MPI_FLOAT, MPI_COMM_WORLD));
+    mpi_check(MPI_Alltoallv(sendbuf, count.data(), first.data(), MPI_FLOAT, //
+                            recvbuf, count.data(), first.data(), MPI_FLOAT, MPI_COMM_WORLD));
 }
 
 static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
