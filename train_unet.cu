@@ -9,105 +9,105 @@
 //    572     2. The interface: all that the program asks of a device
 //    897     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //    996     4. Configuration: flags, presets, help, what can work and what cannot
-//   1736     5. The network: a list of layers, made of guided-diffusion's flags
-//   2631     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2882     7. Forward and backward: two walks over the list
-//   3004     8. Diffusion: noise schedules, objectives, samplers
-//   3281         the level of a training sample, drawn, and its share of the loss
-//   3738         samplers
-//   4290     9. Data: .bin files that may be larger than memory, the order of their images
-//   4817    10. Model files: weights and checkpoints, initial weights
-//   5213    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5228         the learning rate, the verdict on a step, averages of the weights
-//   5315         what a trainer holds
-//   5449         a step
-//   5748    12. A run: log, guard, checkpoints, resume, samples
-//   5773         the log in memory, as the page shows it
-//   5885         what a run holds
-//   5953         the log and the status line
-//   6143         checkpoints, snapshots and grids
-//   6409         the start of a run: new, from a file's weights, or resumed
-//   6609         the loop over the steps
-//   6725         a run from its first to its last line
-//   6895         samples, without a run
-//   7054    13. main: the command line, then a run or samples
-//   7335         what ranks must have in common
-//   7406         main
-//   7531  Part II. The device
-//   7534    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7613    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7683    16. The GPU: what all kernels share
-//   7748         Launches, which may overlap
-//   7792         Decisions: what kernels are chosen with
-//   7840         Single instructions: shared memory, mbarriers, clusters
-//   7925         Activations: pieces of 16 bytes
-//   8222         each_kernel: a thread for an element
-//   8236         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8397         Swizzle: how rows lie in shared memory
-//   8415         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8655         building blocks of Hopper's kernels (sm_90a)
-//   8953    17. Small operations: resampling, embeddings, diffusion
-//   8956         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9156         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9513         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10022    18. Group norm
-//  10025         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10559         groupnorm_backward_whole: an image's slab in shared memory
-//  10937    19. Attention
-//  11043         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11588         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11726         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12406    20. Convolution
-//  12446         ConvOut: results, 4 channels of a pixel at a time
-//  12684         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12747         conv_halo: 3x3, stride 1, any GPU
-//  13152         conv_gather: any kernel size and stride, any GPU
-//  13415         conv_few: the first and the last layer
-//  13587         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14165         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14284         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14748         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15190         conv_weight_tma: weight gradients (sm_90a)
-//  15478    21. The optimiser
-//  15481         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15713    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15716         groupnorm_backward
-//  15854         attention: forward and, where a has dout, backward
-//  15916         convolution: forward and input gradient
-//  16376         convolution: weight gradients
-//  16723    23. The GPU: memory, copies, repeated work
-//  16946    24. Between ranks: from device to device
+//   1737     5. The network: a list of layers, made of guided-diffusion's flags
+//   2632     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2884     7. Forward and backward: two walks over the list
+//   3006     8. Diffusion: noise schedules, objectives, samplers
+//   3283         the level of a training sample, drawn, and its share of the loss
+//   3740         samplers
+//   4292     9. Data: .bin files that may be larger than memory, the order of their images
+//   4819    10. Model files: weights and checkpoints, initial weights
+//   5215    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5230         the learning rate, the verdict on a step, averages of the weights
+//   5317         what a trainer holds
+//   5451         a step
+//   5750    12. A run: log, guard, checkpoints, resume, samples
+//   5775         the log in memory, as the page shows it
+//   5887         what a run holds
+//   5955         the log and the status line
+//   6145         checkpoints, snapshots and grids
+//   6411         the start of a run: new, from a file's weights, or resumed
+//   6611         the loop over the steps
+//   6727         a run from its first to its last line
+//   6897         samples, without a run
+//   7056    13. main: the command line, then a run or samples
+//   7337         what ranks must have in common
+//   7408         main
+//   7533  Part II. The device
+//   7536    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7615    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7685    16. The GPU: what all kernels share
+//   7750         Launches, which may overlap
+//   7794         Decisions: what kernels are chosen with
+//   7842         Single instructions: shared memory, mbarriers, clusters
+//   7927         Activations: pieces of 16 bytes
+//   8224         each_kernel: a thread for an element
+//   8238         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8401         Swizzle: how rows lie in shared memory
+//   8419         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8659         building blocks of Hopper's kernels (sm_90a)
+//   8957    17. Small operations: resampling, embeddings, diffusion
+//   8960         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9160         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9517         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10026    18. Group norm
+//  10029         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10563         groupnorm_backward_whole: an image's slab in shared memory
+//  10941    19. Attention
+//  11047         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11592         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11730         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12411    20. Convolution
+//  12451         ConvOut: results, 4 channels of a pixel at a time
+//  12689         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12752         conv_halo: 3x3, stride 1, any GPU
+//  13157         conv_gather: any kernel size and stride, any GPU
+//  13420         conv_few: the first and the last layer
+//  13592         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14170         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14289         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14754         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15196         conv_weight_tma: weight gradients (sm_90a)
+//  15484    21. The optimiser
+//  15487         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15719    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15722         groupnorm_backward
+//  15860         attention: forward and, where a has dout, backward
+//  15922         convolution: forward and input gradient
+//  16382         convolution: weight gradients
+//  16729    23. The GPU: memory, copies, repeated work
+//  16952    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7527, run_program 7467, train 6851, run_step 6659, train_step 5682, load_batch 4774;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16854):
-//     step_gradients 5581: draw_levels 9527, forward_and_loss 5495, q_sample_forward 9718, unet_forward 2909,
-//     forward_layer 2895 (a function of the layer's kind), loss_forward_backward 9829, unet_backward 2975,
-//     sum_gradients 15528;
-//     judge_step 15575, update_slice 5647, adamw_update 15686, next_step 15581, record_step 15587;
-//     later collect_steps 6613
-//   pictures, from noise: sample_batch 4205, plan_route 3970, device_step 4014, euler_step 3768 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16251 draws all of its roads):
-//     forward_conv 2129; conv_forward 16286, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16202 above that; conv_tiles 14733, with conv_tiles_kernel above it;
-//     Accumulators 8886; Wgmma 8475;
-//     on any other GPU pick_conv_halo_bf16 15990; conv_halo 13139, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8287
-//   why several GPUs compute the bits of one: step_gradients 5581
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7576, with_nonlinearity 7586 (a case);
-//     BEHIND_NORMS, in front of add_norm 2343, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3210
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 402, and beside each other edm_question 3052,
-//     ask 3088, frame_of 3098, sigma_draws 3104, has_steps_of_t 3110; the head of their section lists the changes
-//   a kind of layer: forward_linear 2049 and what stands beside it, with a list of all places in front of
-//     LayerKind 2021; add_resblock 2394 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7529, run_program 7469, train 6853, run_step 6661, train_step 5684, load_batch 4776;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16860):
+//     step_gradients 5583: draw_levels 9531, forward_and_loss 5497, q_sample_forward 9722, unet_forward 2911,
+//     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9833, unet_backward 2977,
+//     sum_gradients 15534;
+//     judge_step 15581, update_slice 5649, adamw_update 15692, next_step 15587, record_step 15593;
+//     later collect_steps 6615
+//   pictures, from noise: sample_batch 4207, plan_route 3972, device_step 4016, euler_step 3770 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16257 draws all of its roads):
+//     forward_conv 2130; conv_forward 16292, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16208 above that; conv_tiles 14739, with conv_tiles_kernel above it;
+//     Accumulators 8890; Wgmma 8479;
+//     on any other GPU pick_conv_halo_bf16 15996; conv_halo 13144, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8289
+//   why several GPUs compute the bits of one: step_gradients 5583
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7578, with_nonlinearity 7588 (a case);
+//     BEHIND_NORMS, in front of add_norm 2344, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3212
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 402, and beside each other edm_question 3054,
+//     ask 3090, frame_of 3100, sigma_draws 3106, has_steps_of_t 3112; the head of their section lists the changes
+//   a kind of layer: forward_linear 2050 and what stands beside it, with a list of all places in front of
+//     LayerKind 2022; add_resblock 2395 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 230, ElementOf 7551; until they know it, nothing compiles: unpack 7943,
-//     pack 7972, FourOf 8024, mma 8287, with_act 7807, cast_params 15606, adamw_update 15686, tma_type 8613;
-//     which kernels take it: conv_product 16251, act_has_wgmma 7818; docs/READING.md says what at each
-//   samples in FP8 (--precision fp8): choose_fp8 2571 chooses the convolutions, make_fp8_weights 5143 rounds their
-//     weights, pack_fp8 8001 rounds what a norm writes, conv_product_fp8 16279 picks the kernel, WgmmaFp8 8509
+//   an element type beside bf16: Element 230, ElementOf 7553; until they know it, nothing compiles: unpack 7945,
+//     pack 7974, FourOf 8026, mma 8289, with_act 7809, cast_params 15612, adamw_update 15692, tma_type 8617;
+//     which kernels take it: conv_product 16257, act_has_wgmma 7820; docs/READING.md says what at each
+//   samples in FP8 (--precision fp8): choose_fp8 2572 chooses the convolutions, make_fp8_weights 5145 rounds their
+//     weights, pack_fp8 8003 rounds what a norm writes, conv_product_fp8 16285 picks the kernel, WgmmaFp8 8513
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
 //     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
@@ -390,7 +390,7 @@ struct NoiseLevel {
     float log_var = 0;
     float log_ratio = 0;
     float range = 0;
-    int first = 0;            // 1: this is the level of t = 0
+    int t_is_0 = 0;           // 1: this is the level of t = 0
     int quarter = 0;          // the quarter of all levels that this level lies in: 0 (least noise) to 3
     int index = 0;            // ddpm: t
     float importance = 0;     // ddpm: 1 / (T times the probability of drawing t)
@@ -808,7 +808,7 @@ static void reserve(const Workspace& most, bool training);
 // These functions send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4
 // bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
 // end_exchange become one launch.
-//   all_to_all   rank r receives piece r of every other rank's sendbuf; the piece from rank s becomes piece s of recvbuf
+//   all_to_all   rank r receives piece r of the sendbuf of every other rank s, as piece s of its recvbuf
 //   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may lie in `all` already
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane* lane); // bytes: the size of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
@@ -1255,10 +1255,10 @@ static void print_help() {
            "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
            DEFAULT_PRESET);
-    const char* part = ""; // the heading of the flags that were printed last
+    const char* last_heading = ""; // the heading of the flags that were printed last
     for (const Flag& f : FLAGS) {
-        if (f.heading != part) printf("\n%s\n", f.heading); // here a new part begins
-        part = f.heading;
+        if (f.heading != last_heading) printf("\n%s\n", f.heading); // here a new part begins
+        last_heading = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
     // Which preset is used without --preset: see default_preset.
@@ -1516,8 +1516,9 @@ static std::string parse_attention_resolutions(Config* c) {
 // Parses and checks image_size, cond, channel_mult, patch_size and attention_resolutions. Returns "", or a sentence
 // that says what is wrong.
 static std::string parse_model(Config* c) {
-    for (auto part : {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
-        const std::string error = part(c);
+    for (auto parse :
+         {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
+        const std::string error = parse(c);
         if (!error.empty()) return error;
     }
     return "";
@@ -1810,9 +1811,9 @@ struct Layer {
 
 // A part of the arena: the memory of a tensor, a gradient, or something else that a layer keeps.
 struct Buffer {
-    size_t bytes;                   // for one sample
-    int first = INT_MAX, last = -1; // the first and the last time at which it is in use (see plan_lifetimes)
-    size_t offset = 0;              // in the arena
+    size_t bytes;                           // for one sample
+    int first_use = INT_MAX, last_use = -1; // the first and the last time at which it is in use (see plan_lifetimes)
+    size_t offset = 0;                      // in the arena
     int again; // if the tensor is computed again (--use_checkpoint): the buffer for the result; else this buffer
 };
 
@@ -2752,8 +2753,8 @@ static void plan_lifetimes(UNet* net) {
             // After the loss, the backward pass reads the new copy of a tensor that was computed again.
             const bool after_loss = time > L + 1;
             Buffer& b = net->buffers[after_loss ? net->buffers[buffer].again : buffer];
-            b.first = std::min(b.first, time);
-            b.last = std::max(b.last, time);
+            b.first_use = std::min(b.first_use, time);
+            b.last_use = std::max(b.last_use, time);
         }
     };
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
@@ -2800,7 +2801,7 @@ static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
     for (Buffer& b : net->buffers)
-        if (b.last >= 0) order.push_back(&b);               // it is in use at some time
+        if (b.last_use >= 0) order.push_back(&b);           // it is in use at some time
     std::ranges::stable_sort(order, std::greater{}, bytes); // stable: the same places on every machine
 
     std::multimap<size_t, const Buffer*> placed; // by offset
@@ -2808,7 +2809,8 @@ static void place_buffers(UNet* net, int B) {
     for (Buffer* b : order) {
         b->offset = 0;
         for (const auto& [offset, other] : placed) {
-            const bool overlap = other->first <= b->last && b->first <= other->last; // they are in use at the same time
+            // Are they in use at the same time?
+            const bool overlap = other->first_use <= b->last_use && b->first_use <= other->last_use;
             if (!overlap) continue;
             if (b->offset + bytes(b) <= offset) break; // b fits into the gap before the other buffer
             b->offset = std::max(b->offset, offset + bytes(other));
@@ -3184,13 +3186,13 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
 //           2021, eq. 17)
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
-    const double scale = 1000.0 / T, first = 1e-4 * scale, last = 0.02 * scale;
+    const double scale = 1000.0 / T, beta_start = 1e-4 * scale, beta_end = 0.02 * scale;
     const bool is_cosine = meaning<bool>("noise_schedule", c.noise_schedule, {{"linear", false}, {"cosine", true}});
     auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); };
     std::vector<double> result;
     double product = 1;
     for (int t = 0; t < T; t++) {
-        double beta = first + (last - first) * t / (T - 1);
+        double beta = beta_start + (beta_end - beta_start) * t / (T - 1);
         if (is_cosine) beta = std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
         product *= 1 - beta;
         result.push_back(product);
@@ -3234,7 +3236,7 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     std::vector<NoiseLevel> levels;
     for (int t = 0; t < T; t++) {
         NoiseLevel level = ddpm_level(c, alpha_bar[t], t);
-        level.first = t == 0;
+        level.t_is_0 = t == 0;
         level.index = t;
         level.importance = 1;
         level.quarter = 4 * t / T;
@@ -3487,7 +3489,7 @@ struct Around {
 HD static inline Around pixels_around(double u, int size, bool flip) {
     const double below = floor(u);
     const int i = (int)below;
-    const float part = (float)(u - below);
+    const float fraction = (float)(u - below);
     const int first = (i - 5) >> 1; // (i - 5) / 2, rounded down even if it is negative
     const bool odd = (i - 5) & 1;
     Around a;
@@ -3495,7 +3497,7 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
         // This pixel is multiplied by the tap `here` in value i of the doubled row, and by `next` in value i + 1.
         const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
         const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
-        a.weight[j] = (1 - part) * here + part * next;
+        a.weight[j] = (1 - fraction) * here + fraction * next;
         a.pixel[j] = mirrored(first + j, size, flip);
     }
     return a;
@@ -3572,7 +3574,7 @@ HD static inline float noise_strength(const Words& words) { return (words.w[0] >
 // PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
 struct Between {
     int first, second;
-    float part; // the weight of the second number; the weight of the first is 1 - part
+    float fraction; // the weight of the second number; the weight of the first is 1 - fraction
 };
 HD static inline Between place_in_small(int i, int factor, int size) {
     const float centre = ((float)i + 0.5f) / (float)factor - 0.5f;
@@ -3588,9 +3590,9 @@ HD static inline float enlarged(const float* small, int y, int x, int c, int fac
     const Between column = place_in_small(x, factor, w);
     const float* const upper = small + (size_t)row.first * w * C + c;
     const float* const lower = small + (size_t)row.second * w * C + c;
-    const float above = (1 - column.part) * upper[column.first * C] + column.part * upper[column.second * C];
-    const float below = (1 - column.part) * lower[column.first * C] + column.part * lower[column.second * C];
-    return (1 - row.part) * above + row.part * below;
+    const float above = (1 - column.fraction) * upper[column.first * C] + column.fraction * upper[column.second * C];
+    const float below = (1 - column.fraction) * lower[column.first * C] + column.fraction * lower[column.second * C];
+    return (1 - row.fraction) * above + row.fraction * below;
 }
 
 // Returns the grey value of pixel i (ITU-R BT.601). The pixel's three channels lie HW numbers apart.
@@ -3699,7 +3701,7 @@ HD static inline double normal_cdf(double z, double* density) {
 HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v, float x0) {
     const float slope = 0.5f * level.range; // du / dv
     const float u = level.log_ratio + slope * (v + 1);
-    if (!level.first) {
+    if (!level.t_is_0) {
         // The term is (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. It is computed in double: for high t, u is so small that
         // exp(-u) - 1 + u is almost u^2 / 2.
         const double less = expm1(-(double)u); // exp(-u) - 1
@@ -3885,8 +3887,8 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
 static double karras_sigma(const Config& c, double high, double low, int i, int N) {
     const double start = std::pow(high, 1.0 / c.rho);
     const double end = std::pow(low, 1.0 / c.rho);
-    const double part = N > 1 ? (double)i / (N - 1) : 0;
-    return std::pow(start + part * (end - start), c.rho);
+    const double fraction = N > 1 ? (double)i / (N - 1) : 0;
+    return std::pow(start + fraction * (end - start), c.rho);
 }
 
 // Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
@@ -3951,7 +3953,7 @@ struct Route {
     double start = 0; // the first x is start * normals + churn * other normals
     double churn = 0;
     std::vector<Move> moves;
-    int64_t first = 0; // the move that sampling begins with: the first move of the step that first_step returns
+    int64_t first_move = 0; // the move that sampling begins with: the first move of the step that first_step returns
 };
 
 // Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began; 0: no
@@ -3976,7 +3978,7 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     int last = -1; // the step that was taken before this one; -1: none
     for (int i : step_order(c, N)) {
         double s = sigmas[i];
-        if (i == first && i > last) route.first = (int64_t)route.moves.size();
+        if (i == first && i > last) route.first_move = (int64_t)route.moves.size();
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
             // This is S_noise sqrt(s'^2 - s^2) with s' = s (1 + gamma). Without churn it is exactly 0.
@@ -4003,8 +4005,8 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
     const size_t last = known.size() - 1;
     const auto above = std::upper_bound(known.begin() + 1, known.begin() + last, sigma);
     const size_t i = (size_t)(above - known.begin()) - 1;
-    const double part = std::log(sigma / known[i]) / std::log(known[i + 1] / known[i]);
-    const double t = (double)i + part;
+    const double fraction = std::log(sigma / known[i]) / std::log(known[i + 1] / known[i]);
+    const double t = (double)i + fraction;
     const double alpha_bar = 1 / (1 + sigma * sigma);
     return ddpm_level(c, alpha_bar, std::min(std::max(t, 0.0), (double)last));
 }
@@ -4049,7 +4051,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
 struct SamplerPlan {
     // The network's first input is image * x_0 + start * normals + churn * other normals.
     float image, start, churn;
-    int64_t first; // the step that sampling begins with
+    int64_t begin; // the step that sampling begins with
     std::vector<SamplerStep> steps;
 };
 
@@ -4060,10 +4062,10 @@ static SamplerPlan plan_sampler(const Config& c) {
     const Route route = plan_route(c, sigmas);
     const std::vector<Move>& moves = route.moves;
     SamplerPlan plan{};
-    plan.first = route.first;
+    plan.begin = route.first_move;
 
     // With --start_from the first x is the given image plus noise, whose sigma is that of the first move.
-    const double from = moves[plan.first].sigma;
+    const double from = moves[plan.begin].sigma;
     const double signal = level_at(c, known, from).signal;
     const bool changes_images = !c.start_from.empty();
     plan.image = changes_images ? (float)signal : 0;
@@ -4229,9 +4231,9 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     }
 
     // The steps. The device counts them in s->k, so that one recorded graph can be repeated for all steps.
-    copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
+    copy_to_device(s->k, &s->plan.begin, sizeof(int64_t));
     Graph graph;
-    const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.first;
+    const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.begin;
     for (int64_t k = 0; k < steps; k++) {
         replay(&graph, [&] {
             sampler_timesteps(s->t, s->steps, s->k, B * copies);
@@ -5539,9 +5541,9 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
         char* const segment = (char*)flat + own.at(s, 0) / PIECE * bytes;
-        const size_t part = own.pieces * bytes;
-        const char* const mine = slice ? (const char*)slice + s * part : segment + own.rank * part;
-        all_gather(segment, mine, part, MAIN_LANE);
+        const size_t slice_bytes = own.pieces * bytes;
+        const char* const mine = slice ? (const char*)slice + s * slice_bytes : segment + own.rank * slice_bytes;
+        all_gather(segment, mine, slice_bytes, MAIN_LANE);
     }
     end_exchange();
 }
@@ -7045,7 +7047,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     must(failure.empty(), c.output, failure);
     // An evaluation is one call of the network for an image. From plan.first on, plan.steps contains one entry for each
     // evaluation. A step of heun is two entries, except a step to noise 0, which is one entry.
-    const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.first);
+    const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.begin);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
            evaluations, seconds, c.sample / seconds, c.output.c_str());
 }
@@ -8383,9 +8385,11 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
         if constexpr (PARTS<T> == 1) mma<T>(at(first), a[first % NA], b[first / NA]);
         else {
             float sum[AT_ONCE][4] = {};
-            UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high': the smallest product first
+            // low high', high low', high high': the smallest product first
+            UNROLL_FOR (int product = 0; product < 3; product++)
                 UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
-                    mma_fp16(sum[i], a[(first + i) % NA] + 4 * (part == 0), b[(first + i) / NA] + 2 * (part == 1));
+                    mma_fp16(sum[i], a[(first + i) % NA] + 4 * (product == 0),
+                             b[(first + i) / NA] + 2 * (product == 1));
             UNROLL_FOR (int i = 0; i < 4 * AT_ONCE; i++) {
                 at(first + i / 4)[i % 4] += sum[i / 4][i % 4] * scale;
             }
@@ -8860,13 +8864,13 @@ template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
 // border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same memory: their
 // operands only begin at different addresses. With PITCH = 8 there is one tap (1x1).
 template <int PITCH> struct Halo {
-    Operand first;
-    INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
+    Operand tap0;
+    INLINE explicit Halo(uint32_t address) : tap0(Operand::rows(address, PITCH)) {}
     // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels after tap 0, which is kh * (PITCH - 3) + tap. A
     // pixel is 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
     INLINE Operand shifted(int tap) const {
         const int pixels = PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap;
-        return {first.low + pixels * 8, first.high};
+        return {tap0.low + pixels * 8, tap0.high};
     }
 };
 
@@ -11925,10 +11929,11 @@ template <int N> struct Softmax {
     }
     // Computes P of a chunk from its scores s. o holds the sums of P v over the earlier chunks, which are rescaled if
     // `top` is raised.
-    template <int M> INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool first) {
+    template <int M>
+    INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool is_first_chunk) {
         const float before[2] = {sum[0], sum[1]};
         exponentials(p, s);
-        if (first || !__any_sync(0xFFFFFFFFu, !(fmaxf(sum[0], sum[1]) < 0x1p60f))) return;
+        if (is_first_chunk || !__any_sync(0xFFFFFFFFu, !(fmaxf(sum[0], sum[1]) < 0x1p60f))) return;
         float new_top[2], shrink[2];
         highest(new_top, s);
         UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -12140,10 +12145,10 @@ template <class T> struct BackwardBlock {
             load_head += head_stride;
         }
     }
-    // load_dots and send_dots compute -D of 64 queries; D = rowsum(dout * out). Each block computes -D of its share of
-    // a head's queries, and sends it to all blocks of the cluster. Two neighbouring threads work on each row.
-    INLINE void load_dots(Dots& d, int head, int part) const {
-        const int row = cluster_rank * T::KEYS + part * 64 + thread / 2;
+    // load_dots and send_dots compute -D of 64 queries (a tile); D = rowsum(dout * out). Each block computes -D of its
+    // share of a head's queries, and sends it to all blocks of the cluster. Two neighbouring threads work on each row.
+    INLINE void load_dots(Dots& d, int head, int tile) const {
+        const int row = cluster_rank * T::KEYS + tile * 64 + thread / 2;
         const size_t i = element(head, row, 1) + thread % 2 * (DIM / 2);
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             d[0][k] = load16((const bf16*)p.dout + i + 8 * k);
@@ -12152,7 +12157,7 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    INLINE void send_dots(const Dots& d, int part) { // four lanes share two rows; each sends both -D to some blocks
+    INLINE void send_dots(const Dots& d, int tile) { // four lanes share two rows; each sends both -D to some blocks
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
@@ -12165,8 +12170,8 @@ template <class T> struct BackwardBlock {
         const float own = -lane_sum<1>(sum);
         const float other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
         const float2 two = lane & 2 ? make_float2(other, own) : make_float2(own, other);
-        const int row = cluster_rank * T::KEYS + part * 64 + thread / 4 * 2;
-        if (part == 0) dots_to_send.acquire();
+        const int row = cluster_rank * T::KEYS + tile * 64 + thread / 4 * 2;
+        if (tile == 0) dots_to_send.acquire();
         // -D lies at the same place in the shared memory of all blocks.
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
@@ -12176,7 +12181,7 @@ template <class T> struct BackwardBlock {
             store_to_block(at_block(to, r), at_block(full, r), two);
         }
         __syncwarp();
-        if (part + 1 == WARPGROUPS) dots_to_send.hand_over();
+        if (tile + 1 == WARPGROUPS) dots_to_send.hand_over();
     }
     // Waits until other blocks have filled a stage, and returns its address. One thread (`speaks`) then announces to
     // the stage's barrier how many bytes the next round will bring.
@@ -12203,22 +12208,22 @@ template <class T> struct BackwardBlock {
                 load_chunk();
             }
         __syncwarp();
-        NO_UNROLL_FOR (int part = 0; part < WARPGROUPS; part++) {
+        NO_UNROLL_FOR (int tile = 0; tile < WARPGROUPS; tile++) {
             Dots dot;
-            load_dots(dot, first_head, part);
-            send_dots(dot, part);
+            load_dots(dot, first_head, tile);
+            send_dots(dot, tile);
         }
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
             const uint32_t own_keys = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
-                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D for this step
-                const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
+                const int tile = i - max(steps / 2 - 1, 0); // the 64 queries of the next head whose -D is computed
+                const bool dots_now = tile >= 0 && tile < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
                 // Loads for the next head are started before the products, so that nobody has to wait for them.
-                if (dots_now) load_dots(dot, head + head_stride, part);
-                if (dots_now && T::ALONE) send_dots(dot, part); // at once: ALONE has too few registers to keep dot
+                if (dots_now) load_dots(dot, head + head_stride, tile);
+                if (dots_now && T::ALONE) send_dots(dot, tile); // at once: ALONE has too few registers to keep dot
                 float dq[DIM / 2] = {};
                 if (begun) {
                     const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
@@ -12255,7 +12260,7 @@ template <class T> struct BackwardBlock {
                         store_to_block(to + j * 512, full, (float4&)dq[j]);
                     }
                 }
-                if (dots_now && !T::ALONE) send_dots(dot, part);
+                if (dots_now && !T::ALONE) send_dots(dot, tile);
             }
             // All dS of this head have arrived. So key_gradients has read -D of this head, and the stage of `dots` is
             // free. The blocks that sent -D are told so.
@@ -12860,10 +12865,10 @@ template <class Tile> struct HaloCopies {
     }
     // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF_COPIES.
     INLINE uint32_t place(int slice, int i) const {
-        uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
-        asm volatile("" : "+r"(first)); // otherwise the compiler would keep an address in a register for every i
+        uint32_t first_place = halos + first_pixel * Tile::PIXEL_BYTES;
+        asm volatile("" : "+r"(first_place)); // otherwise the compiler would keep an address in a register for every i
         const int key = sources[first_pixel + i * PIXELS_AT_ONCE] & 7;
-        const uint32_t halo = first + slice % 2 * Tile::HALO_BYTES;
+        const uint32_t halo = first_place + slice % 2 * Tile::HALO_BYTES;
         return halo + chunk_place<T>(chunk, key) + i * PIXELS_AT_ONCE * Tile::PIXEL_BYTES;
     }
     INLINE void copy(int slice, int i) const {
@@ -12877,15 +12882,15 @@ template <class Tile> struct HaloCopies {
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
     // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix. ldmatrix loads two fragments
-    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. first: the index of the pixel in column 0
-    // of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
-    static INLINE uint32_t lane_place(int first, int first_column, int first_k) {
+    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. row_begin: the index of the pixel in column
+    // 0 of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    static INLINE uint32_t lane_place(int row_begin, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
         const int upper_k = lane >> 3 & 1;
         const int next_row = lane >> 4;
         const int column = first_column + row_of_matrix;
-        const int pixel = first + next_row * Tile::W + column;
+        const int pixel = row_begin + next_row * Tile::W + column;
         const int key = swizzle_key<Tile::PIXEL_BYTES / 16>(column);
         return channels_on<T>(pixel * Tile::PIXEL_BYTES + chunk_place<T>(upper_k, key), first_k);
     }
@@ -12900,8 +12905,8 @@ template <class Tile> struct HaloCopies {
 
 // The ring of weights in shared memory, with a stage for each kw, and the part of a stage that one thread copies: the
 // same chunk of every ROWS_AT_ONCE-th row. A stage holds three matrices, for the taps kh = 0, 1, 2:
-//   forward    weight is (Cout, taps, Cin1) in global memory. A row is an output channel; its chunks are the channels of
-//              the slice.
+//   forward    weight is (Cout, taps, Cin1) in global memory. A row is an output channel; its chunks are the channels
+//              of the slice.
 //   BACKWARD   weight is (Cin1, taps, Cout), where Cin1 and Cout are those of ConvCall: the channels of dout and of the
 //              input's gradient. The taps are in reverse order. A row is an input channel of the slice; its chunks are
 //              the block's output channels.
@@ -13013,9 +13018,9 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
             UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) {
                 sum[first + i / 4][i % 4] = 0;
             }
-            UNROLL_FOR (int part = 0; part < 3; part++) // low x high', high x low', high x high'
+            UNROLL_FOR (int product = 0; product < 3; product++) // low x high', high x low', high x high'
                 UNROLL_FOR (int r = first; r < first + 4; r++)
-                    mma_fp16(sum[r], a + 4 * (part == 0), b[r + kh] + 2 * (part == 1));
+                    mma_fp16(sum[r], a + 4 * (product == 0), b[r + kh] + 2 * (product == 1));
             UNROLL_FOR (int i = 0; i < 16 && kh == 2; i++) {
                 const int r = first + i / 4;
                 acc[r][m][i % 4] += sum[r][i % 4] * scale;
@@ -13739,7 +13744,7 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
     const int x = threadIdx.x;
     const int c = block * 8 + x % 8;
-    const int part = threadIdx.y * 4 + x / 8;
+    const int row = threadIdx.y * 4 + x / 8;
     const int Cout = p.shape.Cout;
     const int image_tiles = p.pixel_tiles / p.bias_images;
     auto split_of = [&](int tile) { // returns the range that contains this pixel tile
@@ -13748,9 +13753,9 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     await_previous_kernel();
     double total = 0;
     if (p.bias_images == 1 && !p.demb) {
-        UNROLL_4_FOR (int s = part; s < p.splits && c < Cout; s += 32) total += p.bias_partial[(size_t)s * Cout + c];
+        UNROLL_4_FOR (int s = row; s < p.splits && c < Cout; s += 32) total += p.bias_partial[(size_t)s * Cout + c];
     } else
-        for (int n = part; n < p.bias_images && c < Cout; n += 32) {
+        for (int n = row; n < p.bias_images && c < Cout; n += 32) {
             const int first = split_of(n * image_tiles);
             const int last = split_of((n + 1) * image_tiles - 1);
             double sum = 0;
@@ -13758,9 +13763,9 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
             if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = (float)sum;
             total += sum;
         }
-    totals[part][x % 8] = total;
+    totals[row][x % 8] = total;
     __syncthreads();
-    if (part || c >= Cout) return;
+    if (row || c >= Cout) return;
     for (int k = 1; k < 32; k++) total += totals[k][x];
     if (p.dbias) p.dbias[c] = (float)total;
 }
@@ -14682,7 +14687,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     await_previous_kernel();
     pixels.pass_over(warpgroup * work.others);
     const Turn<T::RESIDENT> turn(warpgroup);
-    bool first = true;
+    bool is_first_tile = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
         typedef Accumulators<T::OUT_SLICES, T::PIXELS> Sums;
         Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums begin as 0 or as the bias
@@ -14692,7 +14697,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
             const bool half_slice = T::FP8 && p.x.is_half_slice(s);
 #pragma unroll(T::RESIDENT ? T::TAPS : 1)
             for (int tap = 0; tap < T::TAPS; tap++) {
-                const uint32_t weight = T::RESIDENT ? weights.kept(s * T::TAPS + tap, first) : weights.arrived();
+                const uint32_t weight =
+                    T::RESIDENT ? weights.kept(s * T::TAPS + tap, is_first_tile) : weights.arrived();
                 if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
                 else if (half_slice) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
@@ -14712,7 +14718,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         }
         for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's slices
             const Halo<8> skip(pixels.arrived(warpgroup));
-            const uint32_t weight = weights.kept(p.x.slices * (T::TAPS - 1) + s, first);
+            const uint32_t weight = weights.kept(p.x.slices * (T::TAPS - 1) + s, is_first_tile);
             acc.template multiply<4, false>(weight, skip.shifted(0));
             wgmma_wait<1>();
             if (s <= work.results) pixels.release();
@@ -14725,7 +14731,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         else warps_sync(2 + warpgroup, 128); // after it, no warp still reads the stages that results are written to
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
-        first = false;
+        is_first_tile = false;
     }
 #endif
 }
@@ -15839,14 +15845,14 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
         // Two passes: the first computes sums over chunks of the pixels, the second computes the gradient. All blocks
         // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
         // second pass divides the pixels into other chunks than the first pass.
-        auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
-        auto second = norm_second_pass<T>(drop, addends);
+        auto first_pass = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
+        auto second_pass = norm_second_pass<T>(drop, addends);
         float2* const partial = (float2*)device.workspace;
         dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64);
         const int chunks = grid.x;
-        launch(first, grid, NORM_THREADS, 0, partial, dout, a);
+        launch(first_pass, grid, NORM_THREADS, 0, partial, dout, a);
         if (addends) grid = norm_grid(a, norm_backward_blocks(true), s.HW);
-        launch(second, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
+        launch(second_pass, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
     });
 }
 
