@@ -45,54 +45,54 @@
 //   8238         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
 //   8401         Swizzle: how rows lie in shared memory
 //   8419         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8659         building blocks of Hopper's kernels (sm_90a)
-//   8957    17. Small operations: resampling, embeddings, diffusion
-//   8960         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9160         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9517         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10026    18. Group norm
-//  10029         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10563         groupnorm_backward_whole: an image's slab in shared memory
-//  10941    19. Attention
-//  11047         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11592         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11730         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12411    20. Convolution
-//  12451         ConvOut: results, 4 channels of a pixel at a time
-//  12689         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12752         conv_halo: 3x3, stride 1, any GPU
-//  13157         conv_gather: any kernel size and stride, any GPU
-//  13420         conv_few: the first and the last layer
-//  13592         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14170         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14289         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14754         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15196         conv_weight_tma: weight gradients (sm_90a)
-//  15484    21. The optimiser
-//  15487         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15719    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15722         groupnorm_backward
-//  15860         attention: forward and, where a has dout, backward
-//  15922         convolution: forward and input gradient
-//  16382         convolution: weight gradients
-//  16729    23. The GPU: memory, copies, repeated work
-//  16952    24. Between ranks: from device to device
+//   8665         building blocks of Hopper's kernels (sm_90a)
+//   8963    17. Small operations: resampling, embeddings, diffusion
+//   8966         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9166         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9523         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10032    18. Group norm
+//  10035         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10569         groupnorm_backward_whole: an image's slab in shared memory
+//  10947    19. Attention
+//  11053         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11598         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11736         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12417    20. Convolution
+//  12457         ConvOut: results, 4 channels of a pixel at a time
+//  12695         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12758         conv_halo: 3x3, stride 1, any GPU
+//  13163         conv_gather: any kernel size and stride, any GPU
+//  13426         conv_few: the first and the last layer
+//  13598         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14176         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14295         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14760         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15202         conv_weight_tma: weight gradients (sm_90a)
+//  15490    21. The optimiser
+//  15493         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15725    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15728         groupnorm_backward
+//  15866         attention: forward and, where a has dout, backward
+//  15928         convolution: forward and input gradient
+//  16388         convolution: weight gradients
+//  16735    23. The GPU: memory, copies, repeated work
+//  16958    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7529, run_program 7469, train 6853, run_step 6661, train_step 5684, load_batch 4776;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16860):
-//     step_gradients 5583: draw_levels 9531, forward_and_loss 5497, q_sample_forward 9722, unet_forward 2911,
-//     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9833, unet_backward 2977,
-//     sum_gradients 15534;
-//     judge_step 15581, update_slice 5649, adamw_update 15692, next_step 15587, record_step 15593;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16866):
+//     step_gradients 5583: draw_levels 9537, forward_and_loss 5497, q_sample_forward 9728, unet_forward 2911,
+//     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9839, unet_backward 2977,
+//     sum_gradients 15540;
+//     judge_step 15587, update_slice 5649, adamw_update 15698, next_step 15593, record_step 15599;
 //     later collect_steps 6615
 //   pictures, from noise: sample_batch 4207, plan_route 3972, device_step 4016, euler_step 3770 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16257 draws all of its roads):
-//     forward_conv 2130; conv_forward 16292, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16208 above that; conv_tiles 14739, with conv_tiles_kernel above it;
-//     Accumulators 8890; Wgmma 8479;
-//     on any other GPU pick_conv_halo_bf16 15996; conv_halo 13144, with conv_halo_kernel, multiply_step, multiply_tap
+//   a convolution, to the tensor cores (a table above conv_product 16263 draws all of its roads):
+//     forward_conv 2130; conv_forward 16298, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16214 above that; conv_tiles 14745, with conv_tiles_kernel above it;
+//     Accumulators 8896; Wgmma 8483;
+//     on any other GPU pick_conv_halo_bf16 16002; conv_halo 13150, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8289
 //   why several GPUs compute the bits of one: step_gradients 5583
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7578, with_nonlinearity 7588 (a case);
@@ -104,10 +104,10 @@
 //     LayerKind 2022; add_resblock 2395 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 230, ElementOf 7553; until they know it, nothing compiles: unpack 7945,
-//     pack 7974, FourOf 8026, mma 8289, with_act 7809, cast_params 15612, adamw_update 15692, tma_type 8617;
-//     which kernels take it: conv_product 16257, act_has_wgmma 7820; docs/READING.md says what at each
+//     pack 7974, FourOf 8026, mma 8289, with_act 7809, cast_params 15618, adamw_update 15698, tma_type 8623;
+//     which kernels take it: conv_product 16263, act_has_wgmma 7820; docs/READING.md says what at each
 //   samples in FP8 (--precision fp8): choose_fp8 2572 chooses the convolutions, make_fp8_weights 5145 rounds their
-//     weights, pack_fp8 8003 rounds what a norm writes, conv_product_fp8 16285 picks the kernel, WgmmaFp8 8513
+//     weights, pack_fp8 8003 rounds what a norm writes, conv_product_fp8 16291 picks the kernel, WgmmaFp8 8518
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
 //     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
@@ -7045,7 +7045,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
-    // An evaluation is one call of the network for an image. From plan.first on, plan.steps contains one entry for each
+    // An evaluation is one call of the network for an image. From plan.begin on, plan.steps contains one entry for each
     // evaluation. A step of heun is two entries, except a step to noise 0, which is one entry.
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.begin);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
@@ -8463,31 +8463,36 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 // The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
-// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA, mostly as numbers
-// of the asm's operands (%0, %1, ...):
+// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA are numbers of the
+// asm's operands (%0, %1, ...), except the last:
 //   D              D's registers
-//   A, B, TA, TB   with A in shared memory: the descriptors of A and B, and their majors (K_MAJOR or MN_MAJOR);
-//                  with A in registers: the four registers of A
-//   E, F, ADDS     with A in registers: the descriptor of B, its major, ADD
+//   OP1 ... OP7    the operands that follow D's registers. What they are depends on where A is:
+//
+//                    A in shared memory   OP1 and OP2: the descriptors of A and B;
+//                                         OP3 and OP4: their majors (K_MAJOR or MN_MAJOR)
+//                    A in registers       OP1 to OP4: the four registers of A; OP5: the descriptor of B; OP6: its major;
+//                                         OP7: ADD
+//
 //   ...            D's registers, as C++ operands of the asm
 // In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B.
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
-#define IF_NOT_0(P) "{.reg .pred p; setp.ne.b32 p, " P ", 0; "
+#define IF_NOT_0(OP) "{.reg .pred p; setp.ne.b32 p, " OP ", 0; "
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
-#define WGMMA(N, D, A, B, TA, TB, E, F, ADDS, ...)                                                                    \
-    template <> struct Wgmma<N> {                                                                                     \
-        typedef float Sums[N / 2];                                                                                    \
-        template <int A_MAJOR, int B_MAJOR> INLINE static void add(Sums& d, uint64_t a, uint64_t b) {                 \
-            asm volatile(PRODUCT_64(N) "{" D "}, " A ", " B ", 1, 1, 1, " TA ", " TB ";"                              \
-                         : __VA_ARGS__                                                                                \
-                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                               \
-        }                                                                                                             \
-        template <int B_MAJOR, int ADD = 1> INLINE static void add(Sums& d, const uint32_t (&a)[4], uint64_t b) {     \
-            asm volatile(IF_NOT_0(ADDS) PRODUCT_64(N) "{" D "}, {" A "," B "," TA "," TB "}, " E ", p, 1, 1, " F ";}" \
-                         : __VA_ARGS__                                                                                \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));               \
-        }                                                                                                             \
+#define WGMMA(N, D, OP1, OP2, OP3, OP4, OP5, OP6, OP7, ...)                                                       \
+    template <> struct Wgmma<N> {                                                                                 \
+        typedef float Sums[N / 2];                                                                                \
+        template <int A_MAJOR, int B_MAJOR> INLINE static void add(Sums& d, uint64_t a, uint64_t b) {             \
+            asm volatile(PRODUCT_64(N) "{" D "}, " OP1 ", " OP2 ", 1, 1, 1, " OP3 ", " OP4 ";"                    \
+                         : __VA_ARGS__                                                                            \
+                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                           \
+        }                                                                                                         \
+        template <int B_MAJOR, int ADD = 1> INLINE static void add(Sums& d, const uint32_t (&a)[4], uint64_t b) { \
+            asm volatile(IF_NOT_0(OP7) PRODUCT_64(N) "{" D "}, {" OP1 "," OP2 "," OP3 "," OP4 "}, " OP5           \
+                                                     ", p, 1, 1, " OP6 ";}"                                       \
+                         : __VA_ARGS__                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));           \
+        }                                                                                                         \
     };
 #define D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -8509,13 +8514,14 @@ WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96
 // wgmma does not accept MN_MAJOR operands. The tensor cores keep only 14 bits of such sums, which is enough here
 // (docs/LEARNT.md).
 template <int N> struct WgmmaFp8;
-#define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
-    template <> struct WgmmaFp8<N> {                                                                                \
-        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                         \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " A ", " B ", 1, 1, 1;" \
-                         : __VA_ARGS__                                                                              \
-                         : "l"(a), "l"(b));                                                                         \
-        }                                                                                                           \
+#define WGMMA_FP8(N, D, OP1, OP2, ...)                                                                     \
+    template <> struct WgmmaFp8<N> {                                                                       \
+        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " OP1 ", " OP2 \
+                         ", 1, 1, 1;"                                                                      \
+                         : __VA_ARGS__                                                                     \
+                         : "l"(a), "l"(b));                                                                \
+        }                                                                                                  \
     };
 WGMMA_FP8(32, D16, "%16", "%17", SIXTEEN(0))
 WGMMA_FP8(64, D32, "%32", "%33", SIXTEEN(0), SIXTEEN(16))
