@@ -45,54 +45,54 @@
 //   8238         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
 //   8401         Swizzle: how rows lie in shared memory
 //   8419         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8665         building blocks of Hopper's kernels (sm_90a)
-//   8963    17. Small operations: resampling, embeddings, diffusion
-//   8966         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9166         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9523         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10032    18. Group norm
-//  10035         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10569         groupnorm_backward_whole: an image's slab in shared memory
-//  10947    19. Attention
-//  11053         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11598         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11736         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12417    20. Convolution
-//  12457         ConvOut: results, 4 channels of a pixel at a time
-//  12695         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12758         conv_halo: 3x3, stride 1, any GPU
-//  13163         conv_gather: any kernel size and stride, any GPU
-//  13426         conv_few: the first and the last layer
-//  13598         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14176         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14295         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14760         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15202         conv_weight_tma: weight gradients (sm_90a)
-//  15490    21. The optimiser
-//  15493         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15725    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15728         groupnorm_backward
-//  15866         attention: forward and, where a has dout, backward
-//  15928         convolution: forward and input gradient
-//  16388         convolution: weight gradients
-//  16735    23. The GPU: memory, copies, repeated work
-//  16958    24. Between ranks: from device to device
+//   8664         building blocks of Hopper's kernels (sm_90a)
+//   8962    17. Small operations: resampling, embeddings, diffusion
+//   8965         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9165         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9522         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10031    18. Group norm
+//  10034         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10568         groupnorm_backward_whole: an image's slab in shared memory
+//  10946    19. Attention
+//  11052         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11597         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11735         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12416    20. Convolution
+//  12456         ConvOut: results, 4 channels of a pixel at a time
+//  12694         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12757         conv_halo: 3x3, stride 1, any GPU
+//  13162         conv_gather: any kernel size and stride, any GPU
+//  13425         conv_few: the first and the last layer
+//  13597         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14177         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14296         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14764         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15207         conv_weight_tma: weight gradients (sm_90a)
+//  15497    21. The optimiser
+//  15500         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15732    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15735         groupnorm_backward
+//  15873         attention: forward and, where a has dout, backward
+//  15935         convolution: forward and input gradient
+//  16395         convolution: weight gradients
+//  16742    23. The GPU: memory, copies, repeated work
+//  16965    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7529, run_program 7469, train 6853, run_step 6661, train_step 5684, load_batch 4776;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16866):
-//     step_gradients 5583: draw_levels 9537, forward_and_loss 5497, q_sample_forward 9728, unet_forward 2911,
-//     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9839, unet_backward 2977,
-//     sum_gradients 15540;
-//     judge_step 15587, update_slice 5649, adamw_update 15698, next_step 15593, record_step 15599;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16873):
+//     step_gradients 5583: draw_levels 9536, forward_and_loss 5497, q_sample_forward 9727, unet_forward 2911,
+//     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9838, unet_backward 2977,
+//     sum_gradients 15547;
+//     judge_step 15594, update_slice 5649, adamw_update 15705, next_step 15600, record_step 15606;
 //     later collect_steps 6615
 //   pictures, from noise: sample_batch 4207, plan_route 3972, device_step 4016, euler_step 3770 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16263 draws all of its roads):
-//     forward_conv 2130; conv_forward 16298, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16214 above that; conv_tiles 14745, with conv_tiles_kernel above it;
-//     Accumulators 8896; Wgmma 8483;
-//     on any other GPU pick_conv_halo_bf16 16002; conv_halo 13150, with conv_halo_kernel, multiply_step, multiply_tap
+//   a convolution, to the tensor cores (a table above conv_product 16270 draws all of its roads):
+//     forward_conv 2130; conv_forward 16305, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16221 above that; conv_tiles 14749, with conv_tiles_kernel above it;
+//     Accumulators 8895; Wgmma 8483;
+//     on any other GPU pick_conv_halo_bf16 16009; conv_halo 13149, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8289
 //   why several GPUs compute the bits of one: step_gradients 5583
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7578, with_nonlinearity 7588 (a case);
@@ -104,10 +104,10 @@
 //     LayerKind 2022; add_resblock 2395 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 230, ElementOf 7553; until they know it, nothing compiles: unpack 7945,
-//     pack 7974, FourOf 8026, mma 8289, with_act 7809, cast_params 15618, adamw_update 15698, tma_type 8623;
-//     which kernels take it: conv_product 16263, act_has_wgmma 7820; docs/READING.md says what at each
+//     pack 7974, FourOf 8026, mma 8289, with_act 7809, cast_params 15625, adamw_update 15705, tma_type 8622;
+//     which kernels take it: conv_product 16270, act_has_wgmma 7820; docs/READING.md says what at each
 //   samples in FP8 (--precision fp8): choose_fp8 2572 chooses the convolutions, make_fp8_weights 5145 rounds their
-//     weights, pack_fp8 8003 rounds what a norm writes, conv_product_fp8 16291 picks the kernel, WgmmaFp8 8518
+//     weights, pack_fp8 8003 rounds what a norm writes, conv_product_fp8 16298 picks the kernel, WgmmaFp8 8518
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
 //     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
@@ -8470,8 +8470,8 @@ template <int N> struct Wgmma;
 //
 //                    A in shared memory   OP1 and OP2: the descriptors of A and B;
 //                                         OP3 and OP4: their majors (K_MAJOR or MN_MAJOR)
-//                    A in registers       OP1 to OP4: the four registers of A; OP5: the descriptor of B; OP6: its major;
-//                                         OP7: ADD
+//                    A in registers       OP1 to OP4: the four registers of A;
+//                                         OP5: the descriptor of B; OP6: its major; OP7: ADD
 //
 //   ...            D's registers, as C++ operands of the asm
 // In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B.
@@ -8514,14 +8514,13 @@ WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96
 // wgmma does not accept MN_MAJOR operands. The tensor cores keep only 14 bits of such sums, which is enough here
 // (docs/LEARNT.md).
 template <int N> struct WgmmaFp8;
-#define WGMMA_FP8(N, D, OP1, OP2, ...)                                                                     \
-    template <> struct WgmmaFp8<N> {                                                                       \
-        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " OP1 ", " OP2 \
-                         ", 1, 1, 1;"                                                                      \
-                         : __VA_ARGS__                                                                     \
-                         : "l"(a), "l"(b));                                                                \
-        }                                                                                                  \
+#define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
+    template <> struct WgmmaFp8<N> {                                                                                \
+        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                         \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " A ", " B ", 1, 1, 1;" \
+                         : __VA_ARGS__                                                                              \
+                         : "l"(a), "l"(b));                                                                         \
+        }                                                                                                           \
     };
 WGMMA_FP8(32, D16, "%16", "%17", SIXTEEN(0))
 WGMMA_FP8(64, D32, "%32", "%33", SIXTEEN(0), SIXTEEN(16))
@@ -13222,10 +13221,10 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     typedef T_ T;
     static constexpr int PIXELS = PIXEL_WARPS_ * 64;
     static constexpr int STAGES = STAGES_;
-    static constexpr int ROW = 128;               // bytes of a pixel in shared memory
-    static constexpr int SLICE = ROW / sizeof(T); // channels of a slice
-    static constexpr int WEIGHTS_AT = PIXELS * ROW;
-    static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * ROW;
+    static constexpr int PIXEL_BYTES = 128;               // bytes of a pixel in shared memory
+    static constexpr int SLICE = PIXEL_BYTES / sizeof(T); // channels of a slice
+    static constexpr int WEIGHTS_AT = PIXELS * PIXEL_BYTES;
+    static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * PIXEL_BYTES;
     // How many blocks shall fit on a multiprocessor. The compiler limits the registers of a thread accordingly.
     static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
@@ -13237,7 +13236,7 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
 template <class Tile, bool BACKWARD> struct GatherWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
-    static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::ROW;
+    static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::PIXEL_BYTES;
     static constexpr int CHUNKS = ROW_BYTES / sizeof(T) / 8;
     static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // rows that all threads copy at a time
     static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // copies of a thread
@@ -13296,7 +13295,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     constexpr int PIXELS = Tile::PIXELS;
     constexpr int STAGES = Tile::STAGES;
     constexpr int SLICE = Tile::SLICE;
-    constexpr int ROW = Tile::ROW;
+    constexpr int PIXEL_BYTES = Tile::PIXEL_BYTES;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x;
@@ -13318,7 +13317,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int row = tid / CHUNKS;
     const int w_chunk = tid % Weights::CHUNKS;
     const int w_row = tid / Weights::CHUNKS;
-    const uint32_t own_pixels = base + row * ROW + chunk_place<T>(chunk, row & 7);
+    const uint32_t own_pixels = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
     const uint32_t own_weights =
         base + Tile::WEIGHTS_AT + w_row * Weights::ROW_BYTES + chunk_place<T>(w_chunk, w_row & 7);
     const bool direct = p.taps == 1 && p.s.stride == 1; // each output pixel reads the input pixel with the same index
@@ -13353,7 +13352,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         UNROLL_FOR (int i = 0; i < COPIES; i++) {
             const bool valid = chunk_inside && source[i] >= 0; // if false, the copy writes zeros
             const uint32_t pixel = valid ? n * p.source_pixels + source[i] : 0;
-            copy_channels(own_pixels, stage + i * PIXELS_AT_ONCE * ROW, pixel_of(x, pixel, C), valid);
+            copy_channels(own_pixels, stage + i * PIXELS_AT_ONCE * PIXEL_BYTES, pixel_of(x, pixel, C), valid);
         }
         Weights::copy(p, own_weights, stage, c0, tap, k0, weight_k0, C);
         if (++slice == slices) slice = 0;
@@ -13363,9 +13362,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. For
-    // pixels, ldmatrix loads two fragments at once. Its matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7),
-    // (8-15, 8-15).
+    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. Of pixels
+    // it loads two fragments at once: (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -13373,7 +13371,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int upper_k = lane >> 3 & 1;
     const int next_8 = lane >> 4;
     const int lane_pixel = pixel_warp * 64 + next_8 * 8 + row_of_matrix;
-    uint32_t lane_pixels = base + lane_pixel * ROW + chunk_place<T>(upper_k, row_of_matrix);
+    uint32_t lane_pixels = base + lane_pixel * PIXEL_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     const int first_channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS;
     uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_channel);
     // Without this line the compiler would compute lane_pixels and lane_weights again in every step.
@@ -13386,7 +13384,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_arrived<STAGES - 2>();
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         take_apart_copies<T, Tile::THREADS / 32>(
-            pixel_scale, places<COPIES, PIXELS_AT_ONCE * ROW>(own_pixels + stage), weight_scale,
+            pixel_scale, places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(own_pixels + stage), weight_scale,
             places<Weights::COPIES, Weights::ROWS_AT_ONCE * Weights::ROW_BYTES>(own_weights + stage));
         __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
         if (step + STAGES - 1 < steps) copy_step(step + STAGES - 1);
@@ -13395,7 +13393,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
             FragmentA<T> a[M];
             FragmentB<T> b[8];
             UNROLL_FOR (int r = 0; r < 8; r += 2)
-                load_fragments<T, false>(b[r], b[r + 1], channels_on<T>(lane_pixels + stage, 16 * k), r * 8 * ROW);
+                load_fragments<T, false>(b[r], b[r + 1], channels_on<T>(lane_pixels + stage, 16 * k),
+                                         r * 8 * PIXEL_BYTES);
             UNROLL_FOR (int m = 0; m < M; m++) Weights::load(a[m], lane_weights + stage, m, k);
             multiply<T, M, 8>(acc[0], 1, M, a, b, pixel_scale * weight_scale);
         }
@@ -13446,11 +13445,11 @@ struct ConvFew {
     void* rows;         // (B, H, W, R)
     void* weight_rows;  // (C, R)
     int B, H, W;
-    int F;     // the number of channels of the first layer's input, or of the last layer's output
-    int C;     // the number of channels of the layer's other side
-    int R;     // the number of values of a row
-    int parts; // the number of parts that a value is split into: 1 (no split), or 2 in bf16
-    bool last; // true: the network's last layer; false: its first
+    int F;              // the number of channels of the first layer's input, or of the last layer's output
+    int C;              // the number of channels of the layer's other side
+    int R;              // the number of values of a row
+    int parts;          // the number of parts that a value is split into: 1 (no split), or 2 in bf16
+    bool is_last_layer; // true: the network's last layer; false: its first
     // The results of the product for a weight gradient. First layer: product (C, R). Last: product (R, C), bias (R).
     float *product, *bias;
     float *dweight, *dbias; // the gradients, as conv_few_gradient writes them
@@ -13459,7 +13458,7 @@ struct ConvFew {
 // Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows are made
 // from the gradient of its output, so the last layer's taps are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
-    if (!p.last) return (size_t)c * 9 * p.F + k;
+    if (!p.is_last_layer) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
     const size_t tap = k / p.F;
     return (f * 9 + 8 - tap) * p.C + c;
@@ -13524,18 +13523,18 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
-    const int c = p.last ? i % p.C : i / K;
-    const int k = p.last ? i / p.C : i % K;
+    const int c = p.is_last_layer ? i % p.C : i / K;
+    const int k = p.is_last_layer ? i / p.C : i % K;
     const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
-    if (p.last && i < p.F) {
+    if (p.is_last_layer && i < p.F) {
         const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
         p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
     if (i >= p.C * K) return;
-    const float* const sum = p.last ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
+    const float* const sum = p.is_last_layer ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
     float gradient = sum[0];
-    if (p.parts == 2) gradient += sum[p.last ? (size_t)part_width * p.C : part_width];
+    if (p.parts == 2) gradient += sum[p.is_last_layer ? (size_t)part_width * p.C : part_width];
     p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
@@ -13552,9 +13551,9 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.B = s.B;
     p.H = s.H;
     p.W = s.W;
-    p.last = conv_is_last(s);
-    p.F = p.last ? s.Cout : s.C1;
-    p.C = p.last ? s.C1 : s.Cout;
+    p.is_last_layer = conv_is_last(s);
+    p.F = p.is_last_layer ? s.Cout : s.C1;
+    p.C = p.is_last_layer ? s.C1 : s.Cout;
     p.parts = with_act([]<class T>(T) { return ElementOf<T>::FEW_PARTS; });
     p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
@@ -13567,7 +13566,7 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
 // weight gradient of the last layer, its output.
 static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const ConvFew p = plan_few(s, nullptr);
-    const bool to_rows = p.last && weight_gradient;
+    const bool to_rows = p.is_last_layer && weight_gradient;
     const int Cin = to_rows ? p.C : p.R;
     const int Cout = to_rows ? p.R : p.C;
     return ConvShape{p.B, p.H, p.W, Cin, 0, Cout, 1, 1, 0};
@@ -13848,11 +13847,11 @@ constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 st
 // The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
 // DOUT_ROWS-th row of dout. The copies have no branches.
 template <class T> struct WeightHaloCopies {
-    static constexpr int CHUNKS = 8;           // chunks of a pixel, which has 64 channels here
-    static constexpr int ROW = 64 * sizeof(T); // bytes of a pixel
+    static constexpr int CHUNKS = 8;                   // chunks of a pixel, which has 64 channels here
+    static constexpr int PIXEL_BYTES = 64 * sizeof(T); // bytes of a pixel
     static constexpr int STAGES = 4 / PARTS<T>;
-    static constexpr int X_BYTES = 100 * ROW;
-    static constexpr int STAGE_BYTES = X_BYTES + 64 * ROW;
+    static constexpr int X_BYTES = 100 * PIXEL_BYTES;
+    static constexpr int STAGE_BYTES = X_BYTES + 64 * PIXEL_BYTES;
     static constexpr int X_ROWS = 384 / CHUNKS / 10; // rows of x that all 384 threads copy at a time
     static constexpr int X_COPIES = ceil_div(10, X_ROWS);
     static constexpr int DOUT_ROWS = 384 / CHUNKS / 8;
@@ -13874,8 +13873,8 @@ template <class T> struct WeightHaloCopies {
     const bool dout_in = co0 + chunk * 8 < p.shape.Cout;
     const T* const x = (const T*)p.x1 + (x_in ? ci0 + chunk * 8 : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co0 + chunk * 8 : 0);
-    const uint32_t x_place = base + pixel * ROW + chunk_place<T>(chunk, x_col & 7);
-    const uint32_t dout_place = base + X_BYTES + pixel * ROW + chunk_place<T>(chunk, dout_col & 7);
+    const uint32_t x_place = base + pixel * PIXEL_BYTES + chunk_place<T>(chunk, x_col & 7);
+    const uint32_t dout_place = base + X_BYTES + pixel * PIXEL_BYTES + chunk_place<T>(chunk, dout_col & 7);
     Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // where the next pixel tile to copy begins
 
     INLINE bool owns_x(int k) const { return x_row < min(X_ROWS, 10 - k * X_ROWS); }
@@ -13889,7 +13888,7 @@ template <class T> struct WeightHaloCopies {
             const int w = next.w + x_col - 1;
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
             const uint32_t source = valid ? (next.n * p.shape.H + (h >> up)) * p.shape.W + (w >> up) : 0;
-            const int offset = stage + k * X_ROWS * 10 * ROW;
+            const int offset = stage + k * X_ROWS * 10 * PIXEL_BYTES;
             copy_channels(x_place, offset, pixel_of(x, source, p.shape.C1), valid, owns_x(k));
         }
         UNROLL_FOR (int k = 0; k < DOUT_COPIES; k++) {
@@ -13897,7 +13896,7 @@ template <class T> struct WeightHaloCopies {
             const int w = next.w + dout_col;
             const bool valid = pixel_tile < end && dout_in && h < H && w < W;
             const uint32_t source = valid ? (next.n * H + h) * W + w : 0;
-            const int offset = stage + k * DOUT_ROWS * 8 * ROW;
+            const int offset = stage + k * DOUT_ROWS * 8 * PIXEL_BYTES;
             copy_channels(dout_place, offset, pixel_of(dout, source, p.shape.Cout), valid, owns_dout(k));
         }
         copies_committed();
@@ -13915,13 +13914,13 @@ template <class T> struct WeightHaloCopies {
     INLINE auto x_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < X_COPIES; k++)
-                if (owns_x(k)) f(x_place + stage + k * X_ROWS * 10 * ROW);
+                if (owns_x(k)) f(x_place + stage + k * X_ROWS * 10 * PIXEL_BYTES);
         };
     }
     INLINE auto dout_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < DOUT_COPIES; k++)
-                if (owns_dout(k)) f(dout_place + stage + k * DOUT_ROWS * 8 * ROW);
+                if (owns_dout(k)) f(dout_place + stage + k * DOUT_ROWS * 8 * PIXEL_BYTES);
         };
     }
 };
@@ -13934,7 +13933,7 @@ template <class T, int WORKS>
 static __global__ void __launch_bounds__(384, 1)
     conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
     using Copies = WeightHaloCopies<T>;
-    constexpr int ROW = Copies::ROW;
+    constexpr int PIXEL_BYTES = Copies::PIXEL_BYTES;
     constexpr int STAGES = Copies::STAGES;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
@@ -13963,9 +13962,9 @@ static __global__ void __launch_bounds__(384, 1)
     const int low = lane >> 3 & 1;
     const int high = lane >> 4;
     const int column = row_of_matrix + kw; // the column of x in the 10 x 10 pixels
-    uint32_t lane_x = base + (low * 10 + column) * ROW + chunk_place<T>(ci_warp * 4 + high, column & 7);
-    uint32_t lane_dout =
-        base + Copies::X_BYTES + (high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 + low, row_of_matrix);
+    uint32_t lane_x = base + (low * 10 + column) * PIXEL_BYTES + chunk_place<T>(ci_warp * 4 + high, column & 7);
+    uint32_t lane_dout = base + Copies::X_BYTES + (high * 8 + row_of_matrix) * PIXEL_BYTES +
+                         chunk_place<T>(co_warp * 4 + low, row_of_matrix);
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
@@ -13986,12 +13985,12 @@ static __global__ void __launch_bounds__(384, 1)
         FragmentB<T> below[4];
         UNROLL_FOR (int r = 0; r < 4; r++) { // each round has two image rows of dout
             FragmentA<T> a[2];
-            load_dout<T>(a, lane_dout + stage + r * 16 * ROW);
+            load_dout<T>(a, lane_dout + stage + r * 16 * PIXEL_BYTES);
             bias.add(a, dout_scale);
             UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                 FragmentB<T> b[4];
                 if (KEEP_ROWS && r && kh == 0) memcpy(b, below, sizeof b);
-                else load_x<T>(b, lane_x + stage + (2 * r + kh) * 10 * ROW);
+                else load_x<T>(b, lane_x + stage + (2 * r + kh) * 10 * PIXEL_BYTES);
                 if (KEEP_ROWS && kh == 2) memcpy(below, b, sizeof b);
                 multiply<T, 2, 4>(acc[kh][0], 4, 1, a, b, x_scale * dout_scale);
             }
@@ -14020,9 +14019,9 @@ template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / 
 // The part of each pixel tile that one thread copies: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of
 // dout. A chunk of x belongs to a tile of 64 channels, and this tile belongs to one of the two inputs.
 template <class T, int N> struct WeightGatherCopies {
-    static constexpr int CHUNKS = 8 * N;                // chunks of a pixel, which has 64 N channels here
-    static constexpr int ROW = 64 * N * sizeof(T);      // bytes of a pixel
-    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS; // pixels that all 128 threads copy at a time
+    static constexpr int CHUNKS = 8 * N;                   // chunks of a pixel, which has 64 N channels here
+    static constexpr int PIXEL_BYTES = 64 * N * sizeof(T); // bytes of a pixel
+    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS;    // pixels that all 128 threads copy at a time
     static constexpr int COPIES = 64 / PIXELS_AT_ONCE;
     const ConvWeight& p;
     const uint32_t base; // the address where shared memory begins
@@ -14046,9 +14045,10 @@ template <class T, int N> struct WeightGatherCopies {
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // all rows of a thread have the same key
-    int n = first / p.tiles_w;                                                // the image of the pixel tile to copy
-    int p0 = (first - n * p.tiles_w) * 64;                                    // the tile's first pixel in this image
+    // All rows of a thread have the same key.
+    const uint32_t place = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
+    int n = first / p.tiles_w;             // the image of the pixel tile to copy
+    int p0 = (first - n * p.tiles_w) * 64; // the tile's first pixel in this image
 
     INLINE uint32_t stage(int pixel_tile) const {
         return (uint32_t)(pixel_tile - first) % WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
@@ -14066,8 +14066,8 @@ template <class T, int N> struct WeightGatherCopies {
             const bool dout_valid = dout_in && pixel < HWo;
             const uint32_t x_pixel = x_valid ? n * p.shape.H * p.shape.W + source : 0;
             const uint32_t dout_pixel = dout_valid ? n * HWo + pixel : 0;
-            copy_channels(place, stage + k * ROW, pixel_of(x, x_pixel, C), x_valid);
-            copy_channels(place, stage + (64 + k) * ROW, pixel_of(dout, dout_pixel, p.shape.Cout), dout_valid);
+            copy_channels(place, stage + k * PIXEL_BYTES, pixel_of(x, x_pixel, C), x_valid);
+            copy_channels(place, stage + (64 + k) * PIXEL_BYTES, pixel_of(dout, dout_pixel, p.shape.Cout), dout_valid);
         }
         // Go on to the next pixel tile of this image, or to the first one of the next image.
         p0 += 64;
@@ -14078,7 +14078,7 @@ template <class T, int N> struct WeightGatherCopies {
     // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies. first_row
     // is 0 for the chunks of x, and 64 for those of dout.
     INLINE auto own_places(uint32_t stage, int first_row) const {
-        return places<COPIES, PIXELS_AT_ONCE * ROW>(place + stage + first_row * ROW);
+        return places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(place + stage + first_row * PIXEL_BYTES);
     }
 };
 
@@ -14087,7 +14087,7 @@ template <class T, int N, int WORKS>
 static __global__ void __launch_bounds__(128, 4 - N)
     conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
     using Copies = WeightGatherCopies<T, N>;
-    constexpr int ROW = Copies::ROW;
+    constexpr int PIXEL_BYTES = Copies::PIXEL_BYTES;
     constexpr int M = 2 * N;
     constexpr int STAGES = WEIGHT_GATHER_STAGES<T, N>;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -14122,9 +14122,10 @@ static __global__ void __launch_bounds__(128, 4 - N)
     const int row_of_matrix = lane & 7;
     const int low = lane >> 3 & 1;
     const int high = lane >> 4;
-    uint32_t lane_x = base + (low * 8 + row_of_matrix) * ROW + chunk_place<T>(ci_warp * 4 * N + high, row_of_matrix);
+    uint32_t lane_x =
+        base + (low * 8 + row_of_matrix) * PIXEL_BYTES + chunk_place<T>(ci_warp * 4 * N + high, row_of_matrix);
     uint32_t lane_dout =
-        base + (64 + high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 * N + low, row_of_matrix);
+        base + (64 + high * 8 + row_of_matrix) * PIXEL_BYTES + chunk_place<T>(co_warp * 4 * N + low, row_of_matrix);
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
@@ -14140,7 +14141,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
         if (pixel_tile + STAGES - 1 < end) copies.copy_tile(pixel_tile + STAGES - 1);
         copies_committed();
         bias.next_tile();
-        UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) { // 16 pixels at a time
+        UNROLL_FOR (int k = 0; k < 64 * PIXEL_BYTES; k += 16 * PIXEL_BYTES) { // 16 pixels at a time
             FragmentA<T> a[M];
             FragmentB<T> b[2 * M];
             load_dout<T>(a, lane_dout + stage + k);
@@ -14225,16 +14226,16 @@ struct TmaParts {
 // The arguments of the kernels of conv_tiles and conv_small. A CUtensorMap is aligned to 64 bytes; it has to be a
 // parameter of the kernel (__grid_constant__), so that TMA can read it.
 struct ConvTma {
-    TmaParts x;                // the input; its boxes have a border of one pixel, if the filter is 3x3
-    TmaParts skip;             // the skip connection's input, if this kernel computes the skip connection
-    TmaParts results, addends; // the tensors that results are written to, and those that are added to results
-    CUtensorMap weight;        // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
-    CUtensorMap skip_weight;   // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
-    int B, H, W, C;            // sizes of the output
-    int tiles_h, tiles_w;      // tiles of an image, down and across
-    int tiles;                 // tiles of all images
-    int ring, weight_slots;    // the numbers of stages of pixels and of stages of weights in shared memory
-    bool whole;                // all pixels of a tile belong to one image, so they are one part of the statistics
+    TmaParts x;                      // the input; its boxes have a border of one pixel, if the filter is 3x3
+    TmaParts skip;                   // the skip connection's input, if this kernel computes the skip connection
+    TmaParts results, addends;       // the tensors that results are written to, and those that are added to results
+    CUtensorMap weight;              // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
+    CUtensorMap skip_weight;         // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
+    int B, H, W, C;                  // sizes of the output
+    int tiles_h, tiles_w;            // tiles of an image, down and across
+    int tiles;                       // tiles of all images
+    int pixel_stages, weight_stages; // the numbers of stages of pixels and of stages of weights in shared memory
+    bool one_image;                  // all pixels of a tile belong to one image, so they are one part of the statistics
     ConvOut out;
     const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
@@ -14261,7 +14262,7 @@ struct TmaBoxes {
     int result_channels;       // channels of a box of results
     int weight_rows;           // in the forward pass: output channels of a box of weights
 };
-// Sets all members of a ConvTma except ring, weight_slots and whole.
+// Sets all members of a ConvTma except pixel_stages, weight_stages and one_image.
 static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
@@ -14346,10 +14347,10 @@ struct ConvTiles {
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
-    static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // bytes of a tile without its border
+    static constexpr int TILE_BYTES = PIXELS * SLICE_BYTES; // bytes of a tile without its border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
-    static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
-    static constexpr int STAGE = UNIT * HALO;
+    static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
+    static constexpr int STAGE_BYTES = UNIT * HALO_ROOM;
     // Weights.
     static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // bytes of the weights of one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
@@ -14362,22 +14363,24 @@ struct ConvTiles {
 
     // Returns the number of blocks among which the tiles are divided. (All these blocks have the same output channels.)
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * OUT_SLICES)); }
-    static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
+    static int shared_bytes(int n, int weights) {
+        return shared_beside(BARRIERS) + n * STAGE_BYTES + weights * WEIGHT_BYTES;
+    }
     // Returns how many stages of pixels fit into shared memory beside `weights` stages of weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
-        return std::min(room / STAGE, MAX_STAGES);
+        return std::min(room / STAGE_BYTES, MAX_STAGES);
     }
-    using Pixels = Pipeline<STAGE, RESIDENT ? 2 : 1>;
+    using Pixels = Pipeline<STAGE_BYTES, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
     // Returns where in a stage this warpgroup's pixels begin.
-    static INLINE int pixels_at(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; }
+    static INLINE int pixels_at(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO_ROOM; }
 };
 
 // A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called a piece
 // here: first come the slices of x, then the slices of the skip connection's input, then OUT_SLICES addends.
 //
-//   piece    0 .. x.slices - 1 | .. products - 1  | results .. pieces - 1 (the last OUT_SLICES)
+//   piece    0 .. x.slices - 1 | .. products - 1  | first_result .. pieces - 1 (the last OUT_SLICES)
 //            slices of x       | skip connection  | addends come in, results go out
 //
 // A tile's results are written to the stages of its last OUT_SLICES pieces, and stored from there. If there are
@@ -14390,7 +14393,7 @@ template <class T> struct TileWork {
     const int c0 = out0 * SLICE_CHANNELS;                                // the block's first output channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int pieces = has_addends() ? products + T::OUT_SLICES : max(products, T::OUT_SLICES);
-    const int results = pieces - T::OUT_SLICES; // how many pieces come before the pieces whose stages the results use
+    const int first_result = pieces - T::OUT_SLICES; // the first of the pieces whose stages the results use
     // How many stages a warpgroup skips between two of its tiles: the stages of the other warpgroup's tile, if any.
     const int others = T::RESIDENT ? pieces : 0;
     INLINE bool has_addend(int b) const {
@@ -14442,17 +14445,17 @@ template <class T> struct PixelLoader {
         };
         mbarrier_expect(to.full, T::UNIT * bytes);
         load(tile, to.address);
-        if (T::UNIT == 2) load(partner, to.address + T::HALO);
+        if (T::UNIT == 2) load(partner, to.address + T::HALO_ROOM);
     }
     INLINE void next() {
         if (!tile) return;
         const ConvTma& p = work.p;
         const Stage to = pixels.acquire(owner);
         const int skip = piece - p.x.slices;
-        const int b = piece - work.results;
+        const int b = piece - work.first_result;
         if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES, T::WIDTH);
-        else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::PIXEL_BYTES);
-        else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::PIXEL_BYTES);
+        else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::TILE_BYTES);
+        else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::TILE_BYTES);
         else mbarrier_arrive(to.full); // nothing is loaded into this stage
         if (++piece < work.pieces) return;
         piece = 0;
@@ -14498,7 +14501,7 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
     await_previous_kernel();
-    results.pass_over(warpgroup * work.others + work.results);
+    results.pass_over(warpgroup * work.others + work.first_result);
     for (TileWalk tile = work.tiles(warpgroup); tile;) {
         for (int b = 0; b < T::OUT_SLICES; b++) {
             results.arrived(warpgroup);
@@ -14510,7 +14513,7 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
             pixels.free(stage);
         }
         tile.next();
-        results.pass_over(work.others + work.results);
+        results.pass_over(work.others + work.first_result);
     }
 }
 
@@ -14596,15 +14599,15 @@ template <class T> struct Epilogue {
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
-        const int down = ceil_div(p.H, p.whole ? T::ROWS : T::STATS_ROWS);
-        if (PARTS == 2 && p.whole)
+        const int down = ceil_div(p.H, p.one_image ? T::ROWS : T::STATS_ROWS);
+        if (PARTS == 2 && p.one_image)
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 sums[0][k] += sums[PARTS - 1][k];
             }
         UNROLL_FOR (int r = 0; r < PARTS; r++) {
             UNROLL_FOR (float& sum : sums[r]) sum = sum_of_four(sum);
-            const int part = h / (p.whole ? T::ROWS : T::STATS_ROWS) + r;
-            if (threadIdx.x & 3 || part >= down || (r && p.whole)) continue;
+            const int part = h / (p.one_image ? T::ROWS : T::STATS_ROWS) + r;
+            if (threadIdx.x & 3 || part >= down || (r && p.one_image)) continue;
             const size_t part_of_all = ((size_t)n * down + part) * p.tiles_w + w / 8;
             double2* const to = (double2*)p.out.stats + part_of_all * p.out.Cout1;
             if (channel < p.out.Cout1) to[channel] = make_double2(sums[r][0], sums[r][1]);
@@ -14618,7 +14621,8 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
-            if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage holds an addend or nothing
+            // After the products' stages there are stages that hold an addend or nothing.
+            if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
             if constexpr (T::FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
                 emb[0] += bias[b][0];
@@ -14670,9 +14674,9 @@ template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
-    typename T::Pixels pixels(shared, p.ring, T::UNIT);
-    typename T::Weights weights(shared, p.weight_slots, T::RESIDENT ? 0 : 2);
-    Results results(shared, p.ring, 0, 4);
+    typename T::Pixels pixels(shared, p.pixel_stages, T::UNIT);
+    typename T::Weights weights(shared, p.weight_stages, T::RESIDENT ? 0 : 2);
+    Results results(shared, p.pixel_stages, 0, 4);
     ready(pixels, weights, results);
     const TileWork<T> work{p};
     const int warp = uniform(threadIdx.x >> 5);
@@ -14713,7 +14717,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 // the stages for results.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
-                if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
+                if (tap == T::RELEASE_TAP && s && s <= work.first_result) pixels.release();
             }
         }
         // If there is a skip connection, the FP8 sums are scaled here, because its products, which are added next, must
@@ -14727,13 +14731,13 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
             const uint32_t weight = weights.kept(p.x.slices * (T::TAPS - 1) + s, is_first_tile);
             acc.template multiply<4, false>(weight, skip.shifted(0));
             wgmma_wait<1>();
-            if (s <= work.results) pixels.release();
+            if (s <= work.first_result) pixels.release();
         }
         turn.pass(); // the other warpgroup multiplies while this one finishes
         epilogue.load_embedding(tile.n, 0);
         acc.wait();
         if (!T::RESIDENT) weights.release();
-        if (work.results >= work.products) pixels.release();
+        if (work.first_result >= work.products) pixels.release();
         else warps_sync(2 + warpgroup, 128); // after it, no warp still reads the stages that results are written to
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
@@ -14746,14 +14750,14 @@ template <class T> static void conv_tiles(const ConvCall& p) {
     const TmaBoxes box{
         .rows = T::ROWS, .columns = 8, .images = 1, .result_channels = SLICE_CHANNELS, .weight_rows = SLICE_CHANNELS};
     ConvTma t = tma_arguments(p, T::BACKWARD, box);
-    t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
-    t.ring = T::stages(t.weight_slots);
-    t.whole = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
-    const int parts_down = ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS);
+    t.weight_stages = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
+    t.pixel_stages = T::stages(t.weight_stages);
+    t.one_image = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
+    const int parts_down = ceil_div(p.H, t.one_image ? T::ROWS : T::STATS_ROWS);
     if (p.out.parts) *p.out.parts = p.B * parts_down * t.tiles_w / p.s.B;
     const int runs = std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT));
     const dim3 grid(runs, ceil_div(p.Cout, SLICE_CHANNELS * T::OUT_SLICES));
-    launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
+    launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.pixel_stages, t.weight_stages), t);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -14766,8 +14770,8 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
-//   A step is one tap of a slice, or GROUP = 3 taps if the products of one tap are short. The weights of the steps pass
-//   through a ring of SLOTS slots. At the same time the next slice's halo is loaded:
+//   A step is one tap of a slice, or STEP_TAPS = 3 taps if the products of one tap are short. The weights of the steps
+//   pass through a ring of SLOTS slots. At the same time the next slice's halo is loaded:
 //
 //     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
 //
@@ -14778,7 +14782,7 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  gets the same from 0
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
-//   warpgroups call multiply_small, which calls Wgmma<N>::add GROUP x K times for each step.
+//   warpgroups call multiply_small, which calls Wgmma<N>::add STEP_TAPS x K times for each step.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
 // ELEMENT: the type of pixels and weights, BF16 or FP8.
@@ -14802,7 +14806,7 @@ struct SmallTile {
     static constexpr int PITCH = TILE_W + 2; // pixels of a row of the halo
     static constexpr int HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
-    static constexpr int HALO = whole_swizzles(HALO_BYTES);
+    static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES);
     // Results: a block finishes OUT_N channels, which are OUT_GROUPS groups of 8. It stores them in boxes of 64 pixels
     // x BOX channels.
     static constexpr int OUT_N = N / SPLIT;
@@ -14813,16 +14817,17 @@ struct SmallTile {
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // sums of one warp per warpgroup: floats (channel, 2)
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
     static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
-    // The rest of the shared memory is for weights. A step needs the weights of GROUP taps of a slice. BACKWARD: the
-    // weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
-    static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
+    // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
+    // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
+    static constexpr int FIXED =
+        HALOS * HALO_ROOM + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
     static constexpr int WEIGHT_BOXES = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
-    static constexpr int GROUP = N <= 64 && ROOM / (WEIGHT_BOXES * BYTES_OF_64_ROWS) >= 9 ? 3 : 1;
-    static constexpr int GROUPS = 9 / GROUP; // steps of a slice
+    static constexpr int STEP_TAPS = N <= 64 && ROOM / (WEIGHT_BOXES * BYTES_OF_64_ROWS) >= 9 ? 3 : 1;
+    static constexpr int SLICE_STEPS = 9 / STEP_TAPS; // steps of a slice
     static constexpr int TAP_BYTES = BACKWARD ? WEIGHT_BOXES * BYTES_OF_64_ROWS : N * SLICE_BYTES;
-    static constexpr int WEIGHT_BYTES = GROUP * TAP_BYTES;
-    static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP);
+    static constexpr int WEIGHT_BYTES = STEP_TAPS * TAP_BYTES;
+    static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / STEP_TAPS);
     static constexpr int SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
     static_assert(N <= 2 * CONSUMERS, "a thread has the shifts of two channels at most");
     static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "the statistics are summed there at last");
@@ -14834,7 +14839,7 @@ template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
     const int cluster_rank = blockIdx.x % T::SPLIT; // SPLIT = 2: this block's rank in its cluster
-    const int steps = p.x.slices * T::GROUPS;
+    const int steps = p.x.slices * T::SLICE_STEPS;
     const int tile = blockIdx.x / T::SPLIT;
     const int first = steps * cluster_rank / T::SPLIT;
     const int end = steps * (cluster_rank + 1) / T::SPLIT;
@@ -14846,10 +14851,10 @@ template <class T> struct SmallWork {
         return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
     INLINE void load_weights(Stage to, int step) const {
-        const int slice = step / T::GROUPS;
-        const int tap0 = step % T::GROUPS * T::GROUP;
+        const int slice = step / T::SLICE_STEPS;
+        const int tap0 = step % T::SLICE_STEPS * T::STEP_TAPS;
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
-        UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
+        UNROLL_FOR (int i = 0; i < T::STEP_TAPS; i++) {
             const uint32_t place = to.address + i * T::TAP_BYTES;
             if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * T::WIDTH, tap0 + i, c0);
             UNROLL_FOR (int k = 0; T::BACKWARD && k < T::WEIGHT_BOXES; k++) {
@@ -14866,8 +14871,8 @@ template <class T> struct SmallWork {
 // the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
-    int next = work.first / T::GROUPS;           // the slice whose halo is loaded next
-    const int last = (work.end - 1) / T::GROUPS; // the last slice of this block's steps
+    int next = work.first / T::SLICE_STEPS;           // the slice whose halo is loaded next
+    const int last = (work.end - 1) / T::SLICE_STEPS; // the last slice of this block's steps
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, T::HALO_BYTES);
@@ -14887,7 +14892,7 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     }
     weights.pass_over(T::SLOTS);
     for (int step = work.first; step < work.end; step++) {
-        if (next <= last && step >= (next - 1) * T::GROUPS + 6 / T::GROUP) load_halo();
+        if (next <= last && step >= (next - 1) * T::SLICE_STEPS + 6 / T::STEP_TAPS) load_halo();
         if (step - work.first >= T::SLOTS) work.load_weights(weights.acquire(), step);
     }
 }
@@ -14900,7 +14905,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     using Product = Wgmma<T::N>;
     // How many steps the tensor cores still have to compute when a warpgroup issues the next step. With fewer steps,
     // the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
-    constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1;
+    constexpr int IN_FLIGHT = T::STEP_TAPS == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
     constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 input channels (k) to the next 16, in units of 16 bytes
     constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's weights, in the same units
@@ -14908,28 +14913,28 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     const int square = wg % T::ACROSS;
     // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
-    int group = work.first % T::GROUPS; // number of the next step within its slice
-    int group_done = group;             // number within its slice of the step that is released next
+    int step_of_slice = work.first % T::SLICE_STEPS; // number of the next step within its slice
+    int step_done = step_of_slice;                   // number within its slice of the step that is released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
-        if (step == work.first || group == 0) halo = halos.arrived() + own_pixels;
-        const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
+        if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
+        const Operand a = Halo<T::PITCH>(halo).shifted(step_of_slice * T::STEP_TAPS);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
         // In FP8 each of the two branches below has its own wgmma_fence and wgmma_commit. If they shared one pair, the
         // compiler would insert a wait after each product.
         auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
             wgmma_fence();
-            UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
+            UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
                 UNROLL_FOR (int k = 0; k < STEPS; k++)
                     WgmmaFp8<T::N>::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
             wgmma_commit();
         };
         if constexpr (T::FP8) {
-            if (work.p.x.is_half_slice(step / T::GROUPS)) multiply_fp8(std::integral_constant<int, 2>{});
+            if (work.p.x.is_half_slice(step / T::SLICE_STEPS)) multiply_fp8(std::integral_constant<int, 2>{});
             else multiply_fp8(std::integral_constant<int, 4>{});
         } else {
             wgmma_fence();
-            UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
+            UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
                 UNROLL_FOR (int k = 0; k < K; k++) {
                     Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2),
                                                             b.at(tap * TAP_STEP + k * B_STEP));
@@ -14939,12 +14944,12 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) { // the step IN_FLIGHT before this one has ended
             weights.release();
-            if (++group_done == T::GROUPS) {
-                group_done = 0;
+            if (++step_done == T::SLICE_STEPS) {
+                step_done = 0;
                 halos.release();
             }
         }
-        if (++group == T::GROUPS) group = 0;
+        if (++step_of_slice == T::SLICE_STEPS) step_of_slice = 0;
     }
     multiplied<0>(d);
 }
@@ -15123,7 +15128,7 @@ template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: products for each ta
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
-    Pipeline<T::HALO> halos(shared, T::HALOS, T::WARPGROUPS);
+    Pipeline<T::HALO_ROOM> halos(shared, T::HALOS, T::WARPGROUPS);
     Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
     Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results are written over the addends
     const uint32_t pushed = shared.tiles_at;
@@ -15212,7 +15217,7 @@ template <class T> static void conv_small(const ConvCall& p) {
 //     D of a 3x3's filter row:    | kw = 0: 64 Cin | kw = 1: 64 Cin | kw = 2: 64 Cin |
 //     D of a 1x1:                 | Cin 0 .. 63    | Cin 64 .. 127  | Cin 128 .. 191 |     x 64 Cout rows
 //
-//   A block has GROUPS warpgroups and a range of pixel tiles:
+//   A block has WARPGROUPS warpgroups and a range of pixel tiles:
 //     1     The block computes one of these products.
 //     3     The block computes up to three: for a 3x3 all three filter rows, for a 1x1 up to 192 Cout. It loads fewer
 //           bytes for each product (3x3: about a third, 1x1: half), which is good for large tensors. But each range has
@@ -15225,28 +15230,28 @@ template <class T> static void conv_small(const ConvCall& p) {
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
 //   is longer. In addition the time to write the partials and to add them up.
-template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
+template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_;
-    static constexpr int GROUPS = GROUPS_;
+    static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int STAGES = STAGES_;
     // A pixel tile.
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
-    static constexpr bool IS_3X3 = KERNEL == 3;          // a product computes the three taps of a filter row
-    static constexpr int ROWS = IS_3X3 ? 3 / GROUPS : 1; // blocks that divide the filter rows among them
+    static constexpr bool IS_3X3 = KERNEL == 3;              // a product computes the three taps of a filter row
+    static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // blocks that divide the filter rows among them
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
-    static constexpr int LOADER = 4 * GROUPS;
-    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // BIAS_WARPS, if GROUPS = 3
-    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
+    static constexpr int LOADER = 4 * WARPGROUPS;
+    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // BIAS_WARPS, if WARPGROUPS = 3
+    static constexpr int BIAS_WARPS = WARPGROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
     static constexpr int BORDER = KERNEL / 2;
-    static constexpr int PITCH = TILE_W + 2 * BORDER;             // pixels of a row of x
-    static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows of x that the block's 1 or 3 filter rows read
+    static constexpr int PITCH = TILE_W + 2 * BORDER;                 // pixels of a row of x
+    static constexpr int HALO_H = TILE_H + BORDER * (WARPGROUPS - 1); // rows of x that 1 or 3 filter rows read
     static constexpr int X_PARTS = IS_3X3 ? 1 : 3;
-    static constexpr int DOUT_PARTS = IS_3X3 ? 1 : GROUPS;
+    static constexpr int DOUT_PARTS = IS_3X3 ? 1 : WARPGROUPS;
     static constexpr int X_LOADED = PITCH * HALO_H * SLICE_BYTES;
     static constexpr int X_BYTES = whole_swizzles(X_LOADED);
     static constexpr int DOUT_AT = X_PARTS * X_BYTES;
@@ -15281,7 +15286,7 @@ template <class T> struct WeightBlock {
     int end = first_pixel_tile(p, split + 1);
     int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // how many tiles of Cin it has
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // how many tiles of Cout it has
-    int busy = T::IS_3X3 ? T::GROUPS : dout_parts;                                   // how many warpgroups have work
+    int busy_warpgroups = T::IS_3X3 ? T::WARPGROUPS : dout_parts;                    // how many warpgroups have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
@@ -15373,7 +15378,8 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
         left = image_tiles;
     }
     if (!work.final) return;
-    warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // tells the warpgroups that this warp has read all tiles
+    // Tells the warpgroups that this warp has read all tiles.
+    warps_arrive(2, 128 * work.busy_warpgroups + 32 * work.bias_warps);
     UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
         if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
@@ -15447,14 +15453,14 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     tma_stores_read();
 }
 
-// Roles: warps 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout. After all
+// Roles: warps 0 .. 4 WARPGROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout. After all
 // pixel tiles of the range, each warpgroup writes its sums to dweight or to the partials.
 template <class T> // T: a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
     const WeightBlock<T> work(b.work_of_this_block());
     SharedMemory shared(T::BARRIERS);
-    Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy + (work.sums_bias ? work.bias_warps : 0));
+    Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy_warpgroups + (work.sums_bias ? work.bias_warps : 0));
     if (threadIdx.x == T::LOADER * 32) {
         prefetch_tensor_map(work.maps.x.map(work.ci_tile));
         prefetch_tensor_map(&work.maps.dout);
@@ -15472,8 +15478,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
         if (work.sums_bias && bias_warp < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>{work, bias_warp});
         return;
     }
-    const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
-    if (wg >= work.busy) return;
+    const int wg = T::WARPGROUPS == 1 ? 0 : uniform(warp / 4);
+    if (wg >= work.busy_warpgroups) return;
     float acc[96] = {};
     if (T::IS_3X3 || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
     else if (work.parts == 2) multiply_tiles<T>(work, stages, wg, (float(&)[64])acc);
@@ -15481,7 +15487,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int row = work.row0 + (T::IS_3X3 ? wg : 0);
     const int co_tile = work.co_tile + (T::IS_3X3 ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
-    warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // now no warp reads the tiles
+    // After this barrier no warp reads the tiles any more.
+    warps_sync(2, 128 * work.busy_warpgroups + (work.sums_bias ? 32 * work.bias_warps : 0));
     put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BYTES_OF_64_ROWS);
 #endif
 }
@@ -16155,7 +16162,7 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int64_t products = T::UNIT * T::OUT_SLICES * slices * 4 * (T::PIXELS / 2 + 6);
 
     // The cycles of a unit's bytes: slices, streamed weights and addends are read, and results are written.
-    const int64_t tile_bytes = T::UNIT * T::PIXEL_BYTES;
+    const int64_t tile_bytes = T::UNIT * T::TILE_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
     const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
     // If few stages remain beside a tile's results and the current slice, fewer bytes can be loaded at the same time. A
@@ -16689,7 +16696,7 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
         const act*& few = conv_is_last(s) ? w.dout : w.x1;
         ConvFew p = make_few_rows(s, few, nullptr, detour, lane);
         p.dweight = std::exchange(w.dweight, p.product);
-        if (p.last) p.dbias = std::exchange(w.dbias, p.bias);
+        if (p.is_last_layer) p.dbias = std::exchange(w.dbias, p.bias);
         few = p.rows;
         conv_weight_batch({w}, lane);
         return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
