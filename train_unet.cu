@@ -68,31 +68,31 @@
 //  14296         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 //  14764         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 //  15207         conv_weight_tma: weight gradients (sm_90a)
-//  15497    21. The optimiser
-//  15500         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15732    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15735         groupnorm_backward
-//  15873         attention: forward and, where a has dout, backward
-//  15935         convolution: forward and input gradient
-//  16395         convolution: weight gradients
-//  16742    23. The GPU: memory, copies, repeated work
-//  16965    24. Between ranks: from device to device
+//  15498    21. The optimiser
+//  15501         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15733    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15736         groupnorm_backward
+//  15874         attention: forward and, where a has dout, backward
+//  15936         convolution: forward and input gradient
+//  16396         convolution: weight gradients
+//  16743    23. The GPU: memory, copies, repeated work
+//  16966    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7529, run_program 7469, train 6853, run_step 6661, train_step 5684, load_batch 4776;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16873):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16874):
 //     step_gradients 5583: draw_levels 9536, forward_and_loss 5497, q_sample_forward 9727, unet_forward 2911,
 //     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9838, unet_backward 2977,
-//     sum_gradients 15547;
-//     judge_step 15594, update_slice 5649, adamw_update 15705, next_step 15600, record_step 15606;
+//     sum_gradients 15548;
+//     judge_step 15595, update_slice 5649, adamw_update 15706, next_step 15601, record_step 15607;
 //     later collect_steps 6615
 //   pictures, from noise: sample_batch 4207, plan_route 3972, device_step 4016, euler_step 3770 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16270 draws all of its roads):
-//     forward_conv 2130; conv_forward 16305, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16221 above that; conv_tiles 14749, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 16271 draws all of its roads):
+//     forward_conv 2130; conv_forward 16306, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16222 above that; conv_tiles 14749, with conv_tiles_kernel above it;
 //     Accumulators 8895; Wgmma 8483;
-//     on any other GPU pick_conv_halo_bf16 16009; conv_halo 13149, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 16010; conv_halo 13149, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8289
 //   why several GPUs compute the bits of one: step_gradients 5583
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7578, with_nonlinearity 7588 (a case);
@@ -104,10 +104,10 @@
 //     LayerKind 2022; add_resblock 2395 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 230, ElementOf 7553; until they know it, nothing compiles: unpack 7945,
-//     pack 7974, FourOf 8026, mma 8289, with_act 7809, cast_params 15625, adamw_update 15705, tma_type 8622;
-//     which kernels take it: conv_product 16270, act_has_wgmma 7820; docs/READING.md says what at each
+//     pack 7974, FourOf 8026, mma 8289, with_act 7809, cast_params 15626, adamw_update 15706, tma_type 8622;
+//     which kernels take it: conv_product 16271, act_has_wgmma 7820; docs/READING.md says what at each
 //   samples in FP8 (--precision fp8): choose_fp8 2572 chooses the convolutions, make_fp8_weights 5145 rounds their
-//     weights, pack_fp8 8003 rounds what a norm writes, conv_product_fp8 16298 picks the kernel, WgmmaFp8 8518
+//     weights, pack_fp8 8003 rounds what a norm writes, conv_product_fp8 16299 picks the kernel, WgmmaFp8 8518
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
 //     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
@@ -8380,7 +8380,7 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
     constexpr int N = NA * NB; // tiles
     constexpr int AT_ONCE = PARTS<T> == 1 ? 1 : std::min(N, 4);
     auto at = [&](int i) -> float(&)[4] { return d[i % NA * a_step + i / NA * b_step]; };
-    static_assert(N % AT_ONCE == 0, "");
+    static_assert(N % AT_ONCE == 0, "the tiles take turns in whole groups");
     UNROLL_FOR (int first = 0; first < N; first += AT_ONCE) {
         if constexpr (PARTS<T> == 1) mma<T>(at(first), a[first % NA], b[first / NA]);
         else {
@@ -12555,7 +12555,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     constexpr int AT_MOST = N % 8 ? 4 : 8;
     constexpr int BATCH = N < AT_MOST ? N : AT_MOST;     // pixels whose loads are started together
     constexpr int NEXT_PIXEL = Tile::STEP * Tile::PITCH; // floats from a pixel of the lane to the lane's next pixel
-    static_assert(N % BATCH == 0);
+    static_assert(N % BATCH == 0, "all batches have the same number of pixels");
     if (l.count == 0) return;
 
     // This is the network's output: the number of its channels is not a multiple of 4, and there are no addends.
@@ -12828,7 +12828,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
     static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0, "swizzled rows begin at multiples of 128 bytes");
-    static_assert(SHARED_BYTES <= RTX_30.shared_per_block);
+    static_assert(SHARED_BYTES <= RTX_30.shared_per_block, "the least that a GPU of sm_80 or later has");
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
@@ -15259,7 +15259,8 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
     static constexpr int BARRIERS = 32;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + shared_beside(BARRIERS);
-    static_assert(SHARED_BYTES <= hopper_shared(1) && 2 * STAGES <= BARRIERS, "");
+    static_assert(SHARED_BYTES <= hopper_shared(1), "a multiprocessor has room for one block");
+    static_assert(2 * STAGES <= BARRIERS, "a stage has two barriers");
 };
 struct ConvWeightTma {
     TmaParts x;
