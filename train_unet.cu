@@ -5039,7 +5039,7 @@ static ModelFile open_model(const std::string& path) {
 }
 
 // Copies one parameter between our layout and PyTorch's. The layouts differ for two kinds of parameters: our layout is
-// (N, I, J, block) and PyTorch's is (N, J, I, block). The `block` floats lie side by side in both layouts.
+// (N, I, J, contiguous) and PyTorch's is (N, J, I, contiguous): so many floats lie side by side in both layouts.
 //   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
 //   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
 //   old order of attention
