@@ -4,113 +4,114 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    194  Part I. The program
-//    197     1. Types at the interface: what operations are called with
-//    571     2. The interface: all that the program asks of a device
-//    896     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    995     4. Configuration: flags, presets, help, what can work and what cannot
-//   1733     5. The network: a list of layers, made of guided-diffusion's flags
-//   2628     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2879     7. Forward and backward: two walks over the list
-//   3000     8. Diffusion: noise schedules, objectives, samplers
-//   3277         the level of a training sample, drawn, and its share of the loss
-//   3734         samplers
-//   4286     9. Data: .bin files that may be larger than memory, the order of their images
-//   4813    10. Model files: weights and checkpoints, initial weights
-//   5209    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5224         the learning rate, the verdict on a step, averages of the weights
-//   5311         what a trainer holds
-//   5445         a step
-//   5743    12. A run: log, guard, checkpoints, resume, samples
-//   5768         the log in memory, as the page shows it
-//   5880         what a run holds
-//   5948         the log and the status line
-//   6138         checkpoints, snapshots and grids
-//   6404         the start of a run: new, from a file's weights, or resumed
-//   6604         the loop over the steps
-//   6720         a run from its first to its last line
-//   6890         samples, without a run
-//   7048    13. main: the command line, then a run or samples
-//   7327         what ranks must have in common
-//   7398         main
-//   7523  Part II. The device
-//   7526    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7605    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7675    16. The GPU: what all kernels share
-//   7740         Launches, which may overlap
-//   7784         Decisions: what kernels are chosen with
-//   7832         Single instructions: shared memory, mbarriers, clusters
-//   7917         Activations: pieces of 16 bytes
-//   8214         each_kernel: a thread for an element
-//   8228         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8389         Swizzle: how rows lie in shared memory
-//   8407         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8646         building blocks of Hopper's kernels (sm_90a)
-//   8944    17. Small operations: resampling, embeddings, diffusion
-//   8947         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9147         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9504         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10013    18. Group norm
-//  10016         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10550         groupnorm_backward_whole: an image's slab in shared memory
-//  10928    19. Attention
-//  11034         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11578         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11716         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12396    20. Convolution
-//  12436         ConvOut: results, 4 channels of a pixel at a time
-//  12674         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12737         conv_halo: 3x3, stride 1, any GPU
-//  13142         conv_gather: any kernel size and stride, any GPU
-//  13405         conv_few: the first and the last layer
-//  13577         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14155         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14274         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14736         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15178         conv_weight_tma: weight gradients (sm_90a)
-//  15466    21. The optimiser
-//  15469         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15701    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15704         groupnorm_backward
-//  15842         attention: forward and, where a has dout, backward
-//  15904         convolution: forward and input gradient
-//  16364         convolution: weight gradients
-//  16711    23. The GPU: memory, copies, repeated work
-//  16934    24. Between ranks: from device to device
+//    195  Part I. The program
+//    198     1. Types at the interface: what operations are called with
+//    572     2. The interface: all that the program asks of a device
+//    897     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//    996     4. Configuration: flags, presets, help, what can work and what cannot
+//   1737     5. The network: a list of layers, made of guided-diffusion's flags
+//   2632     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2884     7. Forward and backward: two walks over the list
+//   3006     8. Diffusion: noise schedules, objectives, samplers
+//   3283         the level of a training sample, drawn, and its share of the loss
+//   3740         samplers
+//   4292     9. Data: .bin files that may be larger than memory, the order of their images
+//   4819    10. Model files: weights and checkpoints, initial weights
+//   5215    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5230         the learning rate, the verdict on a step, averages of the weights
+//   5317         what a trainer holds
+//   5451         a step
+//   5750    12. A run: log, guard, checkpoints, resume, samples
+//   5775         the log in memory, as the page shows it
+//   5887         what a run holds
+//   5955         the log and the status line
+//   6145         checkpoints, snapshots and grids
+//   6411         the start of a run: new, from a file's weights, or resumed
+//   6611         the loop over the steps
+//   6727         a run from its first to its last line
+//   6897         samples, without a run
+//   7056    13. main: the command line, then a run or samples
+//   7337         what ranks must have in common
+//   7408         main
+//   7533  Part II. The device
+//   7536    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7615    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7685    16. The GPU: what all kernels share
+//   7750         Launches, which may overlap
+//   7794         Decisions: what kernels are chosen with
+//   7842         Single instructions: shared memory, mbarriers, clusters
+//   7927         Activations: pieces of 16 bytes
+//   8224         each_kernel: a thread for an element
+//   8238         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8401         Swizzle: how rows lie in shared memory
+//   8419         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8664         building blocks of Hopper's kernels (sm_90a)
+//   8962    17. Small operations: resampling, embeddings, diffusion
+//   8965         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9165         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9522         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10031    18. Group norm
+//  10034         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10568         groupnorm_backward_whole: an image's slab in shared memory
+//  10946    19. Attention
+//  11052         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11597         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11735         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12416    20. Convolution
+//  12456         ConvOut: results, 4 channels of a pixel at a time
+//  12694         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12757         conv_halo: 3x3, stride 1, any GPU
+//  13162         conv_gather: any kernel size and stride, any GPU
+//  13425         conv_few: the first and the last layer
+//  13597         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14177         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14296         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14764         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15207         conv_weight_tma: weight gradients (sm_90a)
+//  15498    21. The optimiser
+//  15501         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15733    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15736         groupnorm_backward
+//  15874         attention: forward and, where a has dout, backward
+//  15936         convolution: forward and input gradient
+//  16396         convolution: weight gradients
+//  16743    23. The GPU: memory, copies, repeated work
+//  16966    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7519, run_program 7459, train 6846, run_step 6654, train_step 5677, load_batch 4770;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16842):
-//     step_gradients 5577: draw_levels 9518, forward_and_loss 5491, q_sample_forward 9709, unet_forward 2906,
-//     forward_layer 2892 (a function of the layer's kind), loss_forward_backward 9820, unet_backward 2971,
-//     sum_gradients 15516;
-//     judge_step 15563, update_slice 5642, adamw_update 15674, next_step 15569, record_step 15575;
-//     later collect_steps 6608
-//   pictures, from noise: sample_batch 4201, plan_route 3966, device_step 4010, euler_step 3764 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16239 draws all of its roads):
-//     forward_conv 2126; conv_forward 16274, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16190 above that; conv_tiles 14721, with conv_tiles_kernel above it;
-//     Accumulators 8877; Wgmma 8467;
-//     on any other GPU pick_conv_halo_bf16 15978; conv_halo 13129, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8279
-//   why several GPUs compute the bits of one: step_gradients 5577
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 286, Silu 7568, with_nonlinearity 7578 (a case);
-//     BEHIND_NORMS, in front of add_norm 2340, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3206
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 401, and beside each other edm_question 3048,
-//     ask 3084, frame_of 3094, sigma_draws 3100, has_steps_of_t 3106; the head of their section lists the changes
-//   a kind of layer: forward_linear 2046 and what stands beside it, with a list of all places in front of
-//     LayerKind 2018; add_resblock 2391 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7529, run_program 7469, train 6853, run_step 6661, train_step 5684, load_batch 4776;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16874):
+//     step_gradients 5583: draw_levels 9536, forward_and_loss 5497, q_sample_forward 9727, unet_forward 2911,
+//     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9838, unet_backward 2977,
+//     sum_gradients 15548;
+//     judge_step 15595, update_slice 5649, adamw_update 15706, next_step 15601, record_step 15607;
+//     later collect_steps 6615
+//   pictures, from noise: sample_batch 4207, plan_route 3972, device_step 4016, euler_step 3770 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16271 draws all of its roads):
+//     forward_conv 2130; conv_forward 16306, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16222 above that; conv_tiles 14749, with conv_tiles_kernel above it;
+//     Accumulators 8895; Wgmma 8483;
+//     on any other GPU pick_conv_halo_bf16 16010; conv_halo 13149, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8289
+//   why several GPUs compute the bits of one: step_gradients 5583
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7578, with_nonlinearity 7588 (a case);
+//     BEHIND_NORMS, in front of add_norm 2344, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3212
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 402, and beside each other edm_question 3054,
+//     ask 3090, frame_of 3100, sigma_draws 3106, has_steps_of_t 3112; the head of their section lists the changes
+//   a kind of layer: forward_linear 2050 and what stands beside it, with a list of all places in front of
+//     LayerKind 2022; add_resblock 2395 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 229, ElementOf 7543; until they know it, nothing compiles: unpack 7935,
-//     pack 7964, FourOf 8016, mma 8279, with_act 7799, cast_params 15594, adamw_update 15674, tma_type 8604;
-//     which kernels take it: conv_product 16239, act_has_wgmma 7810; docs/READING.md says what at each
-//   samples in FP8 (--precision fp8): choose_fp8 2568 chooses the convolutions, make_fp8_weights 5139 rounds their
-//     weights, pack_fp8 7993 rounds what a norm writes, conv_product_fp8 16267 picks the kernel, WgmmaFp8 8501
+//   an element type beside bf16: Element 230, ElementOf 7553; until they know it, nothing compiles: unpack 7945,
+//     pack 7974, FourOf 8026, mma 8289, with_act 7809, cast_params 15626, adamw_update 15706, tma_type 8622;
+//     which kernels take it: conv_product 16271, act_has_wgmma 7820; docs/READING.md says what at each
+//   samples in FP8 (--precision fp8): choose_fp8 2572 chooses the convolutions, make_fp8_weights 5145 rounds their
+//     weights, pack_fp8 8003 rounds what a norm writes, conv_product_fp8 16299 picks the kernel, WgmmaFp8 8518
 //     multiplies
-//   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must; what a flag's
-//     unknown word ends in is unknown_word 1123, called by who does not know it
+//   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
+//     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
+//     know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -389,7 +390,7 @@ struct NoiseLevel {
     float log_var = 0;
     float log_ratio = 0;
     float range = 0;
-    int first = 0;            // 1: this is the level of t = 0
+    int t_is_0 = 0;           // 1: this is the level of t = 0
     int quarter = 0;          // the quarter of all levels that this level lies in: 0 (least noise) to 3
     int index = 0;            // ddpm: t
     float importance = 0;     // ddpm: 1 / (T times the probability of drawing t)
@@ -807,9 +808,9 @@ static void reserve(const Workspace& most, bool training);
 // These functions send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4
 // bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
 // end_exchange become one launch.
-//   all_to_all   rank r receives piece r of every other rank's `send`; the piece from rank s becomes piece s of `recv`
+//   all_to_all   rank r receives piece r of the sendbuf of every other rank s, as piece s of its recvbuf
 //   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may lie in `all` already
-static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane); // bytes: the size of a piece
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane* lane); // bytes: the size of a piece
 static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
 static void begin_exchange();
 static void end_exchange();
@@ -895,8 +896,8 @@ static act* make_copy(float* params, size_t n) {
 // =====================================================================================================================
 // 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
-// counter = (block, sample, step, purpose). Here a block is four random words, which are drawn together; a sample's
-// blocks are numbered. Philox has no state, so any step of any run can be reproduced alone, on any machine.
+// counter = (quartet, sample, step, purpose). A quartet is four random words, which are drawn together; a sample's
+// quartets are numbered. Philox has no state, so any step of any run can be reproduced alone, on any machine.
 
 // The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws other numbers in
 // each residual block, so its word also contains the residual block's index, in the bits from 8 on.
@@ -927,8 +928,8 @@ struct Words {
 // Returns four random words of 32 bits. Each round multiplies words 0 and 2 by constants. The upper halves of the two
 // products are combined by XOR with words 3 and 1 and with the key. The lower halves become words as they are. The key
 // changes by a constant from round to round.
-HD static inline Words philox(uint64_t seed, uint32_t block, uint32_t sample, uint32_t step, uint32_t purpose) {
-    Words c{{block, sample, step, purpose}};
+HD static inline Words philox(uint64_t seed, uint32_t quartet, uint32_t sample, uint32_t step, uint32_t purpose) {
+    Words c{{quartet, sample, step, purpose}};
     uint32_t key0 = (uint32_t)seed;
     uint32_t key1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++) {
@@ -969,16 +970,16 @@ HD static inline void normals(float z[4], const Words& r) {
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
-// network of four rounds permutes the numbers of 2 * half bits: it splits a number into a left and a right half, and
-// mixes the left half with a random function of the right half. In general n is not a power of 4. So if the result is
-// not below n, it is permuted again, until it is.
+// network of four rounds permutes the numbers of 2 * half_bits bits: it splits a number into a left and a right half,
+// and mixes the left half with a random function of the right half. In general n is not a power of 4. So if the result
+// is not below n, it is permuted again, until it is.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
-    int half = 1; // bits of a half: so many that two halves can hold all numbers below n
-    while ((int64_t)1 << 2 * half < n) half++;
-    const uint32_t mask = (1u << half) - 1;
+    int half_bits = 1; // bits of a half: so many that two halves can hold all numbers below n
+    while ((int64_t)1 << 2 * half_bits < n) half_bits++;
+    const uint32_t mask = (1u << half_bits) - 1;
     int64_t x = pos;
     do {
-        uint32_t left = (uint32_t)(x >> half);
+        uint32_t left = (uint32_t)(x >> half_bits);
         uint32_t right = (uint32_t)x & mask;
         for (uint32_t round = 0; round < 4; round++) {
             const Words random = philox(seed, right, round, (uint32_t)epoch, RANDOM_ORDER);
@@ -986,7 +987,7 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
             left = right;
             right = mixed;
         }
-        x = (int64_t)left << half | right;
+        x = (int64_t)left << half_bits | right;
     } while (x >= n);
     return x;
 }
@@ -1179,8 +1180,8 @@ template <class Int> static std::string set_value(Int* flag, const Flag& f, cons
 // the command line.
 static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
     auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
-    const std::string must = std::visit(set, f.member);
-    if (!must.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), must.c_str());
+    const std::string expected = std::visit(set, f.member);
+    if (!expected.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), expected.c_str());
 }
 
 // Returns a number as text. It has as few digits as possible, but so many that the same number is read from the text.
@@ -1254,10 +1255,10 @@ static void print_help() {
            "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
            DEFAULT_PRESET);
-    const char* part = ""; // the heading of the flags that were printed last
+    const char* last_heading = ""; // the heading of the flags that were printed last
     for (const Flag& f : FLAGS) {
-        if (f.heading != part) printf("\n%s\n", f.heading); // here a new part begins
-        part = f.heading;
+        if (f.heading != last_heading) printf("\n%s\n", f.heading); // here a new part begins
+        last_heading = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
     // Which preset is used without --preset: see default_preset.
@@ -1515,8 +1516,9 @@ static std::string parse_attention_resolutions(Config* c) {
 // Parses and checks image_size, cond, channel_mult, patch_size and attention_resolutions. Returns "", or a sentence
 // that says what is wrong.
 static std::string parse_model(Config* c) {
-    for (auto part : {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
-        const std::string error = part(c);
+    for (auto parse :
+         {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
+        const std::string error = parse(c);
         if (!error.empty()) return error;
     }
     return "";
@@ -1588,7 +1590,7 @@ static std::string check_model(Config* c) {
     if (error.empty()) error = check_pictures(c);
     if (!error.empty()) return error;
     // Remembers the first thing that is wrong.
-    auto must = [&](bool ok, const char* name, const std::string& why) {
+    auto note_unless = [&](bool ok, const char* name, const std::string& why) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
 
@@ -1604,51 +1606,53 @@ static std::string check_model(Config* c) {
         const bool counts_heads = per_head < 0;
         const bool head_fits = per_head && ch % per_head == 0;
         const bool up_fits = up == -1 || (up > 0 && ch % up == 0);
-        must(counts_heads || head_fits, "num_head_channels", "must " + divide + "; 32 does");
-        must(!counts_heads || ch % c->num_heads == 0, "num_heads", "must " + divide);
-        must(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
+        note_unless(counts_heads || head_fits, "num_head_channels", "must " + divide + "; 32 does");
+        note_unless(!counts_heads || ch % c->num_heads == 0, "num_heads", "must " + divide);
+        note_unless(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
     }
 
     // Diffusion and classes. With T steps the linear schedule's last beta is 20 / T.
-    must(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
-         "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
-    must(!c->class_cond || c->num_classes > 0, "num_classes", "must be given for --class_cond True: the data has none");
-    must(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
-         "has nothing to leave out without --class_cond True or --cond_dim");
+    note_unless(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
+                "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
+    note_unless(!c->class_cond || c->num_classes > 0, "num_classes",
+                "must be given for --class_cond True: the data has none");
+    note_unless(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
+                "has nothing to leave out without --class_cond True or --cond_dim");
     // With other objectives, flags that only --objective ddpm uses must keep their defaults.
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
         const Flag& f = *find_flag(name);
         const bool is_default = flag_value(*c, f) == flag_value(plain, f);
-        must(c->objective == "ddpm" || is_default, name,
-             "is for --objective ddpm; " + c->objective + " has a prediction, a weighting and noise levels of its own");
+        note_unless(
+            c->objective == "ddpm" || is_default, name,
+            "is for --objective ddpm; " + c->objective + " has a prediction, a weighting and noise levels of its own");
     }
-    must(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
-    must(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
+    note_unless(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
+    note_unless(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
     // The flags of samples: classes, the noise levels of the sampler's steps, and images that sampling begins with.
-    must(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
-    must(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
+    note_unless(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
+    note_unless(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
     for (float k : c->class_list) {
         const bool is_class = k == std::floor(k) && k >= 0 && k < c->num_classes;
-        must(is_class, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
+        note_unless(is_class, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
     }
-    must(!c->guided() || c->can_be_guided(), "guidance_scale",
-         "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1, or of --cond_dropout 0.1");
-    must(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
-    must(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
-         text("must be below --sigma_max %g", c->sigma_max));
+    note_unless(!c->guided() || c->can_be_guided(), "guidance_scale",
+                "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1, or of --cond_dropout 0.1");
+    note_unless(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
+    note_unless(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
+                text("must be below --sigma_max %g", c->sigma_max));
     // --start_from and --inpaint begin with images; S_churn is noise that euler and heun add between their steps.
     const bool changes_images = c->changes_images();
     const bool inpaints = !c->inpaint.empty();
-    must(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
+    note_unless(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
     const bool takes_mask = c->sample && c->picture_kind == PictureKind::MASK;
-    must(!inpaints || !c->mask.empty(), "mask", "is needed by --inpaint: where to paint anew");
-    must(inpaints || takes_mask || c->mask.empty(), "mask",
-         "needs --inpaint, or a model of --cond mask: where to paint anew");
-    must(!changes_images || c->sample, inpaints ? "inpaint" : "start_from", "is for --sample");
-    must(!changes_images || !c->S_churn, "S_churn", "is for images that are made of noise alone");
-    must(!c->S_churn || c->can_churn(), "S_churn", "is for --sampler euler and heun");
+    note_unless(!inpaints || !c->mask.empty(), "mask", "is needed by --inpaint: where to paint anew");
+    note_unless(inpaints || takes_mask || c->mask.empty(), "mask",
+                "needs --inpaint, or a model of --cond mask: where to paint anew");
+    note_unless(!changes_images || c->sample, inpaints ? "inpaint" : "start_from", "is for --sample");
+    note_unless(!changes_images || !c->S_churn, "S_churn", "is for images that are made of noise alone");
+    note_unless(!c->S_churn || c->can_churn(), "S_churn", "is for --sampler euler and heun");
     return error;
 }
 
@@ -1807,9 +1811,9 @@ struct Layer {
 
 // A part of the arena: the memory of a tensor, a gradient, or something else that a layer keeps.
 struct Buffer {
-    size_t bytes;                   // for one sample
-    int first = INT_MAX, last = -1; // the first and the last time at which it is in use (see plan_lifetimes)
-    size_t offset = 0;              // in the arena
+    size_t bytes;                           // for one sample
+    int first_use = INT_MAX, last_use = -1; // the first and the last time at which it is in use (see plan_lifetimes)
+    size_t offset = 0;                      // in the arena
     int again; // if the tensor is computed again (--use_checkpoint): the buffer for the result; else this buffer
 };
 
@@ -2489,8 +2493,8 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
 // resolution, and .1 is attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
-    int block = 0;
-    auto next_name = [&] { return "input_blocks." + std::to_string(++block); };
+    int input_block = 0;
+    auto next_name = [&] { return "input_blocks." + std::to_string(++input_block); };
     const int first = add_conv(net, {.name = "input_blocks.0.0", .x1 = x, .kernel = 3}, c.channels(0));
     std::vector<int> skips{first}; // the output of every block
     const size_t lowest = c.mult.size() - 1;
@@ -2514,13 +2518,13 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
-    int block = 0;
+    int output_block = 0;
     for (int level = (int)c.mult.size() - 1; level >= 0; level--) {
         const int ch = c.channels(level);
         const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
             // a residual block of [h | the encoder's tensor], then attention; at the level's end the resolution doubles
-            const std::string name = "output_blocks." + std::to_string(block++);
+            const std::string name = "output_blocks." + std::to_string(output_block++);
             h = add_resblock(net, name + ".0", h, skips.back(), ch);
             skips.pop_back();
             if (attention) h = add_attention_block(net, name + ".1", h, heads);
@@ -2749,8 +2753,8 @@ static void plan_lifetimes(UNet* net) {
             // After the loss, the backward pass reads the new copy of a tensor that was computed again.
             const bool after_loss = time > L + 1;
             Buffer& b = net->buffers[after_loss ? net->buffers[buffer].again : buffer];
-            b.first = std::min(b.first, time);
-            b.last = std::max(b.last, time);
+            b.first_use = std::min(b.first_use, time);
+            b.last_use = std::max(b.last_use, time);
         }
     };
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
@@ -2797,7 +2801,7 @@ static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
     for (Buffer& b : net->buffers)
-        if (b.last >= 0) order.push_back(&b);               // it is in use at some time
+        if (b.last_use >= 0) order.push_back(&b);           // it is in use at some time
     std::ranges::stable_sort(order, std::greater{}, bytes); // stable: the same places on every machine
 
     std::multimap<size_t, const Buffer*> placed; // by offset
@@ -2805,7 +2809,8 @@ static void place_buffers(UNet* net, int B) {
     for (Buffer* b : order) {
         b->offset = 0;
         for (const auto& [offset, other] : placed) {
-            const bool overlap = other->first <= b->last && b->first <= other->last; // they are in use at the same time
+            // Are they in use at the same time?
+            const bool overlap = other->first_use <= b->last_use && b->first_use <= other->last_use;
             if (!overlap) continue;
             if (b->offset + bytes(b) <= offset) break; // b fits into the gap before the other buffer
             b->offset = std::max(b->offset, offset + bytes(other));
@@ -2928,12 +2933,13 @@ struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Lane*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
-    double load = 0;           // how much of the device the waiting weight gradients would fill together; 1: all of it
-    int last = -1;             // the layer whose weight gradient was added last
-    std::vector<int> ticket{}; // for each layer: the ticket for wait_for_side; -1: its weight gradient was not sent yet
+    double load = 0; // how much of the device the waiting weight gradients would fill together; 1: all of it
+    int last = -1;   // the layer whose weight gradient was added last
+    std::vector<int>
+        ticket{}; // for each layer: the ticket for wait_for_side; -1: its weight gradient was not launched yet
 
-    // Launches the weight gradients that wait. After that, those of all layers from `last` on have been sent.
-    void send() {
+    // Launches the weight gradients that wait. After that, those of all layers from `last` on have been launched.
+    void launch_waiting() {
         // In the flat arrays, gradients from complete_from on are then complete. All convolutions' weights without a
         // complete gradient lie before complete_from.
         size_t complete_from = net->plain_size;
@@ -2956,11 +2962,11 @@ struct WeightGradients {
         waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
         last = layer;
         load += conv_weight_load(a.conv());
-        if (load >= 1 || !allowed.batches) send();
+        if (load >= 1 || !allowed.batches) launch_waiting();
     }
     // Makes the operations that follow on the main lane wait for this layer's weight gradient.
     void wait_for(int layer) {
-        if (ticket[layer] < 0) send();
+        if (ticket[layer] < 0) launch_waiting();
         wait_for_side(ticket[layer]);
     }
 };
@@ -2983,7 +2989,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         if (l.kind == &CONV) {
             // The weight gradients that wait are launched without that of the first convolution, because the
             // embedding's layers wait for them.
-            if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.send();
+            if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
             if (!a.d1.dx && !a.d2.dx) continue; // its input is the images, whose gradient nobody needs
@@ -3180,13 +3186,13 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
 //           2021, eq. 17)
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
-    const double scale = 1000.0 / T, first = 1e-4 * scale, last = 0.02 * scale;
+    const double scale = 1000.0 / T, beta_start = 1e-4 * scale, beta_end = 0.02 * scale;
     const bool is_cosine = meaning<bool>("noise_schedule", c.noise_schedule, {{"linear", false}, {"cosine", true}});
     auto cosine = [](double t) { return std::pow(std::cos((t + 0.008) / 1.008 * M_PI / 2), 2); };
     std::vector<double> result;
     double product = 1;
     for (int t = 0; t < T; t++) {
-        double beta = first + (last - first) * t / (T - 1);
+        double beta = beta_start + (beta_end - beta_start) * t / (T - 1);
         if (is_cosine) beta = std::min(1 - cosine((t + 1.0) / T) / cosine((double)t / T), 0.999);
         product *= 1 - beta;
         result.push_back(product);
@@ -3230,7 +3236,7 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     std::vector<NoiseLevel> levels;
     for (int t = 0; t < T; t++) {
         NoiseLevel level = ddpm_level(c, alpha_bar[t], t);
-        level.first = t == 0;
+        level.t_is_0 = t == 0;
         level.index = t;
         level.importance = 1;
         level.quarter = 4 * t / T;
@@ -3483,7 +3489,7 @@ struct Around {
 HD static inline Around pixels_around(double u, int size, bool flip) {
     const double below = floor(u);
     const int i = (int)below;
-    const float part = (float)(u - below);
+    const float fraction = (float)(u - below);
     const int first = (i - 5) >> 1; // (i - 5) / 2, rounded down even if it is negative
     const bool odd = (i - 5) & 1;
     Around a;
@@ -3491,7 +3497,7 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
         // This pixel is multiplied by the tap `here` in value i of the doubled row, and by `next` in value i + 1.
         const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
         const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
-        a.weight[j] = (1 - part) * here + part * next;
+        a.weight[j] = (1 - fraction) * here + fraction * next;
         a.pixel[j] = mirrored(first + j, size, flip);
     }
     return a;
@@ -3561,14 +3567,14 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
 // The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
 // [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
-constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // philox's `block` when the factor is drawn; the noise uses lower ones
+constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the quartet that the factor is drawn from; the noise uses lower ones
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
 // Number i of an enlarged row (or column) lies between the numbers `first` and `second` of the small row. As in
 // PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
 struct Between {
     int first, second;
-    float part; // the weight of the second number; the weight of the first is 1 - part
+    float fraction; // the weight of the second number; the weight of the first is 1 - fraction
 };
 HD static inline Between place_in_small(int i, int factor, int size) {
     const float centre = ((float)i + 0.5f) / (float)factor - 0.5f;
@@ -3584,9 +3590,9 @@ HD static inline float enlarged(const float* small, int y, int x, int c, int fac
     const Between column = place_in_small(x, factor, w);
     const float* const upper = small + (size_t)row.first * w * C + c;
     const float* const lower = small + (size_t)row.second * w * C + c;
-    const float above = (1 - column.part) * upper[column.first * C] + column.part * upper[column.second * C];
-    const float below = (1 - column.part) * lower[column.first * C] + column.part * lower[column.second * C];
-    return (1 - row.part) * above + row.part * below;
+    const float above = (1 - column.fraction) * upper[column.first * C] + column.fraction * upper[column.second * C];
+    const float below = (1 - column.fraction) * lower[column.first * C] + column.fraction * lower[column.second * C];
+    return (1 - row.fraction) * above + row.fraction * below;
 }
 
 // Returns the grey value of pixel i (ITU-R BT.601). The pixel's three channels lie HW numbers apart.
@@ -3695,7 +3701,7 @@ HD static inline double normal_cdf(double z, double* density) {
 HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v, float x0) {
     const float slope = 0.5f * level.range; // du / dv
     const float u = level.log_ratio + slope * (v + 1);
-    if (!level.first) {
+    if (!level.t_is_0) {
         // The term is (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. It is computed in double: for high t, u is so small that
         // exp(-u) - 1 + u is almost u^2 / 2.
         const double less = expm1(-(double)u); // exp(-u) - 1
@@ -3802,8 +3808,8 @@ static void add_heun_step(std::vector<Move>* moves, double s, double n) {
     if (n > 0) to_y.m_x0 = 1;
     moves->push_back(to_y);
     if (n == 0) return;
-    const double half = (n - s) / (2 * n);
-    moves->push_back(Move{.sigma = n, .x = 1, .x0 = -half, .m = half});
+    const double half_step = (n - s) / (2 * n);
+    moves->push_back(Move{.sigma = n, .x = 1, .x0 = -half_step, .m = half_step});
 }
 
 // DPM-Solver++(2M) (Lu et al. 2022, algorithm 2; the paper's lambda is -log(sigma)): Euler's step with an x0 that is
@@ -3881,8 +3887,8 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
 static double karras_sigma(const Config& c, double high, double low, int i, int N) {
     const double start = std::pow(high, 1.0 / c.rho);
     const double end = std::pow(low, 1.0 / c.rho);
-    const double part = N > 1 ? (double)i / (N - 1) : 0;
-    return std::pow(start + part * (end - start), c.rho);
+    const double fraction = N > 1 ? (double)i / (N - 1) : 0;
+    return std::pow(start + fraction * (end - start), c.rho);
 }
 
 // Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
@@ -3947,7 +3953,7 @@ struct Route {
     double start = 0; // the first x is start * normals + churn * other normals
     double churn = 0;
     std::vector<Move> moves;
-    int64_t first = 0; // the move that sampling begins with: the first move of the step that first_step returns
+    int64_t first_move = 0; // the move that sampling begins with: the first move of the step that first_step returns
 };
 
 // Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began; 0: no
@@ -3972,7 +3978,7 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     int last = -1; // the step that was taken before this one; -1: none
     for (int i : step_order(c, N)) {
         double s = sigmas[i];
-        if (i == first && i > last) route.first = (int64_t)route.moves.size();
+        if (i == first && i > last) route.first_move = (int64_t)route.moves.size();
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
             // This is S_noise sqrt(s'^2 - s^2) with s' = s (1 + gamma). Without churn it is exactly 0.
@@ -3999,8 +4005,8 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
     const size_t last = known.size() - 1;
     const auto above = std::upper_bound(known.begin() + 1, known.begin() + last, sigma);
     const size_t i = (size_t)(above - known.begin()) - 1;
-    const double part = std::log(sigma / known[i]) / std::log(known[i + 1] / known[i]);
-    const double t = (double)i + part;
+    const double fraction = std::log(sigma / known[i]) / std::log(known[i + 1] / known[i]);
+    const double t = (double)i + fraction;
     const double alpha_bar = 1 / (1 + sigma * sigma);
     return ddpm_level(c, alpha_bar, std::min(std::max(t, 0.0), (double)last));
 }
@@ -4045,7 +4051,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
 struct SamplerPlan {
     // The network's first input is image * x_0 + start * normals + churn * other normals.
     float image, start, churn;
-    int64_t first; // the step that sampling begins with
+    int64_t begin; // the step that sampling begins with
     std::vector<SamplerStep> steps;
 };
 
@@ -4056,10 +4062,10 @@ static SamplerPlan plan_sampler(const Config& c) {
     const Route route = plan_route(c, sigmas);
     const std::vector<Move>& moves = route.moves;
     SamplerPlan plan{};
-    plan.first = route.first;
+    plan.begin = route.first_move;
 
     // With --start_from the first x is the given image plus noise, whose sigma is that of the first move.
-    const double from = moves[plan.first].sigma;
+    const double from = moves[plan.begin].sigma;
     const double signal = level_at(c, known, from).signal;
     const bool changes_images = !c.start_from.empty();
     plan.image = changes_images ? (float)signal : 0;
@@ -4225,9 +4231,9 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     }
 
     // The steps. The device counts them in s->k, so that one recorded graph can be repeated for all steps.
-    copy_to_device(s->k, &s->plan.first, sizeof(int64_t));
+    copy_to_device(s->k, &s->plan.begin, sizeof(int64_t));
     Graph graph;
-    const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.first;
+    const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.begin;
     for (int64_t k = 0; k < steps; k++) {
         replay(&graph, [&] {
             sampler_timesteps(s->t, s->steps, s->k, B * copies);
@@ -4761,15 +4767,15 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     return false;
 }
 
-// Sends a batch to the device: images (own, C, H, W), labels (own), numbers (own, num_values), and the pictures (own,
-// K, H, W) that the images are conditioned on. The numbers of an augmentation are still zeros. The batch is the samples
-// at positions first .. first + B - 1 of the stream; this rank sends `own` of them. In training, these are the rank's
-// microbatches, one after the other, and some images lose their class and their numbers (--class_dropout). Outside of
-// training the rank sends all B samples.
+// Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values), and the pictures
+// (n, K, H, W) that the images are conditioned on. The numbers of an augmentation are still zeros. The batch is the
+// samples at positions first .. first + B - 1 of the stream; this rank sends n = own_images of them. In training, these
+// are the rank's microbatches, one after the other, and some images lose their class and their numbers
+// (--class_dropout). Outside of training the rank sends all B samples.
 // Returns whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
-    const int own = training ? B / world.size : B;
+    const int own_images = training ? B / world.size : B;
     // Returns which sample of the batch this rank's k-th sample is.
     auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
     auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
@@ -4777,7 +4783,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     // Ask the operating system to fetch the images of later batches, unless it was asked before.
     const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
     for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
-        for (int k = 0; k < own; k++) {
+        for (int k = 0; k < own_images; k++) {
             const int64_t i = image(d->asked + sample(k));
             for (const Dataset* file : {d, d->cond.get()})
                 if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
@@ -4785,13 +4791,13 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 
     // The host's buffer may only be filled again after the batch that it held before has been sent.
     wait_for_host_side(batch);
-    int* labels = (int*)(batch->host + d->labels_at(own));
-    float* values = (float*)(batch->host + d->values_at(own));
-    uint8_t* pictures = batch->host + d->pictures_at(own, c);
+    int* labels = (int*)(batch->host + d->labels_at(own_images));
+    float* values = (float*)(batch->host + d->values_at(own_images));
+    uint8_t* pictures = batch->host + d->pictures_at(own_images, c);
     // An image loses its class and numbers if its random word is below this.
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
     const uint32_t step = (uint32_t)(first / B);
-    for (int k = 0; k < own; k++) {
+    for (int k = 0; k < own_images; k++) {
         const int64_t b = sample(k);
         const int64_t i = image(first + b);
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
@@ -5033,7 +5039,7 @@ static ModelFile open_model(const std::string& path) {
 }
 
 // Copies one parameter between our layout and PyTorch's. The layouts differ for two kinds of parameters: our layout is
-// (N, I, J, block) and PyTorch's is (N, J, I, block). The `block` floats lie side by side in both layouts.
+// (N, I, J, contiguous) and PyTorch's is (N, J, I, contiguous): so many floats lie side by side in both layouts.
 //   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
 //   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
 //   old order of attention
@@ -5048,14 +5054,14 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
         I = p.shape[2] * p.shape[3];
         J = p.shape[1];
     }
-    const size_t block = p.size / (N * I * J);
+    const size_t contiguous = p.size / (N * I * J);
     for (size_t n = 0; n < N; n++)
         for (size_t i = 0; i < I; i++)
             for (size_t j = 0; j < J; j++) {
-                const size_t ours = ((n * I + i) * J + j) * block;
-                const size_t theirs = ((n * J + j) * I + i) * block;
+                const size_t ours = ((n * I + i) * J + j) * contiguous;
+                const size_t theirs = ((n * J + j) * I + i) * contiguous;
                 float* const written = to + (to_file ? theirs : ours);
-                memcpy(written, from + (to_file ? ours : theirs), block * sizeof(float));
+                memcpy(written, from + (to_file ? ours : theirs), contiguous * sizeof(float));
             }
 }
 
@@ -5535,9 +5541,9 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
         char* const segment = (char*)flat + own.at(s, 0) / PIECE * bytes;
-        const size_t part = own.pieces * bytes;
-        const char* const mine = slice ? (const char*)slice + s * part : segment + own.rank * part;
-        all_gather(segment, mine, part, MAIN_LANE);
+        const size_t slice_bytes = own.pieces * bytes;
+        const char* const mine = slice ? (const char*)slice + s * slice_bytes : segment + own.rank * slice_bytes;
+        all_gather(segment, mine, slice_bytes, MAIN_LANE);
     }
     end_exchange();
 }
@@ -5612,7 +5618,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 
         // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
         int unsent = own.segments; // the segments from this one on have been sent to their owners
-        const std::function<void(size_t, Lane*)> send = [&](size_t complete_from, Lane* lane) {
+        const std::function<void(size_t, Lane*)> send_gradients = [&](size_t complete_from, Lane* lane) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
                 const size_t begin = own.at(unsent, 0);
@@ -5622,12 +5628,13 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         };
         // With NCCL the gradients are sent after the backward pass, because NCCL would take multiprocessors from the
         // kernels of that pass.
-        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B, world.direct ? send : nullptr);
+        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B,
+                      world.direct ? send_gradients : nullptr);
         if (N > 1) {
             mark({"gradients to their ranks"});
             begin_exchange();
             all_gather(tr->loss + k * N * B, tr->loss + first, B * sizeof(double), MAIN_LANE);
-            send(0, MAIN_LANE);
+            send_gradients(0, MAIN_LANE);
             end_exchange();
         }
         mark({"gradient norm"});
@@ -5832,8 +5839,8 @@ static LogPart part_of_row(const LogValues& values, double seconds, bool skipped
     LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
     for (int k = 0; k < 9; k++) {
         const double value = values[COLUMN_LOSS + k];
-        const bool counts = k > 0 || !skipped; // a skipped step's loss is left out
-        if (!counts || !std::isfinite(value)) continue;
+        const bool is_counted = k > 0 || !skipped; // a skipped step's loss is left out
+        if (!is_counted || !std::isfinite(value)) continue;
         part.sum[k] = value;
         part.n[k] = 1;
     }
@@ -6925,26 +6932,26 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
 // samples are drawn: a name that can't be written, or a file that must not be replaced.
 static Folder open_output(const Config& c, const std::string& resume) {
     // Every message begins with the flag.
-    auto must = [&](bool ok, const std::string& why) {
+    auto refuse_unless = [&](bool ok, const std::string& why) {
         if (!ok) refuse("--output " + c.output + ": " + why);
     };
     const bool has_ending = c.output.ends_with(".png") || c.output.ends_with(".bin");
-    must(has_ending && c.output.size() > 4, "must end in .png (one grid) or .bin (float images)");
+    refuse_unless(has_ending && c.output.size() > 4, "must end in .png (one grid) or .bin (float images)");
     // The folder is opened now and used until the end, even if somebody renames it meanwhile.
     const std::filesystem::path path = c.output;
     const std::string name = path.filename().string();
     const Folder folder = open_folder(path.parent_path().string());
-    must(folder.descriptor >= 0,
-         text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
+    refuse_unless(folder.descriptor >= 0,
+                  text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
 
-    must(!is_name_of_run(folder, name), NAME_OF_RUN);
+    refuse_unless(!is_name_of_run(folder, name), NAME_OF_RUN);
 
     // A file of this name is not replaced if it holds a model or data that are no samples, or if this program reads it.
     struct stat target;
     const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
     if (is_there) {
-        must(!S_ISDIR(target.st_mode), "is a folder; name a file");
-        must(S_ISREG(target.st_mode), "is there and is no usual file; choose another name");
+        refuse_unless(!S_ISDIR(target.st_mode), "is a folder; name a file");
+        refuse_unless(S_ISREG(target.st_mode), "is there and is no usual file; choose another name");
         for (const std::string& file :
              {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values, c.cond_file}) {
             struct stat input;
@@ -6952,13 +6959,14 @@ static Folder open_output(const Config& c, const std::string& resume) {
             // Two names may belong to the same file. A file is identified by its device and by its inode number on this
             // device.
             const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
-            must(!same, "would replace " + file + ", which is read; choose another name");
+            refuse_unless(!same, "would replace " + file + ", which is read; choose another name");
         }
-        must(!holds_more_than_samples(folder, name), "holds a model or data; choose another name, or move it away");
+        refuse_unless(!holds_more_than_samples(folder, name),
+                      "holds a model or data; choose another name, or move it away");
     }
     // The last check: can a file be made there? AtomicFile makes one under another name, and removes it again.
     AtomicFile probe(folder, name);
-    must(!probe.error, probe.failure);
+    refuse_unless(!probe.error, probe.failure);
     probe.discard();
     return folder;
 }
@@ -7037,9 +7045,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
-    // An evaluation is one call of the network for an image. From plan.first on, plan.steps contains one entry for each
+    // An evaluation is one call of the network for an image. From plan.begin on, plan.steps contains one entry for each
     // evaluation. A step of heun is two entries, except a step to noise 0, which is one entry.
-    const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.first);
+    const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.begin);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
            evaluations, seconds, c.sample / seconds, c.output.c_str());
 }
@@ -7252,32 +7260,34 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
         if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
         if (!c->chosen("num_classes")) c->num_classes = d.classes;
     }
-    auto must = [&](bool ok, const char* flag, const std::string& why) {
+    auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
     // If the images and the model differ in size, this is said first, because it explains most other errors.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
-    must(fits, "data_file",
-         text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H, d.W, c->H,
-              c->W));
-    must(d.C == c->in_channels, "data_file",
-         text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit", d.C,
-              c->in_channels));
-    must(d.K == c->cond_dim || !c->cond_dim, "cond_dim",
-         c->data_file + (d.K ? text(" has %d numbers an image", d.K)
-                             : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
+    refuse_unless(fits, "data_file",
+                  text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H,
+                       d.W, c->H, c->W));
+    refuse_unless(d.C == c->in_channels, "data_file",
+                  text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit",
+                       d.C, c->in_channels));
+    refuse_unless(
+        d.K == c->cond_dim || !c->cond_dim, "cond_dim",
+        c->data_file + (d.K ? text(" has %d numbers an image", d.K)
+                            : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
     const bool makes_them = c->picture_kind != PictureKind::FILE;
-    must(d.cond || makes_them || !c->cond_channels, "cond_channels",
-         "needs --cond_file, a picture for each of the images");
-    must(!d.cond || d.cond->C == c->cond_channels, "cond_file",
-         text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
-              c->cond_channels));
+    refuse_unless(d.cond || makes_them || !c->cond_channels, "cond_channels",
+                  "needs --cond_file, a picture for each of the images");
+    refuse_unless(!d.cond || d.cond->C == c->cond_channels, "cond_file",
+                  text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
+                       c->cond_channels));
     if (!c->class_cond) return;
-    must(d.classes <= c->num_classes, "num_classes", c->data_file + text(" has labels of %d classes", d.classes));
-    must(!d.labels.empty(), "class_cond",
-         c->data_file + " has no labels; make it from a folder with one sub-folder a class");
+    refuse_unless(d.classes <= c->num_classes, "num_classes",
+                  c->data_file + text(" has labels of %d classes", d.classes));
+    refuse_unless(!d.labels.empty(), "class_cond",
+                  c->data_file + " has no labels; make it from a folder with one sub-folder a class");
 }
 
 // Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new.
@@ -7298,15 +7308,15 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     const Guard& g = s.guard;
     // Every step was either an update or skipped. The guard's n is the number of updates.
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
-    const bool counts = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
-    const bool bad_counts = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
+    const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
+    const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
     const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
     const bool guard_works = g.n == (double)s.updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
     std::string why; // in what way the counters are wrong
-    if (!counts)
+    if (!steps_add_up)
         why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,
                    most_steps, s.updates, s.bad_total);
-    else if (!bad_counts)
+    else if (!skips_fit)
         why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
     else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
     if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
@@ -7329,24 +7339,24 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // Returns a checksum that tells two input files apart, in about a second. Our own files hold, in their first 1024
 // bytes, a checksum of their whole content, which is verified when they are read. So the first 1024 bytes of these
 // files would be enough. But files of unet.cu hold no checksum. Therefore up to 64 MiB of any file are read: the whole
-// file or, if it is larger, 256 parts of it (BLOCKS) at equal distances, the first at its beginning and the last at its
+// file or, if it is larger, 256 excerpts of it at equal distances, the first at its beginning and the last at its
 // end. This notices other images or weights, and files that were cut short. It may miss only a difference in a few
 // images of a large file of unet.cu.
 static uint32_t sample_checksum(const InputFile& file) {
-    constexpr size_t BLOCKS = 256;
-    constexpr size_t BLOCK = 256 << 10; // bytes
-    if (file.size <= BLOCKS * BLOCK) return file.crc(0, 0);
-    std::vector<uint8_t> block(BLOCK);
+    constexpr size_t EXCERPTS = 256;
+    constexpr size_t EXCERPT = 256 << 10; // bytes
+    if (file.size <= EXCERPTS * EXCERPT) return file.crc(0, 0);
+    std::vector<uint8_t> excerpt(EXCERPT);
     uint32_t crc = 0;
-    const size_t last_begin = file.size - BLOCK;
-    for (size_t k = 0; k < BLOCKS; k++) {
-        file.read(block.data(), BLOCK, last_begin / (BLOCKS - 1) * k);
-        crc = crc32(crc, block.data(), BLOCK);
+    const size_t last_begin = file.size - EXCERPT;
+    for (size_t k = 0; k < EXCERPTS; k++) {
+        file.read(excerpt.data(), EXCERPT, last_begin / (EXCERPTS - 1) * k);
+        crc = crc32(crc, excerpt.data(), EXCERPT);
     }
-    // The distance between parts was rounded down, so the loop's last part may begin before last_begin. Therefore the
-    // part at last_begin is read, too.
-    file.read(block.data(), BLOCK, last_begin);
-    return crc32(crc, block.data(), BLOCK);
+    // The distance between excerpts was rounded down, so the loop's last one may begin before last_begin. Therefore the
+    // excerpt at last_begin is read, too.
+    file.read(excerpt.data(), EXCERPT, last_begin);
+    return crc32(crc, excerpt.data(), EXCERPT);
 }
 
 // Returns a line about an input file. It is the same at all ranks that read the same content. The path is not in the
@@ -8290,7 +8300,7 @@ struct PartScale {
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
-INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& low) {
+INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint32_t& low) {
     const __half2 h = __floats2half2_rn(v * scale, w * scale);
     const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
     high = *(const uint32_t*)&h;
@@ -8301,7 +8311,7 @@ INLINE void take_apart(float v, float w, float scale, uint32_t& high, uint32_t& 
 // holds two neighbours along k. Afterwards the first half of a fragment's registers holds high parts, and the second
 // half holds low parts. Within 16 values of k, any order is right if it is the same order in a and in b. Returns the
 // factor that undoes the scale. For bf16 the function does nothing and returns 1.
-template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
+template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
     UNROLL_FOR (const auto& fragment : x)
@@ -8310,7 +8320,7 @@ template <class T, int N, int R> INLINE float take_apart(uint32_t (&x)[N][R]) {
     UNROLL_FOR (auto& v : x) {
         uint32_t low[R / 2];
         UNROLL_FOR (int i = 0; i < R; i += 2)
-            take_apart(__uint_as_float(v[i]), __uint_as_float(v[i + 1]), scale.apply(), v[i / 2], low[i / 2]);
+            take_apart_pair(__uint_as_float(v[i]), __uint_as_float(v[i + 1]), scale.apply(), v[i / 2], low[i / 2]);
         UNROLL_FOR (int i = 0; i < R / 2; i++) {
             v[R / 2 + i] = low[i];
         }
@@ -8349,7 +8359,7 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
         float v[8];
         load_place(v, at);
         UNROLL_FOR (int i = 0; i < 4; i++) {
-            take_apart(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
+            take_apart_pair(v[2 * i], v[2 * i + 1], scale.apply(), parts[0][i], parts[1][i]);
         }
         UNROLL_FOR (int i = 0; i < 2; i++) {
             store_shared(at ^ (i * 16), (const uint4&)parts[i]);
@@ -8370,14 +8380,16 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
     constexpr int N = NA * NB; // tiles
     constexpr int AT_ONCE = PARTS<T> == 1 ? 1 : std::min(N, 4);
     auto at = [&](int i) -> float(&)[4] { return d[i % NA * a_step + i / NA * b_step]; };
-    static_assert(N % AT_ONCE == 0, "");
+    static_assert(N % AT_ONCE == 0, "the tiles take turns in whole groups");
     UNROLL_FOR (int first = 0; first < N; first += AT_ONCE) {
         if constexpr (PARTS<T> == 1) mma<T>(at(first), a[first % NA], b[first / NA]);
         else {
             float sum[AT_ONCE][4] = {};
-            UNROLL_FOR (int part = 0; part < 3; part++) // low high', high low', high high': the smallest product first
+            // low high', high low', high high': the smallest product first
+            UNROLL_FOR (int product = 0; product < 3; product++)
                 UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
-                    mma_fp16(sum[i], a[(first + i) % NA] + 4 * (part == 0), b[(first + i) / NA] + 2 * (part == 1));
+                    mma_fp16(sum[i], a[(first + i) % NA] + 4 * (product == 0),
+                             b[(first + i) / NA] + 2 * (product == 1));
             UNROLL_FOR (int i = 0; i < 4 * AT_ONCE; i++) {
                 at(first + i / 4)[i % 4] += sum[i / 4][i % 4] * scale;
             }
@@ -8451,31 +8463,36 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 // The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
-// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA, mostly as numbers
-// of the asm's operands (%0, %1, ...):
+// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA are numbers of the
+// asm's operands (%0, %1, ...), except the last:
 //   D              D's registers
-//   A, B, TA, TB   with A in shared memory: the descriptors of A and B, and their majors (K_MAJOR or MN_MAJOR);
-//                  with A in registers: the four registers of A
-//   E, F, ADDS     with A in registers: the descriptor of B, its major, ADD
+//   OP1 ... OP7    the operands that follow D's registers. What they are depends on where A is:
+//
+//                    A in shared memory   OP1 and OP2: the descriptors of A and B;
+//                                         OP3 and OP4: their majors (K_MAJOR or MN_MAJOR)
+//                    A in registers       OP1 to OP4: the four registers of A;
+//                                         OP5: the descriptor of B; OP6: its major; OP7: ADD
+//
 //   ...            D's registers, as C++ operands of the asm
 // In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B.
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
-#define IF_NOT_0(P) "{.reg .pred p; setp.ne.b32 p, " P ", 0; "
+#define IF_NOT_0(OP) "{.reg .pred p; setp.ne.b32 p, " OP ", 0; "
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
-#define WGMMA(N, D, A, B, TA, TB, E, F, ADDS, ...)                                                                    \
-    template <> struct Wgmma<N> {                                                                                     \
-        typedef float Sums[N / 2];                                                                                    \
-        template <int A_MAJOR, int B_MAJOR> INLINE static void add(Sums& d, uint64_t a, uint64_t b) {                 \
-            asm volatile(PRODUCT_64(N) "{" D "}, " A ", " B ", 1, 1, 1, " TA ", " TB ";"                              \
-                         : __VA_ARGS__                                                                                \
-                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                               \
-        }                                                                                                             \
-        template <int B_MAJOR, int ADD = 1> INLINE static void add(Sums& d, const uint32_t (&a)[4], uint64_t b) {     \
-            asm volatile(IF_NOT_0(ADDS) PRODUCT_64(N) "{" D "}, {" A "," B "," TA "," TB "}, " E ", p, 1, 1, " F ";}" \
-                         : __VA_ARGS__                                                                                \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));               \
-        }                                                                                                             \
+#define WGMMA(N, D, OP1, OP2, OP3, OP4, OP5, OP6, OP7, ...)                                                       \
+    template <> struct Wgmma<N> {                                                                                 \
+        typedef float Sums[N / 2];                                                                                \
+        template <int A_MAJOR, int B_MAJOR> INLINE static void add(Sums& d, uint64_t a, uint64_t b) {             \
+            asm volatile(PRODUCT_64(N) "{" D "}, " OP1 ", " OP2 ", 1, 1, 1, " OP3 ", " OP4 ";"                    \
+                         : __VA_ARGS__                                                                            \
+                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                           \
+        }                                                                                                         \
+        template <int B_MAJOR, int ADD = 1> INLINE static void add(Sums& d, const uint32_t (&a)[4], uint64_t b) { \
+            asm volatile(IF_NOT_0(OP7) PRODUCT_64(N) "{" D "}, {" OP1 "," OP2 "," OP3 "," OP4 "}, " OP5           \
+                                                     ", p, 1, 1, " OP6 ";}"                                       \
+                         : __VA_ARGS__                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));           \
+        }                                                                                                         \
     };
 #define D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -8538,7 +8555,8 @@ constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
-constexpr int BLOCK_BYTES = SLICE_CHANNELS * SLICE_BYTES; // 64 rows, such as one tap's weights of 64 output channels
+constexpr int BYTES_OF_64_ROWS =
+    SLICE_CHANNELS * SLICE_BYTES; // such as one tap's weights of a slice of output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
 // An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). It consists of rows
@@ -8803,11 +8821,11 @@ typedef Pipeline<0, 2> Results;
 
 // init_barriers and ready both initialise the barriers of several pipelines. init_barriers is called by one thread.
 // ready is called by all threads of the block, which may use the barriers after that.
-template <class... Blocks> INLINE void init_barriers(const Blocks&... blocks) {
-    (blocks.init(), ..., mbarriers_ready());
+template <class... Pipelines> INLINE void init_barriers(const Pipelines&... pipelines) {
+    (pipelines.init(), ..., mbarriers_ready());
 }
-template <class... Blocks> INLINE void ready(const Blocks&... blocks) {
-    if (threadIdx.x == 0) init_barriers(blocks...);
+template <class... Pipelines> INLINE void ready(const Pipelines&... pipelines) {
+    if (threadIdx.x == 0) init_barriers(pipelines...);
     __syncthreads();
 }
 
@@ -8851,45 +8869,45 @@ template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
 // border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same memory: their
 // operands only begin at different addresses. With PITCH = 8 there is one tap (1x1).
 template <int PITCH> struct Halo {
-    Operand first;
-    INLINE explicit Halo(uint32_t address) : first(Operand::rows(address, PITCH)) {}
+    Operand tap0;
+    INLINE explicit Halo(uint32_t address) : tap0(Operand::rows(address, PITCH)) {}
     // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels after tap 0, which is kh * (PITCH - 3) + tap. A
     // pixel is 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
     INLINE Operand shifted(int tap) const {
         const int pixels = PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap;
-        return {first.low + pixels * 8, first.high};
+        return {tap0.low + pixels * 8, tap0.high};
     }
 };
 
-// A warpgroup's sums for N pixels (the columns of D) and for BLOCKS groups of 64 output channels (the rows of D). Such
-// a group is called a block of channels here. Invariant: nobody reads d between multiply and wait.
-template <int BLOCKS, int N> struct Accumulators {
-    float d[BLOCKS][N / 2];
-    // The sums begin with the bias. A thread holds the sums of two channels of each block b. d[b][k] belongs to channel
+// A warpgroup's sums for N pixels (the columns of D) and for OUT_SLICES slices of 64 output channels (the rows of D).
+// Invariant: nobody reads d between multiply and wait.
+template <int OUT_SLICES, int N> struct Accumulators {
+    float d[OUT_SLICES][N / 2];
+    // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to channel
     // k >> 1 & 1 of these two.
-    INLINE explicit Accumulators(const float (&bias)[BLOCKS][2]) {
-        UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+    INLINE explicit Accumulators(const float (&bias)[OUT_SLICES][2]) {
+        UNROLL_FOR (int b = 0; b < OUT_SLICES; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
                 d[b][k] = bias[b][k >> 1 & 1];
             }
     }
     // The sums begin with 0. This is used for FP8, where the sums are scaled before the bias is added.
     INLINE Accumulators() {
-        UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+        UNROLL_FOR (int b = 0; b < OUT_SLICES; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
                 d[b][k] = 0;
             }
     }
     // Starts STEPS products over 16 input channels each, as one group. weights: the address of the weights; they are 64
-    // rows of 128 bytes for each block of channels. TRANSPOSED: a row of the weights belongs to an input channel of the
-    // product, not to an output channel. This is so for the input gradient.
+    // rows of 128 bytes for each slice of output channels. TRANSPOSED: a row of the weights belongs to an input channel
+    // of the product, not to an output channel. This is so for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
         constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
-            UNROLL_FOR (int b = 0; b < BLOCKS; b++)
+            UNROLL_FOR (int b = 0; b < OUT_SLICES; b++)
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
@@ -8898,16 +8916,16 @@ template <int BLOCKS, int N> struct Accumulators {
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
-            UNROLL_FOR (int b = 0; b < BLOCKS; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
+            UNROLL_FOR (int b = 0; b < OUT_SLICES; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Multiplies the sums of the thread's two channels of block b by factors, and then adds v.
+    // Multiplies the sums of the thread's two channels of slice b by factors, and then adds v.
     INLINE void scale(int b, const float (&factors)[2], const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] = fmaf(d[b][k], factors[k >> 1 & 1], v[k >> 1 & 1]);
         }
     }
-    // Adds v to the sums of the thread's two channels of block b, at all pixels.
+    // Adds v to the sums of the thread's two channels of slice b, at all pixels.
     INLINE void add(int b, const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] += v[k >> 1 & 1];
@@ -8915,7 +8933,7 @@ template <int BLOCKS, int N> struct Accumulators {
     }
     INLINE void wait() {
         wgmma_wait<0>();
-        UNROLL_FOR (int b = 0; b < BLOCKS; b++) accumulators_ready(d[b]);
+        UNROLL_FOR (int b = 0; b < OUT_SLICES; b++) accumulators_ready(d[b]);
     }
 };
 
@@ -9503,14 +9521,14 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 // Used when: once in a training step or in a step of a sampler.
-// How: a thread has four values, for which one block of Philox gives the random numbers; losses are summed in
+// How: a thread has four values, for which one quartet of Philox gives the random numbers; losses are summed in
 //   double, in a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
 // Costs: memory traffic. Images are small beside activations.
 
-// Philox makes random words in blocks of four. This returns the four words of block number `block` for sample b. They
+// Philox makes random words in quartets. This returns the four words of this quartet for sample b. They
 // depend only on the key, which includes the step, and on these two numbers.
-INLINE Words random_words(const RandomKey& key, uint32_t block, int b) {
-    return philox(key.seed, block, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
+INLINE Words random_words(const RandomKey& key, uint32_t quartet, int b) {
+    return philox(key.seed, quartet, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
 // draw_levels draws a noise level for each sample. draw_teachers draws the levels of the same samples' teachers
@@ -9580,7 +9598,7 @@ static void update_weights(double* weights, float* history, const NoiseLevel* le
 }
 
 // each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
-// elements, because one block of Philox gives four random words.
+// elements, because one quartet of Philox gives four random words.
 template <class F> struct Quads {
     F f;
     int n;
@@ -10201,11 +10219,11 @@ struct NormChannel : NormParameters<1> {
 // Multiplies v by dropout's factors for elements e, e + 1, ... of image b.
 template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
-    UNROLL_FOR (int i = 0; i < V; i += 4) { // a block of Philox gives four words
-        const uint32_t block = (uint32_t)((e + i) / 4);
+    UNROLL_FOR (int i = 0; i < V; i += 4) { // a quartet of Philox gives four words
+        const uint32_t quartet = (uint32_t)((e + i) / 4);
         const uint32_t sample = (uint32_t)(a.dropout.sample0 + b);
         const uint32_t purpose = RANDOM_DROPOUT | a.dropout.layer << 8;
-        const Words r = philox(a.dropout.seed, block, sample, step, purpose);
+        const Words r = philox(a.dropout.seed, quartet, sample, step, purpose);
         UNROLL_FOR (int k = 0; k < 4; k++) {
             v[i + k] *= r.w[k] < a.threshold ? 0.0f : keep;
         }
@@ -10327,14 +10345,14 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
 
     // The V channels of a thread may belong to several groups.
     float scale[V], shift[V];
-    int own = a.group_of(t.c);         // the group that channel i belongs to
-    int next = (own + 1) * a.Cg - t.c; // the i where the next group begins
+    int group = a.group_of(t.c);         // the group that channel i belongs to
+    int next = (group + 1) * a.Cg - t.c; // the i where the next group begins
     UNROLL_FOR (int i = 0; i < V; i++) {
         if (i == next) {
-            own++;
+            group++;
             next += a.Cg;
         }
-        const float2 q = parameters.coefficients(i, group_mean[own], group_rstd[own]);
+        const float2 q = parameters.coefficients(i, group_mean[group], group_rstd[group]);
         scale[i] = q.x;
         shift[i] = q.y;
     }
@@ -10992,13 +11010,13 @@ struct HeadTile {
 // The operands of the portable backward kernels, as in the table above. keys: the block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
-    INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool keys) {
+    INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool owns_keys) {
         const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
         const auto dout = tile.of_out<const T>(a.dout);
-        A1 = tile.of_qkv<const T>(a.qkv, keys ? K_PART : Q_PART);
-        B1 = tile.of_qkv<const T>(a.qkv, keys ? Q_PART : K_PART);
-        A2 = keys ? v : dout;
-        B2 = keys ? dout : v;
+        A1 = tile.of_qkv<const T>(a.qkv, owns_keys ? K_PART : Q_PART);
+        B1 = tile.of_qkv<const T>(a.qkv, owns_keys ? Q_PART : K_PART);
+        A2 = owns_keys ? v : dout;
+        B2 = owns_keys ? dout : v;
     }
 };
 
@@ -11137,10 +11155,11 @@ template <class Tile> struct OwnRows {
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
-                // A float's fragment is read in two halves. In each half, k has the order that take_apart expects.
+                // A float's fragment is read in two halves. In each half, k has the order that take_apart_fragments
+                // expects.
                 if (Tile::PARTS == 2) std::swap(a[1], a[2]);
             }
-        scale[slot] = take_apart<typename Tile::T>(kept[slot]);
+        scale[slot] = take_apart_fragments<typename Tile::T>(kept[slot]);
     }
 };
 
@@ -11168,14 +11187,14 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(b[n] + 2 * h, b[n + 1] + 2 * h, shared_address(from));
             }
-        const float scale = own.scale[slot] * take_apart<T>(b); // for bf16 it is 1
+        const float scale = own.scale[slot] * take_apart_fragments<T>(b); // for bf16 it is 1
         multiply<T, Tile::MT, Tile::NT>(scores[0], Tile::NT, 1, own.kept[slot], b, scale);
     }
 }
 
 // a = the columns 16 k ... 16 k + 15 of p, as A fragments. Each lane already holds the numbers of its fragments, so
-// lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in the order that take_apart
-// expects.
+// lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in the order that
+// take_apart_fragments expects.
 template <class Tile, int REGISTERS>
 INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -11203,7 +11222,7 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
     UNROLL_FOR (int k = 0; k < Tile::NT / 2; k++) {
         uint32_t a[Tile::MT][4 * PARTS];
         load_fragments<Tile>(a, p, k);
-        const float a_scale = take_apart<T>(a);
+        const float a_scale = take_apart_fragments<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
             // Loads the streamed rows 16 k ... 16 k + 15 as B fragments. For bf16 one ldmatrix loads two fragments.
             uint32_t b[AT_ONCE][2 * PARTS];
@@ -11220,7 +11239,7 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
                     }
                 }
             }
-            const float scale = a_scale * take_apart<T>(b);
+            const float scale = a_scale * take_apart_fragments<T>(b);
             multiply<T, Tile::MT, AT_ONCE>(sums[0] + n, CT, 1, a, b, scale);
         }
     }
@@ -11445,15 +11464,15 @@ struct Query {
 //   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
 //   dS = P (dP - D)
 // If the block owns queries, each row belongs to a query; own[m][0] and own[m][1] are the Query of rows g and g + 8 of
-// tile m. If the block owns keys (KEYS), each column belongs to a streamed query. The values of these queries lie in
-// shared memory: rows (SUB, 2) and dots (SUB).
-template <class Tile, bool KEYS>
-INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own)[Tile::MT][2], const float* rows,
-                             const float* dots, float scale2) {
+// tile m. If the block owns keys (OWNS_KEYS), each column belongs to a streamed query. The values of these queries lie
+// in shared memory: rows (SUB, 2) and dots (SUB).
+template <class Tile, bool OWNS_KEYS>
+INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own_queries)[Tile::MT][2],
+                             const float* rows, const float* dots, float scale2) {
     UNROLL_FOR (int n = 0; n < Tile::NT; n++) {
         Query columns[2]; // the Query of each of this thread's two columns
         const int c = 8 * n + threadIdx.x % 4 * 2;
-        if (KEYS) {
+        if (OWNS_KEYS) {
             const float4 two = *(const float4*)(rows + 2 * c);
             const float2 dot = *(const float2*)(dots + c);
             columns[0] = {two.x, two.y, dot.x};
@@ -11461,7 +11480,7 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
         }
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int i = 0; i < 4; i++) {
-                const Query& query = KEYS ? columns[i % 2] : own[m][i / 2];
+                const Query& query = OWNS_KEYS ? columns[i % 2] : own_queries[m][i / 2];
                 const float P = exp2_fast((p[m][n][i] - query.top) * scale2 - query.log_sum);
                 p[m][n][i] = P;
                 ds[m][n][i] = P * (ds[m][n][i] - query.D);
@@ -11469,17 +11488,17 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
     }
 }
 
-// What a block of the backward pass does. It owns keys (KEYS) or queries. It computes the gradients of its own rows in
-// the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers have no room
-// for all columns.)
+// What a block of the backward pass does. It owns keys (OWNS_KEYS) or queries. It computes the gradients of its own
+// rows in the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers have
+// no room for all columns.)
 // Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
 // are queries, a stage also holds their SoftmaxRow and D. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
 //   3. P and dS
-//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k). With KEYS also sum2 += P B2 (the
+//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k). With OWNS_KEYS also sum2 += P B2 (the
 //      gradient of v).
-template <class Tile, bool KEYS, class T = typename Tile::T>
+template <class Tile, bool OWNS_KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
     constexpr int N = Tile::N, MT = Tile::MT;
     constexpr int DC = std::min(Tile::DIM, 128);
@@ -11492,13 +11511,13 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     const HeadTile tile{a, Tile::M};
     const int lane = threadIdx.x % 32;
     const bool short_rows = a.T <= SHORT_T;
-    const BackwardOperands<T> operands(tile, a, KEYS);
+    const BackwardOperands<T> operands(tile, a, OWNS_KEYS);
     const SoftmaxRow* const rows = a.rows + tile.row_index(0);
     D += tile.row_index(0);
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, operands.B1, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, operands.B2, first, a);
-        if (!KEYS) return;
+        if (!OWNS_KEYS) return;
         // The streamed rows are queries. Load their top, log_sum and D. Rows beyond T get the values of the last row.
         float* values = query_values + stage * Tile::QUERY_VALUES;
         for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
@@ -11512,19 +11531,19 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own2, operands.A2, tile.row0, a);
     load_stage(0, 0);
     if (short_rows) compute_dots<T, Tile::THREADS>(short_D, tile, a);
-    Query own[MT][2]; // the Query of rows g and g + 8 of each tile, if the block owns queries
+    Query own_queries[MT][2]; // the Query of rows g and g + 8 of each tile, if the block owns queries
     UNROLL_FOR (int m = 0; m < MT; m++)
-        UNROLL_FOR (int r = 0; r < 2 && !KEYS; r++) {
+        UNROLL_FOR (int r = 0; r < 2 && !OWNS_KEYS; r++) {
             const int row = tile.row0 + (warp_row<Tile>() + 16 * m + 8 * r + lane / 4);
             const int t = min(row, a.T - 1);
-            own[m][r] = {rows[t].top, rows[t].log_sum, short_rows ? short_D[t] : D[t]};
+            own_queries[m][r] = {rows[t].top, rows[t].log_sum, short_rows ? short_D[t] : D[t]};
         }
 
     const float scale = rsqrtf((float)a.d);
     const float scale2 = scale * LOG2E; // the factor of scores in the exponent of 2
     OwnRows<Tile> a1, a2;
-    Sums<Tile, CT> sum1 = {};              // dq or dk, before the division by sqrt(d)
-    float sum2[KEYS ? MT : 1][CT][4] = {}; // dv
+    Sums<Tile, CT> sum1 = {};                   // dq or dk, before the division by sqrt(d)
+    float sum2[OWNS_KEYS ? MT : 1][CT][4] = {}; // dv
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
@@ -11545,15 +11564,15 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_transposed<Tile>(p, a1, b1, sub);
             mask_columns<Tile>(p, a.T - first - sub);
             multiply_transposed<Tile>(ds, a2, b2, sub);
-            softmax_gradient<Tile, KEYS>(p, ds, own, stage_rows + 2 * sub, dots + sub, scale2);
-            if constexpr (KEYS) multiply_add<Tile, CT>(sum2, p, b2, sub, chunk * DC);
+            softmax_gradient<Tile, OWNS_KEYS>(p, ds, own_queries, stage_rows + 2 * sub, dots + sub, scale2);
+            if constexpr (OWNS_KEYS) multiply_add<Tile, CT>(sum2, p, b2, sub, chunk * DC);
             multiply_add<Tile, CT>(sum1, ds, b1, sub, chunk * DC);
         }
     }
     // dq or dk is multiplied by 1 / sqrt(d) only here, at the end. dv has no such factor.
-    const auto d_own = tile.of_qkv<T>(a.to, KEYS ? K_PART : Q_PART);
+    const auto d_own = tile.of_qkv<T>(a.to, OWNS_KEYS ? K_PART : Q_PART);
     store_rows<Tile, CT>(d_own, own1, sum1, tile, chunk * DC, scale);
-    if constexpr (KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
+    if constexpr (OWNS_KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d). Blocks that own keys have more work than blocks that own queries.
@@ -11562,9 +11581,9 @@ template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
     __shared__ float short_D[SHORT_T];
-    const bool keys = blockIdx.z % 2 == 0;
+    const bool owns_keys = blockIdx.z % 2 == 0;
     const int chunk = blockIdx.z / 2;
-    if (keys) attention_backward_rows<Tile, true>(a, D, chunk, short_D);
+    if (owns_keys) attention_backward_rows<Tile, true>(a, D, chunk, short_D);
     else attention_backward_rows<Tile, false>(a, D, chunk, short_D);
 }
 
@@ -11646,9 +11665,9 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     await_previous_kernel();
     const HeadTile tile{a, GENERAL_WARPS};
     const int row = tile.row0 + threadIdx.x / 32; // this warp's key or query
-    const bool keys = blockIdx.z == 0;
+    const bool owns_keys = blockIdx.z == 0;
     if (row >= a.T) return;
-    const BackwardOperands<T> operands(tile, a, keys);
+    const BackwardOperands<T> operands(tile, a, owns_keys);
     const T* const a1 = operands.A1.row(row);
     const T* const a2 = operands.A2.row(row);
     const float scale = rsqrtf((float)a.d);
@@ -11658,7 +11677,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     for (int j = 0; j < a.T; j++) {   // the streamed rows: queries, if the warp owns a key
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
-        const size_t query = tile.row_index(keys ? j : row);
+        const size_t query = tile.row_index(owns_keys ? j : row);
         const SoftmaxRow& r = a.rows[query]; // P is computed again from these two numbers
         const float S = warp_dot(a1, b1, a.d);
         const float dP = warp_dot(a2, b2, a.d);
@@ -11666,15 +11685,15 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
         const float dS = P * (dP - D[query]);
         each_column(a.d, [&](int i, int c) {
             sum1[i] += dS * (float)b1[c];
-            if (keys) sum2[i] += P * (float)b2[c];
+            if (owns_keys) sum2[i] += P * (float)b2[c];
         });
     }
     // dq or dk is multiplied by its factor 1 / sqrt(d) only here, at the end.
-    T* d_own = tile.of_qkv<T>(a.to, keys ? K_PART : Q_PART).row(row);
+    T* d_own = tile.of_qkv<T>(a.to, owns_keys ? K_PART : Q_PART).row(row);
     T* dv = tile.of_qkv<T>(a.to, V_PART).row(row);
     each_column(a.d, [&](int i, int c) {
         d_own[c] = (T)(sum1[i] * scale);
-        if (keys) dv[c] = (T)sum2[i];
+        if (owns_keys) dv[c] = (T)sum2[i];
     });
 }
 
@@ -11756,7 +11775,7 @@ template <int DIM_, int WARPGROUPS_, int KEYS_, int CHUNKS_> struct AttentionFor
     static constexpr int CHUNKS = CHUNKS_;
     static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // stages of keys; there are as many stages of values
     static constexpr int THREADS = 128 * WARPGROUPS;
-    static constexpr int BLOCKS = attention_wgmma_blocks(WARPGROUPS, KEYS); // blocks of a multiprocessor
+    static constexpr int PER_SM = attention_wgmma_blocks(WARPGROUPS, KEYS); // blocks of a multiprocessor
     static constexpr int QUERY_BYTES = 64 * 2 * DIM;                        // a warpgroup's queries
     static constexpr int KEY_BYTES = KEYS * 2 * DIM;                        // one stage of keys or of values
     static constexpr int BARRIERS = WARPGROUPS + 4 * STAGES;
@@ -11773,7 +11792,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr bool ALONE = WARPGROUPS == 1;
     static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
-    static constexpr int BLOCKS = ALONE ? 2 : 1; // blocks of a multiprocessor
+    static constexpr int PER_SM = ALONE ? 2 : 1; // blocks of a multiprocessor
     // Registers of a thread in the warpgroup that computes the queries' gradients, and in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
@@ -11915,10 +11934,11 @@ template <int N> struct Softmax {
     }
     // Computes P of a chunk from its scores s. o holds the sums of P v over the earlier chunks, which are rescaled if
     // `top` is raised.
-    template <int M> INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool first) {
+    template <int M>
+    INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool is_first_chunk) {
         const float before[2] = {sum[0], sum[1]};
         exponentials(p, s);
-        if (first || !__any_sync(0xFFFFFFFFu, !(fmaxf(sum[0], sum[1]) < 0x1p60f))) return;
+        if (is_first_chunk || !__any_sync(0xFFFFFFFFu, !(fmaxf(sum[0], sum[1]) < 0x1p60f))) return;
         float new_top[2], shrink[2];
         highest(new_top, s);
         UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -11948,7 +11968,7 @@ template <int N> struct Softmax {
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
 // registers. Otherwise no products overlap at all, and ptxas prints a warning (C7510 to C7520).
 template <class T>
-static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionForward
+static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an AttentionForward
     attention_forward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
 #if __CUDA_ARCH__ == 900
     constexpr int DIM = T::DIM;
@@ -11989,10 +12009,10 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
 
     uint32_t q[DIM / 16][4]; // this warp's 16 queries, as A fragments
     uint32_t probabilities[KEYS / 16][4];
-    const uint32_t own = queries.kept(warpgroup, true);
+    const uint32_t own_queries = queries.kept(warpgroup, true);
     const int query = threadIdx.x / 32 % 4 * 16 + lane % 16; // the row whose address this lane gives to ldmatrix
     UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
-        ldmatrix(q[k], q[k] + 2, own + box_place<DIM>(query, 2 * k + lane / 16));
+        ldmatrix(q[k], q[k] + 2, own_queries + box_place<DIM>(query, 2 * k + lane / 16));
     }
     float s[KEYS / 2] = {}; // the scores of a chunk
     float o[DIM / 2] = {};  // the sums of P v
@@ -12026,7 +12046,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an Attenti
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
-    store_head(to, p.C, own, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
+    store_head(to, p.C, own_queries, o, {reciprocal_fast(total[0]), reciprocal_fast(total[1])});
     SoftmaxRow* const rows = p.rows + (size_t)tile.index * p.T + row + threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int r = 0; r < 2; r++)
         if (lane % 4 == 0) rows[8 * r] = SoftmaxRow{softmax.top[r], log2f(total[r])};
@@ -12057,11 +12077,11 @@ template <class T> struct BackwardBlock {
     typedef uint4 Dots[2][DIM / 16]; // [0]: half a row of dout; [1]: half a row of out
 
     const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.T / T::KEYS;     // how many blocks the cluster has
-    int rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
-    int first_head = blockIdx.x / blocks;          // this cluster's first head
-    int head_stride = gridDim.x / blocks;          // the number of clusters: a cluster works on every so many-th head
-    int steps = blocks * WARPGROUPS;               // how many steps a head takes
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS;             // how many blocks the cluster has
+    int cluster_rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
+    int first_head = blockIdx.x / blocks;                  // this cluster's first head
+    int head_stride = gridDim.x / blocks; // the number of clusters: a cluster works on every so many-th head
+    int steps = blocks * WARPGROUPS;      // how many steps a head takes
     int lane = threadIdx.x % 32;
     int thread = threadIdx.x % 128; // the number of the thread in its warpgroup
     float scale = rsqrtf((float)DIM);
@@ -12094,7 +12114,7 @@ template <class T> struct BackwardBlock {
     // chunks before the chunk of block r - 1. (The chunk before the first chunk is the last one.) So block 0 begins
     // with the head's first chunk, and the other blocks begin with some of the head's last chunks.
     INLINE int chunk_row(int step) const {
-        const int before = WARPGROUPS * rank;
+        const int before = WARPGROUPS * cluster_rank;
         return (step - before + (step < before ? steps : 0)) * 64;
     }
 
@@ -12107,7 +12127,7 @@ template <class T> struct BackwardBlock {
         mbarrier_expect(to.full, T::KEYS_BYTES);
         for (int i = 0; i < 2 * WARPGROUPS; i++) {
             const int part = K_PART + i / WARPGROUPS;
-            const int row = rank * T::KEYS + i % WARPGROUPS * 64;
+            const int row = cluster_rank * T::KEYS + i % WARPGROUPS * 64;
             tma_load(to.address + i * T::TILE_BYTES, &p.qkv_rows, to.full, part * p.C + c, row, image);
         }
     }
@@ -12130,10 +12150,10 @@ template <class T> struct BackwardBlock {
             load_head += head_stride;
         }
     }
-    // load_dots and send_dots compute -D of 64 queries; D = rowsum(dout * out). Each block computes -D of its share of
-    // a head's queries, and sends it to all blocks of the cluster. Two neighbouring threads work on each row.
-    INLINE void load_dots(Dots& d, int head, int part) const {
-        const int row = rank * T::KEYS + part * 64 + thread / 2;
+    // load_dots and send_dots compute -D of 64 queries (a tile); D = rowsum(dout * out). Each block computes -D of its
+    // share of a head's queries, and sends it to all blocks of the cluster. Two neighbouring threads work on each row.
+    INLINE void load_dots(Dots& d, int head, int tile) const {
+        const int row = cluster_rank * T::KEYS + tile * 64 + thread / 2;
         const size_t i = element(head, row, 1) + thread % 2 * (DIM / 2);
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             d[0][k] = load16((const bf16*)p.dout + i + 8 * k);
@@ -12142,7 +12162,7 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    INLINE void send_dots(const Dots& d, int part) { // four lanes share two rows; each sends both -D to some blocks
+    INLINE void send_dots(const Dots& d, int tile) { // four lanes share two rows; each sends both -D to some blocks
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
@@ -12155,8 +12175,8 @@ template <class T> struct BackwardBlock {
         const float own = -lane_sum<1>(sum);
         const float other = __shfl_xor_sync(0xFFFFFFFFu, own, 2);
         const float2 two = lane & 2 ? make_float2(other, own) : make_float2(own, other);
-        const int row = rank * T::KEYS + part * 64 + thread / 4 * 2;
-        if (part == 0) dots_to_send.acquire();
+        const int row = cluster_rank * T::KEYS + tile * 64 + thread / 4 * 2;
+        if (tile == 0) dots_to_send.acquire();
         // -D lies at the same place in the shared memory of all blocks.
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
@@ -12166,7 +12186,7 @@ template <class T> struct BackwardBlock {
             store_to_block(at_block(to, r), at_block(full, r), two);
         }
         __syncwarp();
-        if (part + 1 == WARPGROUPS) dots_to_send.hand_over();
+        if (tile + 1 == WARPGROUPS) dots_to_send.hand_over();
     }
     // Waits until other blocks have filled a stage, and returns its address. One thread (`speaks`) then announces to
     // the stage's barrier how many bytes the next round will bring.
@@ -12186,29 +12206,29 @@ template <class T> struct BackwardBlock {
     //      block.
     // In some of the steps, a part of -D of the next head is also computed.
     INLINE void query_gradients() {
-        const int before = (rank ? rank : blocks) - 1;
-        const int next = rank + 1 == blocks ? 0 : rank + 1;
+        const int before = (cluster_rank ? cluster_rank : blocks) - 1;
+        const int next = cluster_rank + 1 == blocks ? 0 : cluster_rank + 1;
         if (thread == 0)
             NO_UNROLL_FOR (int i = 0; i < T::CHUNK_STAGES - 1; i++) {
                 load_chunk();
             }
         __syncwarp();
-        NO_UNROLL_FOR (int part = 0; part < WARPGROUPS; part++) {
+        NO_UNROLL_FOR (int tile = 0; tile < WARPGROUPS; tile++) {
             Dots dot;
-            load_dots(dot, first_head, part);
-            send_dots(dot, part);
+            load_dots(dot, first_head, tile);
+            send_dots(dot, tile);
         }
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
-            const uint32_t own = keys.arrived();
+            const uint32_t own_keys = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
-                const int part = i - max(steps / 2 - 1, 0);            // the part of the next head's -D for this step
-                const bool dots_now = part >= 0 && part < WARPGROUPS && head + head_stride < p.all_heads;
+                const int tile = i - max(steps / 2 - 1, 0); // the 64 queries of the next head whose -D is computed
+                const bool dots_now = tile >= 0 && tile < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
                 // Loads for the next head are started before the products, so that nobody has to wait for them.
-                if (dots_now) load_dots(dot, head + head_stride, part);
-                if (dots_now && T::ALONE) send_dots(dot, part); // at once: ALONE has too few registers to keep dot
+                if (dots_now) load_dots(dot, head + head_stride, tile);
+                if (dots_now && T::ALONE) send_dots(dot, tile); // at once: ALONE has too few registers to keep dot
                 float dq[DIM / 2] = {};
                 if (begun) {
                     const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
@@ -12219,7 +12239,7 @@ template <class T> struct BackwardBlock {
                 const uint32_t buffer = ds.arrived(); // dS^T: a row of 64 queries for each key
                 __syncwarp();
                 accumulators_ready(dq);
-                multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<DIM>(uniform(own)));
+                multiply_atb<T::KEYS / 16>(dq, Operand::rows(uniform(buffer), 8), head_rows<DIM>(uniform(own_keys)));
                 if (thread == 0) {
                     load_chunk();
                     if (i == 0) load_keys(head + head_stride);
@@ -12238,14 +12258,14 @@ template <class T> struct BackwardBlock {
                 }
                 ds.release(lane == 0);
                 if (!ends) {
-                    const Stage own = sums_to_send.acquire();
-                    const uint32_t to = at_block(own.address + thread * 16, next);
-                    const uint32_t full = at_block(own.full, next);
+                    const Stage outgoing = sums_to_send.acquire();
+                    const uint32_t to = at_block(outgoing.address + thread * 16, next);
+                    const uint32_t full = at_block(outgoing.full, next);
                     UNROLL_FOR (int j = 0; j < DIM / 2; j += 4) {
                         store_to_block(to + j * 512, full, (float4&)dq[j]);
                     }
                 }
-                if (dots_now && !T::ALONE) send_dots(dot, part);
+                if (dots_now && !T::ALONE) send_dots(dot, tile);
             }
             // All dS of this head have arrived. So key_gradients has read -D of this head, and the stage of `dots` is
             // free. The blocks that sent -D are told so.
@@ -12269,13 +12289,13 @@ template <class T> struct BackwardBlock {
         float dk[DIM / 2], dv[DIM / 2];
         uint32_t p_fragments[4][4], ds_fragments[4][4];
         auto probability = [&](float s, const float* r) { return exp2_fast((s - r[0]) * (scale * LOG2E) - r[1]); };
-        uint32_t own = keys.arrived() + warpgroup * T::TILE_BYTES;
+        uint32_t own_keys = keys.arrived() + warpgroup * T::TILE_BYTES;
         uint32_t chunk = chunks.arrived();
         clear(s);
-        multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
+        multiply_abt<DIM>(s, head_rows<DIM>(own_keys), head_rows<DIM>(chunk));
         multiplied<0>(s);
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
-            const uint32_t own_v = own + WARPGROUPS * T::TILE_BYTES;
+            const uint32_t own_values = own_keys + WARPGROUPS * T::TILE_BYTES;
             const uint32_t minus_D = received(dots, 4 * p.T, !T::ALONE && threadIdx.x == 0) + lane % 4 * 8;
             clear(dk);
             clear(dv);
@@ -12288,7 +12308,7 @@ template <class T> struct BackwardBlock {
                     dp[4 * j + 1] = dp[4 * j + 3] = odd;
                 }
                 accumulators_ready(dp);
-                multiply_abt<DIM>(dp, head_rows<DIM>(own_v), dout);
+                multiply_abt<DIM>(dp, head_rows<DIM>(own_values), dout);
                 UNROLL_FOR (int j = 0; j < 8; j++) {
                     float rows[4]; // SoftmaxRow of two queries
                     unpack<float>(rows, load_shared(chunk + 2 * T::TILE_BYTES + lane % 4 * 16 + 64 * j));
@@ -12313,21 +12333,21 @@ template <class T> struct BackwardBlock {
                 warp_stored(kept.full);
                 const bool last = i + 1 == steps;                            // this is the head's last step
                 const bool none = last && head + head_stride >= p.all_heads; // there is no next chunk
-                if (last && !none) own = keys.arrived() + warpgroup * T::TILE_BYTES;
+                if (last && !none) own_keys = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
                 // After the last chunk nobody uses these scores. If a branch skipped them, the compiler would not
                 // overlap the products.
-                multiply_abt<DIM>(s, head_rows<DIM>(own), head_rows<DIM>(chunk));
+                multiply_abt<DIM>(s, head_rows<DIM>(own_keys), head_rows<DIM>(chunk));
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
             }
             // dk and dv are complete. Before they are stored to global memory, they are written over v in shared
             // memory. After this barrier no warp of this warpgroup reads v any more.
             warps_sync(1 + warpgroup, 128);
-            bf16* const to = (bf16*)p.to + element(head, rank * T::KEYS + warpgroup * 64, 3);
-            store_head(to + p.C, 3 * p.C, own_v, dk, {scale, scale});
-            store_head(to + 2 * p.C, 3 * p.C, own_v, dv, {1, 1});
+            bf16* const to = (bf16*)p.to + element(head, cluster_rank * T::KEYS + warpgroup * 64, 3);
+            store_head(to + p.C, 3 * p.C, own_values, dk, {scale, scale});
+            store_head(to + 2 * p.C, 3 * p.C, own_values, dv, {1, 1});
             fence_async();
             __syncwarp();
             keys.release(lane == 0);
@@ -12338,7 +12358,7 @@ template <class T> struct BackwardBlock {
 // grid (clusters of T / KEYS blocks). There are as many clusters as can run on the GPU at the same time, but not more
 // than there are heads.
 template <class T>
-static __global__ void __launch_bounds__(T::THREADS, T::BLOCKS) // T: an AttentionBackward
+static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an AttentionBackward
     attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
 #if __CUDA_ARCH__ == 900
     BackwardBlock<T> block(p);
@@ -12409,7 +12429,7 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
 //           conv_halo)
 //   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds one slice of
-//           each of its pixels.
+//           each of its pixels. Hopper's kernels divide the output channels into slices, too, of 64 channels.
 //   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
 //           the tensor cores sums over 16 values of k (in FP8 over 32).
@@ -12434,37 +12454,37 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// A ConvOut holds the addresses that results are written to, and all that is added to results. Channels [0, C1) are
-// written to part1, and the next C2 channels to part2. (There are two parts if the results are the gradients of two
-// concatenated inputs.) In the forward pass the addend is the residual. In the backward pass bias, emb and stats are
-// null.
+// A ConvOut holds the addresses that results are written to, and all that is added to results. Channels [0, Cout1)
+// are written to part1, and the next Cout2 channels to part2. (There are two parts if the results are the gradients of
+// two concatenated inputs.) In the forward pass the addend is the residual. In the backward pass bias, emb and stats
+// are null.
 struct ConvOut {
     Grad part1, part2 = {};
-    int C1, C2 = 0;
+    int Cout1, Cout2 = 0;
     int B;                       // images
-    const float* bias = nullptr; // (C1)
-    const float* emb = nullptr;  // (B, C1), in rows of emb_stride: the embedding, added to all pixels of an image
+    const float* bias = nullptr; // (Cout1)
+    const float* emb = nullptr;  // (B, Cout1), in rows of emb_stride: the embedding, added to all pixels of an image
     int emb_stride = 0;
     double* stats = nullptr; // sums and sums of squares of the stored values: for each image, one part for each tile
     int* parts = nullptr;    // on the host: the launch writes here how many parts the statistics of an image have
     ConvSkip skip = {};      // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
-// The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input is dout: then C1 is
-// the layer's Cout, and Cout is the layer's number of input channels.
+// The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input is dout: then Cin1
+// is the layer's Cout, and Cout is the layer's number of input channels.
 struct ConvCall {
     ConvShape s;
     int B = 0, H = 0, W = 0;     // images, rows and columns of the output
-    int C1 = 0, C2 = 0;          // channels of the inputs x1 and x2 (x2: 1x1 only)
+    int Cin1 = 0, Cin2 = 0;      // channels of the inputs x1 and x2 (x2: 1x1 only)
     int Cout = 0;                // channels of the output
-    const act* x1 = nullptr;     // (s.B, s.H, s.W, C1)
-    const act* x2 = nullptr;     // (s.B, s.H, s.W, C2)
+    const act* x1 = nullptr;     // (s.B, s.H, s.W, Cin1)
+    const act* x2 = nullptr;     // (s.B, s.H, s.W, Cin2)
     const act* weight = nullptr; // the layer's weights: (s.Cout, taps, s.C1 + s.C2)
     ConvOut out = {};
     // conv_halo and conv_gather set these before they launch their kernels:
     int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
     int channel_blocks = 0;       // thread blocks among which the output channels are divided
-    int slices = 0;               // slices of the C1 channels
+    int slices = 0;               // slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
     // (Cout), used only if s.in is FP8 (then x1 and weight are FP8, too). The sums of channel c are multiplied by
@@ -12481,10 +12501,10 @@ template <class T> struct OutputLane {
     float shift[4];       // bias + embedding, which is added to all pixels
 
     INLINE OutputLane(const ConvOut& o, int c, int n) {
-        const bool second = c >= o.C1;
+        const bool second = c >= o.Cout1;
         const Grad& part = second ? o.part2 : o.part1;
-        if (second) c -= o.C1;
-        pitch = second ? o.C2 : o.C1;
+        if (second) c -= o.Cout1;
+        pitch = second ? o.Cout2 : o.Cout1;
         count = part.dx && n < o.B ? max(0, min(4, pitch - c)) : 0;
         out = (T*)part.dx + c;
         add1 = part.add1 ? (const T*)part.add1 + c : nullptr;
@@ -12535,7 +12555,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     constexpr int AT_MOST = N % 8 ? 4 : 8;
     constexpr int BATCH = N < AT_MOST ? N : AT_MOST;     // pixels whose loads are started together
     constexpr int NEXT_PIXEL = Tile::STEP * Tile::PITCH; // floats from a pixel of the lane to the lane's next pixel
-    static_assert(N % BATCH == 0);
+    static_assert(N % BATCH == 0, "all batches have the same number of pixels");
     if (l.count == 0) return;
 
     // This is the network's output: the number of its channels is not a multiple of 4, and there are no addends.
@@ -12585,10 +12605,10 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
         const int image = i / (CHANNELS * 2);
         const int n = n0 + image;
         const int c = c0 + i / 2 % CHANNELS;
-        if (n >= o.B || c >= o.C1) continue;
+        if (n >= o.B || c >= o.Cout1) continue;
         double total = 0;
         for (int r = 0; r < ROWS; r++) total += shared[(image * ROWS + r) * CHANNELS * 2 + i % (CHANNELS * 2)];
-        o.stats[(((size_t)n * tiles + tile) * o.C1 + c) * 2 + i % 2] = total;
+        o.stats[(((size_t)n * tiles + tile) * o.Cout1 + c) * 2 + i % 2] = total;
     }
 }
 
@@ -12808,7 +12828,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
     static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0, "swizzled rows begin at multiples of 128 bytes");
-    static_assert(SHARED_BYTES <= RTX_30.shared_per_block);
+    static_assert(SHARED_BYTES <= RTX_30.shared_per_block, "the least that a GPU of sm_80 or later has");
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
@@ -12827,9 +12847,9 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
 // PIXELS_AT_ONCE-th pixel.
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
-    static constexpr int CHUNKS = Tile::SLICE / 8;                          // chunks of a pixel
-    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;           // pixels that all threads copy at a time
-    static constexpr int HALF = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
+    static constexpr int CHUNKS = Tile::SLICE / 8;                // chunks of a pixel
+    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS; // pixels that all threads copy at a time
+    static constexpr int HALF_COPIES = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
     const ConvCall& p;
     const uint32_t halos;
     int* const sources; // the halo_source of each pixel
@@ -12848,41 +12868,41 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF.
+    // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF_COPIES.
     INLINE uint32_t place(int slice, int i) const {
-        uint32_t first = halos + first_pixel * Tile::PIXEL_BYTES;
-        asm volatile("" : "+r"(first)); // otherwise the compiler would keep an address in a register for every i
+        uint32_t first_place = halos + first_pixel * Tile::PIXEL_BYTES;
+        asm volatile("" : "+r"(first_place)); // otherwise the compiler would keep an address in a register for every i
         const int key = sources[first_pixel + i * PIXELS_AT_ONCE] & 7;
-        const uint32_t halo = first + slice % 2 * Tile::HALO_BYTES;
+        const uint32_t halo = first_place + slice % 2 * Tile::HALO_BYTES;
         return halo + chunk_place<T>(chunk, key) + i * PIXELS_AT_ONCE * Tile::PIXEL_BYTES;
     }
     INLINE void copy(int slice, int i) const {
         const int c = slice * Tile::SLICE + chunk * 8;
         const int pixel = first_pixel + i * PIXELS_AT_ONCE;
         const int source = sources[pixel];
-        const bool channel_inside = c < p.C1;
+        const bool channel_inside = c < p.Cin1;
         const bool valid = channel_inside && source >= 0; // if false, the copy writes zeros
         const T* const x = (const T*)p.x1 + (channel_inside ? c : 0);
-        const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.C1);
+        const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.Cin1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
     // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix. ldmatrix loads two fragments
-    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. first: the index of the pixel in column 0
-    // of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
-    static INLINE uint32_t lane_place(int first, int first_column, int first_k) {
+    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. row_begin: the index of the pixel in column
+    // 0 of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    static INLINE uint32_t lane_place(int row_begin, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
         const int upper_k = lane >> 3 & 1;
         const int next_row = lane >> 4;
         const int column = first_column + row_of_matrix;
-        const int pixel = first + next_row * Tile::W + column;
+        const int pixel = row_begin + next_row * Tile::W + column;
         const int key = swizzle_key<Tile::PIXEL_BYTES / 16>(column);
         return channels_on<T>(pixel * Tile::PIXEL_BYTES + chunk_place<T>(upper_k, key), first_k);
     }
     // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
     INLINE auto places(int slice) const {
         return [this, slice](auto f) {
-            UNROLL_FOR (int i = 0; i < 2 * HALF; i++)
+            UNROLL_FOR (int i = 0; i < 2 * HALF_COPIES; i++)
                 if (first_pixel + i * PIXELS_AT_ONCE < Tile::PIXELS) f(place(slice, i));
         };
     }
@@ -12890,9 +12910,9 @@ template <class Tile> struct HaloCopies {
 
 // The ring of weights in shared memory, with a stage for each kw, and the part of a stage that one thread copies: the
 // same chunk of every ROWS_AT_ONCE-th row. A stage holds three matrices, for the taps kh = 0, 1, 2:
-//   forward    weight is (Cout, taps, C1) in global memory. A row is an output channel; its chunks are the channels of
-//              the slice.
-//   BACKWARD   weight is (C1, taps, Cout), where C1 and Cout are those of ConvCall: the channels of dout and of the
+//   forward    weight is (Cout, taps, Cin1) in global memory. A row is an output channel; its chunks are the channels
+//              of the slice.
+//   BACKWARD   weight is (Cin1, taps, Cout), where Cin1 and Cout are those of ConvCall: the channels of dout and of the
 //              input's gradient. The taps are in reverse order. A row is an input channel of the slice; its chunks are
 //              the block's output channels.
 template <class Tile, bool BACKWARD> struct HaloWeights {
@@ -12918,7 +12938,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
           first_place(ring + first_row * ROW_BYTES + chunk_place<T>(chunk, key(first_row))),
           first_weight(BACKWARD //
                            ? first_row * 9 * p.Cout + c0 + chunk * 8
-                           : (c0 + first_row) * 9 * p.C1 + chunk * 8) {}
+                           : (c0 + first_row) * 9 * p.Cin1 + chunk * 8) {}
     static INLINE int key(int row) { return swizzle_key<ROW_BYTES / 16>(row); }
 
     // Copy i < COPIES of a thread is row `first_row + row(i)` of tap kh(i).
@@ -12939,8 +12959,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int tap = BACKWARD ? 8 - place_of_tap : place_of_tap;
         const int k = k0 + (BACKWARD ? row(i) + first_row : chunk * 8); // input channel
         const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
-        const bool valid = k < p.C1 && c < p.Cout;                      // if false, the copy writes zeros
-        int C = BACKWARD ? p.Cout : p.C1;                               // channels of a tap in global memory
+        const bool valid = k < p.Cin1 && c < p.Cout;                    // if false, the copy writes zeros
+        int C = BACKWARD ? p.Cout : p.Cin1;                             // channels of a tap in global memory
         asm volatile("" : "+r"(C)); // otherwise the compiler would keep many multiples of C in registers
         const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
         const T* const weight = (const T*)p.weight;
@@ -13003,9 +13023,9 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
             UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) {
                 sum[first + i / 4][i % 4] = 0;
             }
-            UNROLL_FOR (int part = 0; part < 3; part++) // low x high', high x low', high x high'
+            UNROLL_FOR (int product = 0; product < 3; product++) // low x high', high x low', high x high'
                 UNROLL_FOR (int r = first; r < first + 4; r++)
-                    mma_fp16(sum[r], a + 4 * (part == 0), b[r + kh] + 2 * (part == 1));
+                    mma_fp16(sum[r], a + 4 * (product == 0), b[r + kh] + 2 * (product == 1));
             UNROLL_FOR (int i = 0; i < 16 && kh == 2; i++) {
                 const int r = first + i / 4;
                 acc[r][m][i % 4] += sum[r][i % 4] * scale;
@@ -13069,7 +13089,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     }
     halo.find_sources(n0, h0, w0);
     __syncthreads();
-    NO_UNROLL_FOR (int i = 0; i < 2 * Halo::HALF; i++) {
+    NO_UNROLL_FOR (int i = 0; i < 2 * Halo::HALF_COPIES; i++) {
         halo.copy(0, i);
     }
     copies_committed();
@@ -13107,8 +13127,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                 constexpr int GAPS = 3 * Tile::K16;
                 UNROLL_FOR (int i = 0; i < Weights::COPIES; i++)
                     if (i * GAPS / Weights::COPIES == gap) weights.copy(kw ? slice + 1 : slice, (kw + 2) % 3, i);
-                UNROLL_FOR (int i = 0; i < Halo::HALF; i++)
-                    if (kw < 2 && i * GAPS / Halo::HALF == gap) halo.copy(slice + 1, kw * Halo::HALF + i);
+                UNROLL_FOR (int i = 0; i < Halo::HALF_COPIES; i++)
+                    if (kw < 2 && i * GAPS / Halo::HALF_COPIES == gap) halo.copy(slice + 1, kw * Halo::HALF_COPIES + i);
             };
             const uint32_t x = lane_pixels[kw] + slice % 2 * Tile::HALO_BYTES;
             multiply_step<Tile, BACKWARD>(acc, x, lane_weights, kw, pixel_scale * weight_scale, copy_in_gap);
@@ -13131,7 +13151,7 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
     p.tiles_h = ceil_div(p.H, Tile::TILE_H);
     p.tiles_w = ceil_div(p.W, Tile::TILE_W);
     p.channel_blocks = ceil_div(p.Cout, Tile::CHANNELS);
-    p.slices = ceil_div(p.C1, Tile::SLICE);
+    p.slices = ceil_div(p.Cin1, Tile::SLICE);
     const int tiles = p.tiles_h * p.tiles_w;
     const int blocks = ceil_div(p.B, Tile::IMAGES) * tiles * p.channel_blocks;
     if (p.out.parts) *p.out.parts = tiles;
@@ -13201,10 +13221,10 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     typedef T_ T;
     static constexpr int PIXELS = PIXEL_WARPS_ * 64;
     static constexpr int STAGES = STAGES_;
-    static constexpr int ROW = 128;               // bytes of a pixel in shared memory
-    static constexpr int SLICE = ROW / sizeof(T); // channels of a slice
-    static constexpr int WEIGHTS_AT = PIXELS * ROW;
-    static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * ROW;
+    static constexpr int PIXEL_BYTES = 128;               // bytes of a pixel in shared memory
+    static constexpr int SLICE = PIXEL_BYTES / sizeof(T); // channels of a slice
+    static constexpr int WEIGHTS_AT = PIXELS * PIXEL_BYTES;
+    static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * PIXEL_BYTES;
     // How many blocks shall fit on a multiprocessor. The compiler limits the registers of a thread accordingly.
     static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
@@ -13216,7 +13236,7 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
 template <class Tile, bool BACKWARD> struct GatherWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
-    static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::ROW;
+    static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::PIXEL_BYTES;
     static constexpr int CHUNKS = ROW_BYTES / sizeof(T) / 8;
     static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // rows that all threads copy at a time
     static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // copies of a thread
@@ -13236,7 +13256,7 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
             const int k = BACKWARD ? r : chunk * 8;        // input channel, in the slice
             const bool valid = c < p.Cout && k0 + k < C;   // if false, the copy writes zeros
             const uint32_t index = BACKWARD ? ((weight_k0 + k) * p.taps + tap) * p.Cout + c
-                                            : (c * p.taps + tap) * (p.C1 + p.C2) + weight_k0 + k;
+                                            : (c * p.taps + tap) * (p.Cin1 + p.Cin2) + weight_k0 + k;
             const int offset = stage + i * ROWS_AT_ONCE * ROW_BYTES;
             copy_channels(place, offset, weight + (valid ? index : 0), valid);
         }
@@ -13275,7 +13295,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     constexpr int PIXELS = Tile::PIXELS;
     constexpr int STAGES = Tile::STAGES;
     constexpr int SLICE = Tile::SLICE;
-    constexpr int ROW = Tile::ROW;
+    constexpr int PIXEL_BYTES = Tile::PIXEL_BYTES;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x;
@@ -13284,8 +13304,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS;
     const int tile = blockIdx.x / p.channel_blocks % p.tiles_w;
     const int n = blockIdx.x / p.channel_blocks / p.tiles_w;
-    const int slices1 = ceil_div(p.C1, SLICE);
-    const int slices = slices1 + ceil_div(p.C2, SLICE);
+    const int slices1 = ceil_div(p.Cin1, SLICE);
+    const int slices = slices1 + ceil_div(p.Cin2, SLICE);
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
@@ -13297,7 +13317,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int row = tid / CHUNKS;
     const int w_chunk = tid % Weights::CHUNKS;
     const int w_row = tid / Weights::CHUNKS;
-    const uint32_t own_pixels = base + row * ROW + chunk_place<T>(chunk, row & 7);
+    const uint32_t own_pixels = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
     const uint32_t own_weights =
         base + Tile::WEIGHTS_AT + w_row * Weights::ROW_BYTES + chunk_place<T>(w_chunk, w_row & 7);
     const bool direct = p.taps == 1 && p.s.stride == 1; // each output pixel reads the input pixel with the same index
@@ -13322,8 +13342,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         if (slice == 0) start_tap();
         const bool second = slice >= slices1;                      // a slice of the second input
         const int k0 = (second ? slice - slices1 : slice) * SLICE; // the slice's first channel in its input
-        const int weight_k0 = (second ? p.C1 : 0) + k0;            // the same channel in the weights
-        const int C = second ? p.C2 : p.C1;
+        const int weight_k0 = (second ? p.Cin1 : 0) + k0;          // the same channel in the weights
+        const int C = second ? p.Cin2 : p.Cin1;
 
         const int c = k0 + chunk * 8;
         const bool chunk_inside = c < C;
@@ -13332,7 +13352,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         UNROLL_FOR (int i = 0; i < COPIES; i++) {
             const bool valid = chunk_inside && source[i] >= 0; // if false, the copy writes zeros
             const uint32_t pixel = valid ? n * p.source_pixels + source[i] : 0;
-            copy_channels(own_pixels, stage + i * PIXELS_AT_ONCE * ROW, pixel_of(x, pixel, C), valid);
+            copy_channels(own_pixels, stage + i * PIXELS_AT_ONCE * PIXEL_BYTES, pixel_of(x, pixel, C), valid);
         }
         Weights::copy(p, own_weights, stage, c0, tap, k0, weight_k0, C);
         if (++slice == slices) slice = 0;
@@ -13342,9 +13362,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. For
-    // pixels, ldmatrix loads two fragments at once. Its matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7),
-    // (8-15, 8-15).
+    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. Of pixels
+    // it loads two fragments at once: (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -13352,7 +13371,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int upper_k = lane >> 3 & 1;
     const int next_8 = lane >> 4;
     const int lane_pixel = pixel_warp * 64 + next_8 * 8 + row_of_matrix;
-    uint32_t lane_pixels = base + lane_pixel * ROW + chunk_place<T>(upper_k, row_of_matrix);
+    uint32_t lane_pixels = base + lane_pixel * PIXEL_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     const int first_channel = Tile::channel_warp(warp) * Tile::WARP_CHANNELS;
     uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_channel);
     // Without this line the compiler would compute lane_pixels and lane_weights again in every step.
@@ -13365,7 +13384,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_arrived<STAGES - 2>();
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         take_apart_copies<T, Tile::THREADS / 32>(
-            pixel_scale, places<COPIES, PIXELS_AT_ONCE * ROW>(own_pixels + stage), weight_scale,
+            pixel_scale, places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(own_pixels + stage), weight_scale,
             places<Weights::COPIES, Weights::ROWS_AT_ONCE * Weights::ROW_BYTES>(own_weights + stage));
         __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
         if (step + STAGES - 1 < steps) copy_step(step + STAGES - 1);
@@ -13374,7 +13393,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
             FragmentA<T> a[M];
             FragmentB<T> b[8];
             UNROLL_FOR (int r = 0; r < 8; r += 2)
-                load_fragments<T, false>(b[r], b[r + 1], channels_on<T>(lane_pixels + stage, 16 * k), r * 8 * ROW);
+                load_fragments<T, false>(b[r], b[r + 1], channels_on<T>(lane_pixels + stage, 16 * k),
+                                         r * 8 * PIXEL_BYTES);
             UNROLL_FOR (int m = 0; m < M; m++) Weights::load(a[m], lane_weights + stage, m, k);
             multiply<T, M, 8>(acc[0], 1, M, a, b, pixel_scale * weight_scale);
         }
@@ -13425,11 +13445,11 @@ struct ConvFew {
     void* rows;         // (B, H, W, R)
     void* weight_rows;  // (C, R)
     int B, H, W;
-    int F;     // the number of channels of the first layer's input, or of the last layer's output
-    int C;     // the number of channels of the layer's other side
-    int R;     // the number of values of a row
-    int parts; // the number of parts that a value is split into: 1 (no split), or 2 in bf16
-    bool last; // true: the network's last layer; false: its first
+    int F;              // the number of channels of the first layer's input, or of the last layer's output
+    int C;              // the number of channels of the layer's other side
+    int R;              // the number of values of a row
+    int parts;          // the number of parts that a value is split into: 1 (no split), or 2 in bf16
+    bool is_last_layer; // true: the network's last layer; false: its first
     // The results of the product for a weight gradient. First layer: product (C, R). Last: product (R, C), bias (R).
     float *product, *bias;
     float *dweight, *dbias; // the gradients, as conv_few_gradient writes them
@@ -13438,7 +13458,7 @@ struct ConvFew {
 // Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows are made
 // from the gradient of its output, so the last layer's taps are counted from the end.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
-    if (!p.last) return (size_t)c * 9 * p.F + k;
+    if (!p.is_last_layer) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
     const size_t tap = k / p.F;
     return (f * 9 + 8 - tap) * p.C + c;
@@ -13451,7 +13471,7 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
     const int first = threadIdx.x * V;
-    const int half = p.R / p.parts;
+    const int part_width = p.R / p.parts;
     int tap[V];      // the tap of each of the V values; if it is 9 or more, 0 is written
     int distance[V]; // how many floats of x lie between the pixel's own first value and the value under the tap
     int t = first / p.F;
@@ -13486,14 +13506,14 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         *(uint4*)row = pack<T>(v);
         if constexpr (ElementOf<T>::FEW_PARTS == 2) {
             UNROLL_FOR (int j = 0; j < V; j++) v[j] -= (float)(T)v[j];
-            *(uint4*)(row + half) = pack<T>(v);
+            *(uint4*)(row + part_width) = pack<T>(v);
         }
     }
     if (!p.weight) return;
     const int threads = gridDim.x * blockDim.x * blockDim.y;
     const int thread = (blockIdx.x * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
     for (int i = thread; i < p.C * p.R; i += threads) {
-        const int k = i % half;
+        const int k = i % part_width;
         ((T*)p.weight_rows)[i] = k < 9 * p.F ? ((const T*)p.weight)[few_weight_at(p, i / p.R, k)] : (T)0.0f;
     }
 }
@@ -13503,18 +13523,18 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
-    const int c = p.last ? i % p.C : i / K;
-    const int k = p.last ? i / p.C : i % K;
-    const int half = p.R / 2; // the distance in a row between an upper part and its lower part
+    const int c = p.is_last_layer ? i % p.C : i / K;
+    const int k = p.is_last_layer ? i / p.C : i % K;
+    const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
-    if (p.last && i < p.F) {
+    if (p.is_last_layer && i < p.F) {
         const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
-        p.dbias[i] = p.parts == 2 ? sum[0] + sum[half] : sum[0];
+        p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
     if (i >= p.C * K) return;
-    const float* const sum = p.last ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
+    const float* const sum = p.is_last_layer ? p.product + (size_t)k * p.C + c : p.product + (size_t)c * p.R + k;
     float gradient = sum[0];
-    if (p.parts == 2) gradient += sum[p.last ? (size_t)half * p.C : half];
+    if (p.parts == 2) gradient += sum[p.is_last_layer ? (size_t)part_width * p.C : part_width];
     p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
@@ -13531,9 +13551,9 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.B = s.B;
     p.H = s.H;
     p.W = s.W;
-    p.last = conv_is_last(s);
-    p.F = p.last ? s.Cout : s.C1;
-    p.C = p.last ? s.C1 : s.Cout;
+    p.is_last_layer = conv_is_last(s);
+    p.F = p.is_last_layer ? s.Cout : s.C1;
+    p.C = p.is_last_layer ? s.C1 : s.Cout;
     p.parts = with_act([]<class T>(T) { return ElementOf<T>::FEW_PARTS; });
     p.R = round_up(p.parts * 9 * p.F, 32);
     p.rows = memory;
@@ -13546,7 +13566,7 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
 // weight gradient of the last layer, its output.
 static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const ConvFew p = plan_few(s, nullptr);
-    const bool to_rows = p.last && weight_gradient;
+    const bool to_rows = p.is_last_layer && weight_gradient;
     const int Cin = to_rows ? p.C : p.R;
     const int Cout = to_rows ? p.R : p.C;
     return ConvShape{p.B, p.H, p.W, Cin, 0, Cout, 1, 1, 0};
@@ -13635,7 +13655,7 @@ template <class Work> struct WorkBlock { // a block's work, and its number among
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
-    INLINE WorkBlock<Work> own() const { // returns the work of this block
+    INLINE WorkBlock<Work> work_of_this_block() const {
         int i = 0;
         while (WORKS > 1 && i + 1 < n && (int)blockIdx.x >= first_block[i + 1]) i++;
         return {work[i], (int)blockIdx.x - first_block[i]};
@@ -13729,7 +13749,7 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
     const int x = threadIdx.x;
     const int c = block * 8 + x % 8;
-    const int part = threadIdx.y * 4 + x / 8;
+    const int row = threadIdx.y * 4 + x / 8;
     const int Cout = p.shape.Cout;
     const int image_tiles = p.pixel_tiles / p.bias_images;
     auto split_of = [&](int tile) { // returns the range that contains this pixel tile
@@ -13738,9 +13758,9 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     await_previous_kernel();
     double total = 0;
     if (p.bias_images == 1 && !p.demb) {
-        UNROLL_4_FOR (int s = part; s < p.splits && c < Cout; s += 32) total += p.bias_partial[(size_t)s * Cout + c];
+        UNROLL_4_FOR (int s = row; s < p.splits && c < Cout; s += 32) total += p.bias_partial[(size_t)s * Cout + c];
     } else
-        for (int n = part; n < p.bias_images && c < Cout; n += 32) {
+        for (int n = row; n < p.bias_images && c < Cout; n += 32) {
             const int first = split_of(n * image_tiles);
             const int last = split_of((n + 1) * image_tiles - 1);
             double sum = 0;
@@ -13748,14 +13768,14 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
             if (p.demb) p.demb[(size_t)n * p.emb_stride + c] = (float)sum;
             total += sum;
         }
-    totals[part][x % 8] = total;
+    totals[row][x % 8] = total;
     __syncthreads();
-    if (part || c >= Cout) return;
+    if (row || c >= Cout) return;
     for (int k = 1; k < 32; k++) total += totals[k][x];
     if (p.dbias) p.dbias[c] = (float)total;
 }
 static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_constant__ WeightBatch<ConvWeight> batch) {
-    const auto [p, block] = batch.own();
+    const auto [p, block] = batch.work_of_this_block();
     const int bias_blocks = bias_sum_blocks(p.shape.Cout);
     if (block >= bias_blocks) sum_weights(p, block - bias_blocks);
     else sum_biases(p, block);
@@ -13765,7 +13785,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
 // their main loops. The sums are computed as a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
-    bool own; // false: another warp sums these channels, and this warp does nothing
+    bool sums_bias; // false: another warp sums these channels, and this warp does nothing
     int split, co;
     int first;                                // the block's first pixel tile
     int per_image = p.tiles_h * p.tiles_w;    // pixel tiles of an image
@@ -13784,7 +13804,7 @@ template <class T, int M> struct BiasSum {
         left--;
     }
     INLINE void put() {
-        if (!own) return;
+        if (!sums_bias) return;
         UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
             const int c = co + i * 8 + threadIdx.x % 32 / 4;
             if (threadIdx.x % 4 == 0 && c < p.shape.Cout)
@@ -13798,7 +13818,7 @@ template <class T, int M> struct BiasSum {
         FragmentB<T> ones[1] = {};
         ones[0][0] = ElementOf<T>::TWO_ONES; // for floats: the high parts are 1, and the low parts are 0
         ones[0][1] = ElementOf<T>::TWO_ONES;
-        if (own) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
+        if (sums_bias) multiply<T, M, 1>(acc, 1, 0, dout, ones, scale);
     }
 };
 
@@ -13827,11 +13847,11 @@ constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 st
 // The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
 // DOUT_ROWS-th row of dout. The copies have no branches.
 template <class T> struct WeightHaloCopies {
-    static constexpr int CHUNKS = 8;           // chunks of a pixel, which has 64 channels here
-    static constexpr int ROW = 64 * sizeof(T); // bytes of a pixel
+    static constexpr int CHUNKS = 8;                   // chunks of a pixel, which has 64 channels here
+    static constexpr int PIXEL_BYTES = 64 * sizeof(T); // bytes of a pixel
     static constexpr int STAGES = 4 / PARTS<T>;
-    static constexpr int X_BYTES = 100 * ROW;
-    static constexpr int STAGE_BYTES = X_BYTES + 64 * ROW;
+    static constexpr int X_BYTES = 100 * PIXEL_BYTES;
+    static constexpr int STAGE_BYTES = X_BYTES + 64 * PIXEL_BYTES;
     static constexpr int X_ROWS = 384 / CHUNKS / 10; // rows of x that all 384 threads copy at a time
     static constexpr int X_COPIES = ceil_div(10, X_ROWS);
     static constexpr int DOUT_ROWS = 384 / CHUNKS / 8;
@@ -13853,8 +13873,8 @@ template <class T> struct WeightHaloCopies {
     const bool dout_in = co0 + chunk * 8 < p.shape.Cout;
     const T* const x = (const T*)p.x1 + (x_in ? ci0 + chunk * 8 : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co0 + chunk * 8 : 0);
-    const uint32_t x_place = base + pixel * ROW + chunk_place<T>(chunk, x_col & 7);
-    const uint32_t dout_place = base + X_BYTES + pixel * ROW + chunk_place<T>(chunk, dout_col & 7);
+    const uint32_t x_place = base + pixel * PIXEL_BYTES + chunk_place<T>(chunk, x_col & 7);
+    const uint32_t dout_place = base + X_BYTES + pixel * PIXEL_BYTES + chunk_place<T>(chunk, dout_col & 7);
     Origin next = tile_origin(first, p.tiles_h, p.tiles_w, 8, 8); // where the next pixel tile to copy begins
 
     INLINE bool owns_x(int k) const { return x_row < min(X_ROWS, 10 - k * X_ROWS); }
@@ -13868,7 +13888,7 @@ template <class T> struct WeightHaloCopies {
             const int w = next.w + x_col - 1;
             const bool valid = pixel_tile < end && x_in && (unsigned)h < (unsigned)H && (unsigned)w < (unsigned)W;
             const uint32_t source = valid ? (next.n * p.shape.H + (h >> up)) * p.shape.W + (w >> up) : 0;
-            const int offset = stage + k * X_ROWS * 10 * ROW;
+            const int offset = stage + k * X_ROWS * 10 * PIXEL_BYTES;
             copy_channels(x_place, offset, pixel_of(x, source, p.shape.C1), valid, owns_x(k));
         }
         UNROLL_FOR (int k = 0; k < DOUT_COPIES; k++) {
@@ -13876,7 +13896,7 @@ template <class T> struct WeightHaloCopies {
             const int w = next.w + dout_col;
             const bool valid = pixel_tile < end && dout_in && h < H && w < W;
             const uint32_t source = valid ? (next.n * H + h) * W + w : 0;
-            const int offset = stage + k * DOUT_ROWS * 8 * ROW;
+            const int offset = stage + k * DOUT_ROWS * 8 * PIXEL_BYTES;
             copy_channels(dout_place, offset, pixel_of(dout, source, p.shape.Cout), valid, owns_dout(k));
         }
         copies_committed();
@@ -13894,13 +13914,13 @@ template <class T> struct WeightHaloCopies {
     INLINE auto x_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < X_COPIES; k++)
-                if (owns_x(k)) f(x_place + stage + k * X_ROWS * 10 * ROW);
+                if (owns_x(k)) f(x_place + stage + k * X_ROWS * 10 * PIXEL_BYTES);
         };
     }
     INLINE auto dout_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < DOUT_COPIES; k++)
-                if (owns_dout(k)) f(dout_place + stage + k * DOUT_ROWS * 8 * ROW);
+                if (owns_dout(k)) f(dout_place + stage + k * DOUT_ROWS * 8 * PIXEL_BYTES);
         };
     }
 };
@@ -13913,7 +13933,7 @@ template <class T, int WORKS>
 static __global__ void __launch_bounds__(384, 1)
     conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
     using Copies = WeightHaloCopies<T>;
-    constexpr int ROW = Copies::ROW;
+    constexpr int PIXEL_BYTES = Copies::PIXEL_BYTES;
     constexpr int STAGES = Copies::STAGES;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
@@ -13924,7 +13944,7 @@ static __global__ void __launch_bounds__(384, 1)
     const int kw = warp >> 2;
 
     // The block's weights, and its range of pixel tiles: first .. end - 1.
-    const auto [p, block] = batch.own();
+    const auto [p, block] = batch.work_of_this_block();
     const int tile = block % p.tiles;
     const int split = block / p.tiles;
     const int ci_tile = tile % p.channel_tiles;
@@ -13942,9 +13962,9 @@ static __global__ void __launch_bounds__(384, 1)
     const int low = lane >> 3 & 1;
     const int high = lane >> 4;
     const int column = row_of_matrix + kw; // the column of x in the 10 x 10 pixels
-    uint32_t lane_x = base + (low * 10 + column) * ROW + chunk_place<T>(ci_warp * 4 + high, column & 7);
-    uint32_t lane_dout =
-        base + Copies::X_BYTES + (high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 + low, row_of_matrix);
+    uint32_t lane_x = base + (low * 10 + column) * PIXEL_BYTES + chunk_place<T>(ci_warp * 4 + high, column & 7);
+    uint32_t lane_dout = base + Copies::X_BYTES + (high * 8 + row_of_matrix) * PIXEL_BYTES +
+                         chunk_place<T>(co_warp * 4 + low, row_of_matrix);
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
@@ -13965,12 +13985,12 @@ static __global__ void __launch_bounds__(384, 1)
         FragmentB<T> below[4];
         UNROLL_FOR (int r = 0; r < 4; r++) { // each round has two image rows of dout
             FragmentA<T> a[2];
-            load_dout<T>(a, lane_dout + stage + r * 16 * ROW);
+            load_dout<T>(a, lane_dout + stage + r * 16 * PIXEL_BYTES);
             bias.add(a, dout_scale);
             UNROLL_FOR (int kh = 0; kh < 3; kh++) {
                 FragmentB<T> b[4];
                 if (KEEP_ROWS && r && kh == 0) memcpy(b, below, sizeof b);
-                else load_x<T>(b, lane_x + stage + (2 * r + kh) * 10 * ROW);
+                else load_x<T>(b, lane_x + stage + (2 * r + kh) * 10 * PIXEL_BYTES);
                 if (KEEP_ROWS && kh == 2) memcpy(below, b, sizeof b);
                 multiply<T, 2, 4>(acc[kh][0], 4, 1, a, b, x_scale * dout_scale);
             }
@@ -13999,9 +14019,9 @@ template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / 
 // The part of each pixel tile that one thread copies: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of
 // dout. A chunk of x belongs to a tile of 64 channels, and this tile belongs to one of the two inputs.
 template <class T, int N> struct WeightGatherCopies {
-    static constexpr int CHUNKS = 8 * N;                // chunks of a pixel, which has 64 N channels here
-    static constexpr int ROW = 64 * N * sizeof(T);      // bytes of a pixel
-    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS; // pixels that all 128 threads copy at a time
+    static constexpr int CHUNKS = 8 * N;                   // chunks of a pixel, which has 64 N channels here
+    static constexpr int PIXEL_BYTES = 64 * N * sizeof(T); // bytes of a pixel
+    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS;    // pixels that all 128 threads copy at a time
     static constexpr int COPIES = 64 / PIXELS_AT_ONCE;
     const ConvWeight& p;
     const uint32_t base; // the address where shared memory begins
@@ -14025,9 +14045,10 @@ template <class T, int N> struct WeightGatherCopies {
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    const uint32_t place = base + row * ROW + chunk_place<T>(chunk, row & 7); // all rows of a thread have the same key
-    int n = first / p.tiles_w;                                                // the image of the pixel tile to copy
-    int p0 = (first - n * p.tiles_w) * 64;                                    // the tile's first pixel in this image
+    // All rows of a thread have the same key.
+    const uint32_t place = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
+    int n = first / p.tiles_w;             // the image of the pixel tile to copy
+    int p0 = (first - n * p.tiles_w) * 64; // the tile's first pixel in this image
 
     INLINE uint32_t stage(int pixel_tile) const {
         return (uint32_t)(pixel_tile - first) % WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
@@ -14045,8 +14066,8 @@ template <class T, int N> struct WeightGatherCopies {
             const bool dout_valid = dout_in && pixel < HWo;
             const uint32_t x_pixel = x_valid ? n * p.shape.H * p.shape.W + source : 0;
             const uint32_t dout_pixel = dout_valid ? n * HWo + pixel : 0;
-            copy_channels(place, stage + k * ROW, pixel_of(x, x_pixel, C), x_valid);
-            copy_channels(place, stage + (64 + k) * ROW, pixel_of(dout, dout_pixel, p.shape.Cout), dout_valid);
+            copy_channels(place, stage + k * PIXEL_BYTES, pixel_of(x, x_pixel, C), x_valid);
+            copy_channels(place, stage + (64 + k) * PIXEL_BYTES, pixel_of(dout, dout_pixel, p.shape.Cout), dout_valid);
         }
         // Go on to the next pixel tile of this image, or to the first one of the next image.
         p0 += 64;
@@ -14057,7 +14078,7 @@ template <class T, int N> struct WeightGatherCopies {
     // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies. first_row
     // is 0 for the chunks of x, and 64 for those of dout.
     INLINE auto own_places(uint32_t stage, int first_row) const {
-        return places<COPIES, PIXELS_AT_ONCE * ROW>(place + stage + first_row * ROW);
+        return places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(place + stage + first_row * PIXEL_BYTES);
     }
 };
 
@@ -14066,7 +14087,7 @@ template <class T, int N, int WORKS>
 static __global__ void __launch_bounds__(128, 4 - N)
     conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
     using Copies = WeightGatherCopies<T, N>;
-    constexpr int ROW = Copies::ROW;
+    constexpr int PIXEL_BYTES = Copies::PIXEL_BYTES;
     constexpr int M = 2 * N;
     constexpr int STAGES = WEIGHT_GATHER_STAGES<T, N>;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -14078,7 +14099,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
 
     // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1. Blocks with neighbouring
     // numbers have the same range and the same tap, so they find the pixels of this range in the L2 cache.
-    const auto [p, block] = batch.own();
+    const auto [p, block] = batch.work_of_this_block();
     const int co_tiles = p.tiles / p.channel_tiles;
     const int ci_blocks = ceil_div(p.channel_tiles, N);
     const int blocks = ci_blocks * ceil_div(co_tiles, N);
@@ -14101,9 +14122,10 @@ static __global__ void __launch_bounds__(128, 4 - N)
     const int row_of_matrix = lane & 7;
     const int low = lane >> 3 & 1;
     const int high = lane >> 4;
-    uint32_t lane_x = base + (low * 8 + row_of_matrix) * ROW + chunk_place<T>(ci_warp * 4 * N + high, row_of_matrix);
+    uint32_t lane_x =
+        base + (low * 8 + row_of_matrix) * PIXEL_BYTES + chunk_place<T>(ci_warp * 4 * N + high, row_of_matrix);
     uint32_t lane_dout =
-        base + (64 + high * 8 + row_of_matrix) * ROW + chunk_place<T>(co_warp * 4 * N + low, row_of_matrix);
+        base + (64 + high * 8 + row_of_matrix) * PIXEL_BYTES + chunk_place<T>(co_warp * 4 * N + low, row_of_matrix);
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
@@ -14119,7 +14141,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
         if (pixel_tile + STAGES - 1 < end) copies.copy_tile(pixel_tile + STAGES - 1);
         copies_committed();
         bias.next_tile();
-        UNROLL_FOR (int k = 0; k < 64 * ROW; k += 16 * ROW) { // 16 pixels at a time
+        UNROLL_FOR (int k = 0; k < 64 * PIXEL_BYTES; k += 16 * PIXEL_BYTES) { // 16 pixels at a time
             FragmentA<T> a[M];
             FragmentB<T> b[2 * M];
             load_dout<T>(a, lane_dout + stage + k);
@@ -14199,21 +14221,21 @@ struct TmaParts {
         return (is_second(slice) ? C1 : 0) + channel(slice, width);
     }
     // FP8: does the slice have 64 channels at most? Then two products of 32 channels are enough, instead of four.
-    INLINE bool is_half(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
+    INLINE bool is_half_slice(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
 };
 // The arguments of the kernels of conv_tiles and conv_small. A CUtensorMap is aligned to 64 bytes; it has to be a
 // parameter of the kernel (__grid_constant__), so that TMA can read it.
 struct ConvTma {
-    TmaParts x;                // the input; its boxes have a border of one pixel, if the filter is 3x3
-    TmaParts skip;             // the skip connection's input, if this kernel computes the skip connection
-    TmaParts results, addends; // the tensors that results are written to, and those that are added to results
-    CUtensorMap weight;        // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
-    CUtensorMap skip_weight;   // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
-    int B, H, W, C;            // sizes of the output
-    int tiles_h, tiles_w;      // tiles of an image, down and across
-    int tiles;                 // tiles of all images
-    int ring, weight_slots;    // the numbers of stages of pixels and of stages of weights in shared memory
-    bool whole;                // all pixels of a tile belong to one image, so they are one part of the statistics
+    TmaParts x;                      // the input; its boxes have a border of one pixel, if the filter is 3x3
+    TmaParts skip;                   // the skip connection's input, if this kernel computes the skip connection
+    TmaParts results, addends;       // the tensors that results are written to, and those that are added to results
+    CUtensorMap weight;              // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
+    CUtensorMap skip_weight;         // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
+    int B, H, W, C;                  // sizes of the output
+    int tiles_h, tiles_w;            // tiles of an image, down and across
+    int tiles;                       // tiles of all images
+    int pixel_stages, weight_stages; // the numbers of stages of pixels and of stages of weights in shared memory
+    bool one_image;                  // all pixels of a tile belong to one image, so they are one part of the statistics
     ConvOut out;
     const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
@@ -14240,21 +14262,21 @@ struct TmaBoxes {
     int result_channels;       // channels of a box of results
     int weight_rows;           // in the forward pass: output channels of a box of weights
 };
-// Sets all members of a ConvTma except ring, weight_slots and whole.
+// Sets all members of a ConvTma except pixel_stages, weight_stages and one_image.
 static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const ConvOut& o = p.out;
     const ConvSkip& k = o.skip;
     const int taps = p.s.kernel * p.s.kernel;
-    const int Cin = p.C1 + p.C2;
+    const int Cin = p.Cin1 + p.Cin2;
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
     constexpr int CHANNELS = SLICE_CHANNELS;
     const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // the element of x and weight
     const int width = slice_channels(in);
-    t.x = tma_parts(p.x1, p.x2, p.C1, p.C2, p, width, box.columns + borders, box.rows + borders, box.images, in);
+    t.x = tma_parts(p.x1, p.x2, p.Cin1, p.Cin2, p, width, box.columns + borders, box.rows + borders, box.images, in);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
-    t.results = tma_parts(o.part1.dx, o.part2.dx, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
-    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.C1, o.C2, p, box.result_channels, 8, box.rows, 1);
+    t.results = tma_parts(o.part1.dx, o.part2.dx, o.Cout1, o.Cout2, p, box.result_channels, 8, box.rows, 1);
+    t.addends = tma_parts(o.part1.add1, o.part2.add1, o.Cout1, o.Cout2, p, box.result_channels, 8, box.rows, 1);
     if (backward) t.weight = tensor_map(p.weight, {p.Cout, taps, Cin}, {CHANNELS, 1, CHANNELS});
     else t.weight = tensor_map(p.weight, {Cin, taps, p.Cout}, {width, 1, box.weight_rows}, in);
     t.skip_weight = tensor_map(k.weight, {k.C1 + k.C2, 1, p.Cout}, {CHANNELS, 1, CHANNELS});
@@ -14274,10 +14296,11 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
 //   On images of 9 to 32 rows, too, pick_conv_small chooses it where it is faster than conv_small.
-// How: A tile is 8 x ROWS pixels (8 across, ROWS down) and 64 BLOCKS channels. D[64 BLOCKS channels][8 x ROWS pixels],
-//   with A = weights and B = pixels, as drawn above. The pixels are the dimension N of a product. So products are large
-//   even if there are only 64 channels. Blocks are persistent: there are about as many as multiprocessors. Each block
-//   has some output channels, and walks over its share of the tiles. A block's roles:
+// How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
+//   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The pixels are the
+//   dimension N of a product. So products are large even if there are only 64 channels. Blocks are persistent: there
+//   are about as many as multiprocessors. Each block has some output channels, and walks over its share of the tiles. A
+//   block's roles:
 //
 //     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
 //     warpgroup 1  (warps 4-7)    does the same for other tiles
@@ -14300,15 +14323,15 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  last slice has 64 or 128. Sums begin as 0. They are scaled after the last product of x. The skip
 //                  connection stays in bf16, so its products come after the scaling.
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply for
-//   each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x BLOCKS times.
+//   each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
 // Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
 //   tiles.
-template <int TAPS_, int ROWS_, int BLOCKS_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
+template <int TAPS_, int ROWS_, int OUT_SLICES_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
           Element ELEMENT_ = Element::BF16>
 struct ConvTiles {
     static constexpr int TAPS = TAPS_;
     static constexpr int ROWS = ROWS_;
-    static constexpr int BLOCKS = BLOCKS_;
+    static constexpr int OUT_SLICES = OUT_SLICES_;
     static constexpr int STEPS = STEPS_;
     static constexpr bool RESIDENT = RESIDENT_;
     static constexpr bool BACKWARD = BACKWARD_;
@@ -14318,19 +14341,19 @@ struct ConvTiles {
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
-    static constexpr bool MOVES_REGISTERS = BLOCKS == 3 || (FP8 && ROWS == 32);
+    static constexpr bool MOVES_REGISTERS = OUT_SLICES == 3 || (FP8 && ROWS == 32);
     // Pixels.
     static constexpr int UNIT = RESIDENT ? 1 : 2; // how many tiles' pixels a stage holds
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
-    static constexpr int PIXEL_BYTES = PIXELS * SLICE_BYTES; // bytes of a tile without its border
+    static constexpr int TILE_BYTES = PIXELS * SLICE_BYTES; // bytes of a tile without its border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
-    static constexpr int HALO = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
-    static constexpr int STAGE = UNIT * HALO;
+    static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
+    static constexpr int STAGE_BYTES = UNIT * HALO_ROOM;
     // Weights.
-    static constexpr int WEIGHT_BYTES = BLOCKS * BLOCK_BYTES;  // bytes of the weights of one tap of one slice
-    static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4; // stages of weights, if weights are streamed
+    static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // bytes of the weights of one tap of one slice
+    static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
     // Statistics: the number of image rows of a part, unless the whole tile is one part (ConvTma::whole).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
@@ -14339,36 +14362,38 @@ struct ConvTiles {
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;
 
     // Returns the number of blocks among which the tiles are divided. (All these blocks have the same output channels.)
-    static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * BLOCKS)); }
-    static int shared_bytes(int n, int weights) { return shared_beside(BARRIERS) + n * STAGE + weights * WEIGHT_BYTES; }
+    static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * OUT_SLICES)); }
+    static int shared_bytes(int n, int weights) {
+        return shared_beside(BARRIERS) + n * STAGE_BYTES + weights * WEIGHT_BYTES;
+    }
     // Returns how many stages of pixels fit into shared memory beside `weights` stages of weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
-        return std::min(room / STAGE, MAX_STAGES);
+        return std::min(room / STAGE_BYTES, MAX_STAGES);
     }
-    using Pixels = Pipeline<STAGE, RESIDENT ? 2 : 1>;
+    using Pixels = Pipeline<STAGE_BYTES, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
     // Returns where in a stage this warpgroup's pixels begin.
-    static INLINE int half(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO; }
+    static INLINE int pixels_at(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO_ROOM; }
 };
 
 // A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called a piece
-// here: first come the slices of x, then the slices of the skip connection's input, then BLOCKS addends.
+// here: first come the slices of x, then the slices of the skip connection's input, then OUT_SLICES addends.
 //
-//   piece    0 .. x.slices - 1 | .. products - 1  | results .. pieces - 1 (the last BLOCKS)
+//   piece    0 .. x.slices - 1 | .. products - 1  | first_result .. pieces - 1 (the last OUT_SLICES)
 //            slices of x       | skip connection  | addends come in, results go out
 //
-// A tile's results are written to the stages of its last BLOCKS pieces, and stored from there. If there are addends,
-// these are the addends' stages. This is possible because a thread writes its results to the same places where it has
-// read its addends. If there are no addends and fewer slices than BLOCKS, there are nevertheless BLOCKS pieces, and
-// nothing is loaded into the last of them.
+// A tile's results are written to the stages of its last OUT_SLICES pieces, and stored from there. If there are
+// addends, these are the addends' stages. This is possible because a thread writes its results to the same places where
+// it has read its addends. If there are no addends and fewer slices than OUT_SLICES, there are nevertheless OUT_SLICES
+// pieces, and nothing is loaded into the last of them.
 template <class T> struct TileWork {
     const ConvTma& p;
-    const int out0 = blockIdx.y * T::BLOCKS;                             // the block's first slice of output channels
+    const int out0 = blockIdx.y * T::OUT_SLICES;                         // the block's first slice of output channels
     const int c0 = out0 * SLICE_CHANNELS;                                // the block's first output channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
-    const int pieces = has_addends() ? products + T::BLOCKS : max(products, T::BLOCKS);
-    const int results = pieces - T::BLOCKS; // how many pieces come before the pieces whose stages the results use
+    const int pieces = has_addends() ? products + T::OUT_SLICES : max(products, T::OUT_SLICES);
+    const int first_result = pieces - T::OUT_SLICES; // the first of the pieces whose stages the results use
     // How many stages a warpgroup skips between two of its tiles: the stages of the other warpgroup's tile, if any.
     const int others = T::RESIDENT ? pieces : 0;
     INLINE bool has_addend(int b) const {
@@ -14377,7 +14402,7 @@ template <class T> struct TileWork {
     }
     INLINE bool has_addends() const {
         bool any = false;
-        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) any |= has_addend(b);
+        UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) any |= has_addend(b);
         return any;
     }
     // Returns a walk over this block's tiles for warpgroup g. If a stage holds two tiles, the last tile of the walk may
@@ -14393,9 +14418,9 @@ template <class T> struct TileWork {
         const bool skip = T::CAN_SKIP && slice >= p.x.slices;
         const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice, T::WIDTH);
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
-        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
+        UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int c = c0 + b * SLICE_CHANNELS;
-            const uint32_t place = to.address + b * BLOCK_BYTES;
+            const uint32_t place = to.address + b * BYTES_OF_64_ROWS;
             if (T::BACKWARD) tma_load(place, &p.weight, to.full, c, T::TAPS - 1 - tap, k);
             else tma_load(place, skip ? &p.skip_weight : &p.weight, to.full, k, tap, c);
         }
@@ -14420,17 +14445,17 @@ template <class T> struct PixelLoader {
         };
         mbarrier_expect(to.full, T::UNIT * bytes);
         load(tile, to.address);
-        if (T::UNIT == 2) load(partner, to.address + T::HALO);
+        if (T::UNIT == 2) load(partner, to.address + T::HALO_ROOM);
     }
     INLINE void next() {
         if (!tile) return;
         const ConvTma& p = work.p;
         const Stage to = pixels.acquire(owner);
         const int skip = piece - p.x.slices;
-        const int b = piece - work.results;
+        const int b = piece - work.first_result;
         if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES, T::WIDTH);
-        else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::PIXEL_BYTES);
-        else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::PIXEL_BYTES);
+        else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::TILE_BYTES);
+        else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::TILE_BYTES);
         else mbarrier_arrive(to.full); // nothing is loaded into this stage
         if (++piece < work.pieces) return;
         piece = 0;
@@ -14476,37 +14501,37 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
     await_previous_kernel();
-    results.pass_over(warpgroup * work.others + work.results);
+    results.pass_over(warpgroup * work.others + work.first_result);
     for (TileWalk tile = work.tiles(warpgroup); tile;) {
-        for (int b = 0; b < T::BLOCKS; b++) {
+        for (int b = 0; b < T::OUT_SLICES; b++) {
             results.arrived(warpgroup);
             const int stage = results.hand_over();
             const int slice = work.out0 + b;
-            const uint32_t from = pixels.stage(stage).address + T::half(warpgroup);
+            const uint32_t from = pixels.stage(stage).address + T::pixels_at(warpgroup);
             tma_store(p.results.map(slice), from, p.results.channel(slice), tile.w * 8, tile.h * T::ROWS, tile.n);
             tma_stores_read();
             pixels.free(stage);
         }
         tile.next();
-        results.pass_over(work.others + work.results);
+        results.pass_over(work.others + work.first_result);
     }
 }
 
 // What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes the
 // results to shared memory, as rows of pixels, and sums them for the statistics.
 //
-//   d[b] of a thread: its 2 channels c, c + 8 of block b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
+//   d[b] of a thread: its 2 channels c, c + 8 of slice b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
 template <class T> struct Epilogue {
     // For each part of the statistics: channel c's sum and sum of squares, then those of c + 8.
     typedef float Sums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                       // this thread's first channel
-    int lane_place;              // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
-    float bias[T::BLOCKS][2];    // bias of channels c and c + 8 of each block of 64 channels
-    float emb[2];                // embedding of channels c and c + 8, for one block of 64 channels
-    float factors[T::BLOCKS][2]; // FP8: the factors of the same channels
+    int c;                           // this thread's first channel
+    int lane_place;                  // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
+    float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
+    float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
+    float factors[T::OUT_SLICES][2]; // FP8: the factors of the same channels
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
@@ -14515,7 +14540,7 @@ template <class T> struct Epilogue {
         const int pixel = (lane & 7) + (lane >> 4) * 8; // the number of this lane's pixel within two image rows
         const int chunk = 2 * warp + (lane >> 3 & 1);   // the number of this lane's chunk of 8 channels
         lane_place = box_place<SLICE_CHANNELS>(pixel, chunk);
-        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++)
+        UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
                 const int channel = c + b * SLICE_CHANNELS + 8 * k;
                 bias[b][k] = p.out.bias && channel < p.C ? p.out.bias[channel] : 0;
@@ -14523,8 +14548,8 @@ template <class T> struct Epilogue {
                 if (T::FP8) factors[b][k] = channel < p.C ? p.factors[channel] : 0;
             }
     }
-    // Loads the embedding of block b of 64 channels. The embedding of the first block is loaded while products run. The
-    // embeddings of the other blocks are loaded later, when they are needed, to save registers.
+    // Loads the embedding of slice b of 64 channels. The embedding of the first slice is loaded while products run. The
+    // embeddings of the other slices are loaded later, when they are needed, to save registers.
     INLINE void load_embedding(int n, int b) {
         UNROLL_FOR (int k = 0; k < 2; k++) {
             const int channel = c + b * SLICE_CHANNELS + 8 * k;
@@ -14574,29 +14599,30 @@ template <class T> struct Epilogue {
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
-        const int down = ceil_div(p.H, p.whole ? T::ROWS : T::STATS_ROWS);
-        if (PARTS == 2 && p.whole)
+        const int down = ceil_div(p.H, p.one_image ? T::ROWS : T::STATS_ROWS);
+        if (PARTS == 2 && p.one_image)
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 sums[0][k] += sums[PARTS - 1][k];
             }
         UNROLL_FOR (int r = 0; r < PARTS; r++) {
             UNROLL_FOR (float& sum : sums[r]) sum = sum_of_four(sum);
-            const int part = h / (p.whole ? T::ROWS : T::STATS_ROWS) + r;
-            if (threadIdx.x & 3 || part >= down || (r && p.whole)) continue;
+            const int part = h / (p.one_image ? T::ROWS : T::STATS_ROWS) + r;
+            if (threadIdx.x & 3 || part >= down || (r && p.one_image)) continue;
             const size_t part_of_all = ((size_t)n * down + part) * p.tiles_w + w / 8;
-            double2* const to = (double2*)p.out.stats + part_of_all * p.out.C1;
-            if (channel < p.out.C1) to[channel] = make_double2(sums[r][0], sums[r][1]);
-            if (channel + 8 < p.out.C1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
+            double2* const to = (double2*)p.out.stats + part_of_all * p.out.Cout1;
+            if (channel < p.out.Cout1) to[channel] = make_double2(sums[r][0], sums[r][1]);
+            if (channel + 8 < p.out.Cout1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
         }
     }
-    // Finishes a tile, one block of 64 channels after the other. Each result is handed over to the warp that stores.
+    // Finishes a tile, one slice of 64 channels after the other. Each result is handed over to the warp that stores.
     INLINE void finish(auto& acc, const TileWalk& tile, auto& pixels, const Results& results, int warpgroup) {
         const int h = tile.h * T::ROWS;
         const int w = tile.w * 8;
-        UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) {
+        UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
-            const uint32_t place = pixels.stage(stage).address + T::half(warpgroup) + lane_place;
-            if (work.results + b >= work.products) pixels.arrived(warpgroup); // the stage holds an addend or nothing
+            const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
+            // After the products' stages there are stages that hold an addend or nothing.
+            if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
             if constexpr (T::FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
                 emb[0] += bias[b][0];
@@ -14627,8 +14653,9 @@ template <class T> struct Epilogue {
 //   empty barrier  ..... phase m ............................................................................ | m + 1
 //
 // The warpgroup releases the stage while the next slice's products run. After wgmma_wait<1> only the products of the
-// latest tap may still run, so the products of all taps of s have ended. The stages of a tile's last BLOCKS pieces are
-// used for results, so the warpgroup does not release them. It hands them over, and the warp that stores frees them:
+// latest tap may still run, so the products of all taps of s have ended. The stages of a tile's last OUT_SLICES pieces
+// are used for results, so the warpgroup does not release them. It hands them over, and the warp that stores frees
+// them:
 //
 //   warpgroup      acc.wait | epilogue: writes results into the stage | warp_stored
 //                                                                           v
@@ -14647,9 +14674,9 @@ template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
-    typename T::Pixels pixels(shared, p.ring, T::UNIT);
-    typename T::Weights weights(shared, p.weight_slots, T::RESIDENT ? 0 : 2);
-    Results results(shared, p.ring, 0, 4);
+    typename T::Pixels pixels(shared, p.pixel_stages, T::UNIT);
+    typename T::Weights weights(shared, p.weight_stages, T::RESIDENT ? 0 : 2);
+    Results results(shared, p.pixel_stages, 0, 4);
     ready(pixels, weights, results);
     const TileWork<T> work{p};
     const int warp = uniform(threadIdx.x >> 5);
@@ -14670,50 +14697,51 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     await_previous_kernel();
     pixels.pass_over(warpgroup * work.others);
     const Turn<T::RESIDENT> turn(warpgroup);
-    bool first = true;
+    bool is_first_tile = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
-        typedef Accumulators<T::BLOCKS, T::PIXELS> Sums;
+        typedef Accumulators<T::OUT_SLICES, T::PIXELS> Sums;
         Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums begin as 0 or as the bias
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
-            const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::half(warpgroup));
-            const bool half = T::FP8 && p.x.is_half(s);
+            const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::pixels_at(warpgroup));
+            const bool half_slice = T::FP8 && p.x.is_half_slice(s);
 #pragma unroll(T::RESIDENT ? T::TAPS : 1)
             for (int tap = 0; tap < T::TAPS; tap++) {
-                const uint32_t weight = T::RESIDENT ? weights.kept(s * T::TAPS + tap, first) : weights.arrived();
+                const uint32_t weight =
+                    T::RESIDENT ? weights.kept(s * T::TAPS + tap, is_first_tile) : weights.arrived();
                 if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
-                else if (half) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
+                else if (half_slice) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
                 // earlier products have ended. So the stages that the earlier products have read are released, except
                 // the stages for results.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
-                if (tap == T::RELEASE_TAP && s && s <= work.results) pixels.release();
+                if (tap == T::RELEASE_TAP && s && s <= work.first_result) pixels.release();
             }
         }
         // If there is a skip connection, the FP8 sums are scaled here, because its products, which are added next, must
         // not be scaled.
         if (T::FP8 && T::CAN_SKIP && p.skip.slices) {
             acc.wait();
-            UNROLL_FOR (int b = 0; b < T::BLOCKS; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
+            UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
         }
         for (int s = p.x.slices; T::CAN_SKIP && s < work.products; s++) { // the skip connection's slices
             const Halo<8> skip(pixels.arrived(warpgroup));
-            const uint32_t weight = weights.kept(p.x.slices * (T::TAPS - 1) + s, first);
+            const uint32_t weight = weights.kept(p.x.slices * (T::TAPS - 1) + s, is_first_tile);
             acc.template multiply<4, false>(weight, skip.shifted(0));
             wgmma_wait<1>();
-            if (s <= work.results) pixels.release();
+            if (s <= work.first_result) pixels.release();
         }
         turn.pass(); // the other warpgroup multiplies while this one finishes
         epilogue.load_embedding(tile.n, 0);
         acc.wait();
         if (!T::RESIDENT) weights.release();
-        if (work.results >= work.products) pixels.release();
+        if (work.first_result >= work.products) pixels.release();
         else warps_sync(2 + warpgroup, 128); // after it, no warp still reads the stages that results are written to
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
-        first = false;
+        is_first_tile = false;
     }
 #endif
 }
@@ -14722,14 +14750,14 @@ template <class T> static void conv_tiles(const ConvCall& p) {
     const TmaBoxes box{
         .rows = T::ROWS, .columns = 8, .images = 1, .result_channels = SLICE_CHANNELS, .weight_rows = SLICE_CHANNELS};
     ConvTma t = tma_arguments(p, T::BACKWARD, box);
-    t.weight_slots = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
-    t.ring = T::stages(t.weight_slots);
-    t.whole = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
-    const int parts_down = ceil_div(p.H, t.whole ? T::ROWS : T::STATS_ROWS);
+    t.weight_stages = T::RESIDENT ? T::TAPS * t.x.slices + t.skip.slices : T::STREAMED_WEIGHTS;
+    t.pixel_stages = T::stages(t.weight_stages);
+    t.one_image = T::TAPS == 9 || p.s.out_H() * p.s.out_W() % T::PIXELS == 0;
+    const int parts_down = ceil_div(p.H, t.one_image ? T::ROWS : T::STATS_ROWS);
     if (p.out.parts) *p.out.parts = p.B * parts_down * t.tiles_w / p.s.B;
     const int runs = std::min(T::runs(p.Cout), ceil_div(t.tiles, T::UNIT));
-    const dim3 grid(runs, ceil_div(p.Cout, SLICE_CHANNELS * T::BLOCKS));
-    launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.ring, t.weight_slots), t);
+    const dim3 grid(runs, ceil_div(p.Cout, SLICE_CHANNELS * T::OUT_SLICES));
+    launch(conv_tiles_kernel<T>, grid, T::THREADS, T::shared_bytes(t.pixel_stages, t.weight_stages), t);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -14742,8 +14770,8 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
-//   A step is one tap of a slice, or GROUP = 3 taps if the products of one tap are short. The weights of the steps pass
-//   through a ring of SLOTS slots. At the same time the next slice's halo is loaded:
+//   A step is one tap of a slice, or STEP_TAPS = 3 taps if the products of one tap are short. The weights of the steps
+//   pass through a ring of SLOTS slots. At the same time the next slice's halo is loaded:
 //
 //     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
 //
@@ -14754,7 +14782,7 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  gets the same from 0
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
-//   warpgroups call multiply_small, which calls Wgmma<N>::add GROUP x K times for each step.
+//   warpgroups call multiply_small, which calls Wgmma<N>::add STEP_TAPS x K times for each step.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
 // ELEMENT: the type of pixels and weights, BF16 or FP8.
@@ -14778,27 +14806,28 @@ struct SmallTile {
     static constexpr int PITCH = TILE_W + 2; // pixels of a row of the halo
     static constexpr int HALOS = IMAGES == 2 ? 3 : 2;
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
-    static constexpr int HALO = whole_swizzles(HALO_BYTES);
-    // Results: a block finishes OUT_N channels, which are OUT_BLOCKS groups of 8. It stores them in boxes of 64 pixels
+    static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES);
+    // Results: a block finishes OUT_N channels, which are OUT_GROUPS groups of 8. It stores them in boxes of 64 pixels
     // x BOX channels.
     static constexpr int OUT_N = N / SPLIT;
-    static constexpr int OUT_BLOCKS = OUT_N / 8;
+    static constexpr int OUT_GROUPS = OUT_N / 8;
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // sums of one warp per warpgroup: floats (channel, 2)
-    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_BLOCKS * CONSUMERS * 16 : 0; // sums from the other block
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
     static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
-    // The rest of the shared memory is for weights. A step needs the weights of GROUP taps of a slice. BACKWARD: the
-    // weights of a tap are loaded as CHUNKS boxes, each of 64 output channels.
-    static constexpr int FIXED = HALOS * HALO + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
+    // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
+    // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
+    static constexpr int FIXED =
+        HALOS * HALO_ROOM + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
-    static constexpr int CHUNKS = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
-    static constexpr int GROUP = N <= 64 && ROOM / (CHUNKS * BLOCK_BYTES) >= 9 ? 3 : 1;
-    static constexpr int GROUPS = 9 / GROUP; // steps of a slice
-    static constexpr int TAP_BYTES = BACKWARD ? CHUNKS * BLOCK_BYTES : N * SLICE_BYTES;
-    static constexpr int WEIGHT_BYTES = GROUP * TAP_BYTES;
-    static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / GROUP);
+    static constexpr int WEIGHT_BOXES = (N + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
+    static constexpr int STEP_TAPS = N <= 64 && ROOM / (WEIGHT_BOXES * BYTES_OF_64_ROWS) >= 9 ? 3 : 1;
+    static constexpr int SLICE_STEPS = 9 / STEP_TAPS; // steps of a slice
+    static constexpr int TAP_BYTES = BACKWARD ? WEIGHT_BOXES * BYTES_OF_64_ROWS : N * SLICE_BYTES;
+    static constexpr int WEIGHT_BYTES = STEP_TAPS * TAP_BYTES;
+    static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / STEP_TAPS);
     static constexpr int SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
     static_assert(N <= 2 * CONSUMERS, "a thread has the shifts of two channels at most");
     static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "the statistics are summed there at last");
@@ -14809,27 +14838,27 @@ struct SmallTile {
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
-    const int half = blockIdx.x % T::SPLIT; // SPLIT = 2: this block's rank in its cluster
-    const int steps = p.x.slices * T::GROUPS;
+    const int cluster_rank = blockIdx.x % T::SPLIT; // SPLIT = 2: this block's rank in its cluster
+    const int steps = p.x.slices * T::SLICE_STEPS;
     const int tile = blockIdx.x / T::SPLIT;
-    const int first = steps * half / T::SPLIT;
-    const int end = steps * (half + 1) / T::SPLIT;
+    const int first = steps * cluster_rank / T::SPLIT;
+    const int end = steps * (cluster_rank + 1) / T::SPLIT;
     const int c0 = blockIdx.y * T::N;
-    const int out_c0 = c0 + half * T::OUT_N; // the first channel that this block finishes
+    const int out_c0 = c0 + cluster_rank * T::OUT_N; // the first channel that this block finishes
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
     // Returns the first pixel (image, row, column) of warpgroup wg's square of 8 x 8 pixels.
     INLINE Origin in_image(int wg) const {
         return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
     INLINE void load_weights(Stage to, int step) const {
-        const int slice = step / T::GROUPS;
-        const int tap0 = step % T::GROUPS * T::GROUP;
+        const int slice = step / T::SLICE_STEPS;
+        const int tap0 = step % T::SLICE_STEPS * T::STEP_TAPS;
         mbarrier_expect(to.full, T::WEIGHT_BYTES);
-        UNROLL_FOR (int i = 0; i < T::GROUP; i++) {
+        UNROLL_FOR (int i = 0; i < T::STEP_TAPS; i++) {
             const uint32_t place = to.address + i * T::TAP_BYTES;
             if (!T::BACKWARD) tma_load(place, &p.weight, to.full, slice * T::WIDTH, tap0 + i, c0);
-            UNROLL_FOR (int k = 0; T::BACKWARD && k < T::CHUNKS; k++) {
-                tma_load(place + k * BLOCK_BYTES, &p.weight, to.full, c0 + k * SLICE_CHANNELS, 8 - tap0 - i,
+            UNROLL_FOR (int k = 0; T::BACKWARD && k < T::WEIGHT_BOXES; k++) {
+                tma_load(place + k * BYTES_OF_64_ROWS, &p.weight, to.full, c0 + k * SLICE_CHANNELS, 8 - tap0 - i,
                          slice * SLICE_CHANNELS);
             }
         }
@@ -14842,8 +14871,8 @@ template <class T> struct SmallWork {
 // the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
-    int next = work.first / T::GROUPS;           // the slice whose halo is loaded next
-    const int last = (work.end - 1) / T::GROUPS; // the last slice of this block's steps
+    int next = work.first / T::SLICE_STEPS;           // the slice whose halo is loaded next
+    const int last = (work.end - 1) / T::SLICE_STEPS; // the last slice of this block's steps
     auto load_halo = [&] {
         const Stage to = halos.acquire();
         mbarrier_expect(to.full, T::HALO_BYTES);
@@ -14863,7 +14892,7 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
     }
     weights.pass_over(T::SLOTS);
     for (int step = work.first; step < work.end; step++) {
-        if (next <= last && step >= (next - 1) * T::GROUPS + 6 / T::GROUP) load_halo();
+        if (next <= last && step >= (next - 1) * T::SLICE_STEPS + 6 / T::STEP_TAPS) load_halo();
         if (step - work.first >= T::SLOTS) work.load_weights(weights.acquire(), step);
     }
 }
@@ -14876,7 +14905,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     using Product = Wgmma<T::N>;
     // How many steps the tensor cores still have to compute when a warpgroup issues the next step. With fewer steps,
     // the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
-    constexpr int IN_FLIGHT = T::GROUP == 1 ? 2 : 1;
+    constexpr int IN_FLIGHT = T::STEP_TAPS == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
     constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 input channels (k) to the next 16, in units of 16 bytes
     constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's weights, in the same units
@@ -14884,28 +14913,28 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     const int square = wg % T::ACROSS;
     // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
-    int group = work.first % T::GROUPS; // number of the next step within its slice
-    int group_done = group;             // number within its slice of the step that is released next
+    int step_of_slice = work.first % T::SLICE_STEPS; // number of the next step within its slice
+    int step_done = step_of_slice;                   // number within its slice of the step that is released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
-        if (step == work.first || group == 0) halo = halos.arrived() + own_pixels;
-        const Operand a = Halo<T::PITCH>(halo).shifted(group * T::GROUP);
+        if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
+        const Operand a = Halo<T::PITCH>(halo).shifted(step_of_slice * T::STEP_TAPS);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
         // In FP8 each of the two branches below has its own wgmma_fence and wgmma_commit. If they shared one pair, the
         // compiler would insert a wait after each product.
         auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
             wgmma_fence();
-            UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
+            UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
                 UNROLL_FOR (int k = 0; k < STEPS; k++)
                     WgmmaFp8<T::N>::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
             wgmma_commit();
         };
         if constexpr (T::FP8) {
-            if (work.p.x.is_half(step / T::GROUPS)) multiply_fp8(std::integral_constant<int, 2>{});
+            if (work.p.x.is_half_slice(step / T::SLICE_STEPS)) multiply_fp8(std::integral_constant<int, 2>{});
             else multiply_fp8(std::integral_constant<int, 4>{});
         } else {
             wgmma_fence();
-            UNROLL_FOR (int tap = 0; tap < T::GROUP; tap++)
+            UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
                 UNROLL_FOR (int k = 0; k < K; k++) {
                     Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2),
                                                             b.at(tap * TAP_STEP + k * B_STEP));
@@ -14915,12 +14944,12 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) { // the step IN_FLIGHT before this one has ended
             weights.release();
-            if (++group_done == T::GROUPS) {
-                group_done = 0;
+            if (++step_done == T::SLICE_STEPS) {
+                step_done = 0;
                 halos.release();
             }
         }
-        if (++group == T::GROUPS) group = 0;
+        if (++step_of_slice == T::SLICE_STEPS) step_of_slice = 0;
     }
     multiplied<0>(d);
 }
@@ -14948,9 +14977,9 @@ template <class T> struct SmallEpilogue {
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
-            const int own = tid + i * 128;
-            const int c = work.out_c0 + own;
-            if (own >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
+            const int channel = tid + i * 128;
+            const int c = work.out_c0 + channel;
+            if (channel >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
             if (T::FP8) factors[i] = p.factors[c];
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
@@ -14960,14 +14989,14 @@ template <class T> struct SmallEpilogue {
     // FP8: also writes the factors, which lie after the shifts of all warpgroups.
     static constexpr int FACTORS_AT = T::CONSUMERS * 8;
     INLINE void put_shifts(uint32_t shifts) const {
-        for (int i = 0, own = tid; i < 2 && own < T::OUT_N; i++, own += 128) {
-            PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * own), "f"(bias[i] + emb[i]));
-            if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * own), "f"(factors[i]));
+        for (int i = 0, channel = tid; i < 2 && channel < T::OUT_N; i++, channel += 128) {
+            PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * channel), "f"(bias[i] + emb[i]));
+            if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * channel), "f"(factors[i]));
         }
     }
     // FP8: multiplies each sum by its channel's factor, and adds bias and embedding.
     INLINE void scale(float (&d)[T::N / 2], uint32_t shifts) const {
-        UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j++) {
+        UNROLL_FOR (int j = 0; j < T::OUT_GROUPS; j++) {
             const uint32_t place = shifts + (j * 8 + (lane & 3) * 2) * 4;
             const float2 factor = load_shared_2(place + FACTORS_AT);
             const float2 shift = load_shared_2(place);
@@ -14981,20 +15010,20 @@ template <class T> struct SmallEpilogue {
     // the other block has sent to the sums that this block has kept.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
-        const uint32_t theirs = at_block(mine, 1 - work.half);
-        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
+        const uint32_t theirs = at_block(mine, 1 - work.cluster_rank);
+        UNROLL_FOR (int i = 0; i < T::OUT_GROUPS * 4; i += 4) {
             float v[4];
             UNROLL_FOR (int k = 0; k < 4; k++) {
                 const float low = d[i + k];
-                const float high = d[T::OUT_BLOCKS * 4 + i + k];
-                v[k] = work.half ? low : high;
-                d[i + k] = work.half ? high : low;
+                const float high = d[T::OUT_GROUPS * 4 + i + k];
+                v[k] = work.cluster_rank ? low : high;
+                d[i + k] = work.cluster_rank ? high : low;
             }
             const uint32_t to = theirs + i / 4 * T::CONSUMERS * 16;
             PTX("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};", "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
         }
         cluster_sync();
-        UNROLL_FOR (int i = 0; i < T::OUT_BLOCKS * 4; i += 4) {
+        UNROLL_FOR (int i = 0; i < T::OUT_GROUPS * 4; i += 4) {
             float v[4];
             unpack<float>(v, load_shared(mine + i / 4 * T::CONSUMERS * 16));
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
@@ -15011,14 +15040,14 @@ template <class T> struct SmallEpilogue {
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
         };
         if (work.has_addend)
-            UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
+            UNROLL_FOR (int j = 0; j < T::OUT_GROUPS; j += 2) {
                 uint32_t v[4];
                 ldmatrix(v, v + 2, place(j));
                 UNROLL_FOR (int i = 0; i < 4; i++) {
                     add_bf16(d + 4 * j + 2 * i, v[i]);
                 }
             }
-        UNROLL_FOR (int j = 0; j < T::OUT_BLOCKS; j += 2) {
+        UNROLL_FOR (int j = 0; j < T::OUT_GROUPS; j += 2) {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
                 const float* const sums = d + 4 * (j + i);
@@ -15099,7 +15128,7 @@ template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: products for each ta
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
-    Pipeline<T::HALO> halos(shared, T::HALOS, T::WARPGROUPS);
+    Pipeline<T::HALO_ROOM> halos(shared, T::HALOS, T::WARPGROUPS);
     Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
     Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results are written over the addends
     const uint32_t pushed = shared.tiles_at;
@@ -15170,7 +15199,7 @@ template <class T> static void conv_small(const ConvCall& p) {
     // With 32 input channels, half a slice, two products for each tap are enough. Wide tiles and FP8 tiles have no such
     // version.
     constexpr int STEPS_OF_32 = T::N <= 64 && !T::FP8 ? 2 : 4;
-    auto kernel = p.C1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
+    auto kernel = p.Cin1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
@@ -15188,7 +15217,7 @@ template <class T> static void conv_small(const ConvCall& p) {
 //     D of a 3x3's filter row:    | kw = 0: 64 Cin | kw = 1: 64 Cin | kw = 2: 64 Cin |
 //     D of a 1x1:                 | Cin 0 .. 63    | Cin 64 .. 127  | Cin 128 .. 191 |     x 64 Cout rows
 //
-//   A block has GROUPS warpgroups and a range of pixel tiles:
+//   A block has WARPGROUPS warpgroups and a range of pixel tiles:
 //     1     The block computes one of these products.
 //     3     The block computes up to three: for a 3x3 all three filter rows, for a 1x1 up to 192 Cout. It loads fewer
 //           bytes for each product (3x3: about a third, 1x1: half), which is good for large tensors. But each range has
@@ -15201,28 +15230,28 @@ template <class T> static void conv_small(const ConvCall& p) {
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
 //   is longer. In addition the time to write the partials and to add them up.
-template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
+template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_;
-    static constexpr int GROUPS = GROUPS_;
+    static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int STAGES = STAGES_;
     // A pixel tile.
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
-    static constexpr bool TAPS = KERNEL == 3;          // a product computes the three taps of a filter row
-    static constexpr int ROWS = TAPS ? 3 / GROUPS : 1; // blocks that divide the filter rows among them
+    static constexpr bool IS_3X3 = KERNEL == 3;              // a product computes the three taps of a filter row
+    static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // blocks that divide the filter rows among them
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
-    static constexpr int LOADER = 4 * GROUPS;
-    static constexpr int BIAS_WARPS_OF_3 = TAPS ? 2 : 3; // BIAS_WARPS, if GROUPS = 3
-    static constexpr int BIAS_WARPS = GROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
+    static constexpr int LOADER = 4 * WARPGROUPS;
+    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // BIAS_WARPS, if WARPGROUPS = 3
+    static constexpr int BIAS_WARPS = WARPGROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
     static constexpr int BORDER = KERNEL / 2;
-    static constexpr int PITCH = TILE_W + 2 * BORDER;             // pixels of a row of x
-    static constexpr int HALO_H = TILE_H + BORDER * (GROUPS - 1); // rows of x that the block's 1 or 3 filter rows read
-    static constexpr int X_PARTS = TAPS ? 1 : 3;
-    static constexpr int DOUT_PARTS = TAPS ? 1 : GROUPS;
+    static constexpr int PITCH = TILE_W + 2 * BORDER;                 // pixels of a row of x
+    static constexpr int HALO_H = TILE_H + BORDER * (WARPGROUPS - 1); // rows of x that 1 or 3 filter rows read
+    static constexpr int X_PARTS = IS_3X3 ? 1 : 3;
+    static constexpr int DOUT_PARTS = IS_3X3 ? 1 : WARPGROUPS;
     static constexpr int X_LOADED = PITCH * HALO_H * SLICE_BYTES;
     static constexpr int X_BYTES = whole_swizzles(X_LOADED);
     static constexpr int DOUT_AT = X_PARTS * X_BYTES;
@@ -15230,7 +15259,8 @@ template <int KERNEL_, int GROUPS_, int TILE_W_, int STAGES_> struct WeightTile 
     static constexpr int STAGE_BYTES = DOUT_AT + DOUT_PARTS * DOUT_BYTES;
     static constexpr int BARRIERS = 32;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + shared_beside(BARRIERS);
-    static_assert(SHARED_BYTES <= hopper_shared(1) && 2 * STAGES <= BARRIERS, "");
+    static_assert(SHARED_BYTES <= hopper_shared(1), "a multiprocessor has room for one block");
+    static_assert(2 * STAGES <= BARRIERS, "a stage has two barriers");
 };
 struct ConvWeightTma {
     TmaParts x;
@@ -15257,7 +15287,7 @@ template <class T> struct WeightBlock {
     int end = first_pixel_tile(p, split + 1);
     int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // how many tiles of Cin it has
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // how many tiles of Cout it has
-    int busy = T::TAPS ? T::GROUPS : dout_parts;                                     // how many warpgroups have work
+    int busy_warpgroups = T::IS_3X3 ? T::WARPGROUPS : dout_parts;                    // how many warpgroups have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
@@ -15283,7 +15313,7 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
         const int w_x = w - T::BORDER;
         const Stage to = stages.acquire();
         mbarrier_expect(to.full, work.dout_parts * T::DOUT_BYTES + work.parts * T::X_LOADED);
-        for (int i = 0; i < (T::TAPS ? 1 : work.parts); i++) {
+        for (int i = 0; i < (T::IS_3X3 ? 1 : work.parts); i++) {
             const int slice = work.ci_tile + i;
             tma_load(to.address + i * T::X_BYTES, maps.x.map(slice), to.full, maps.x.channel(slice), w_x, h_x, tile.n);
         }
@@ -15305,11 +15335,11 @@ template <class T> struct ChannelSums {
     static constexpr int CHUNKS = 8 / WARPS;
     static constexpr int VALUES = WARPS == 1 ? 2 : 1;
     const WeightBlock<T>& work;
-    const int own; // this warp's number among the warps that sum
+    const int bias_warp; // this warp's number among the warps that sum
     const int lane = threadIdx.x & 31;
     const int eight = lane >> 3;
-    const int tile = WARPS == 1 ? own : 0; // number of the warp's tile of 64 channels
-    const int chunk = (WARPS == 1 ? 0 : own * CHUNKS) + lane % CHUNKS;
+    const int tile = WARPS == 1 ? bias_warp : 0; // number of the warp's tile of 64 channels
+    const int chunk = (WARPS == 1 ? 0 : bias_warp * CHUNKS) + lane % CHUNKS;
     const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
     const int c = (work.co_tile + tile) * SLICE_CHANNELS + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
     float sum[8] = {};
@@ -15349,7 +15379,8 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
         left = image_tiles;
     }
     if (!work.final) return;
-    warps_arrive(2, 128 * work.busy + 32 * work.bias_warps); // tells the warpgroups that this warp has read all tiles
+    // Tells the warpgroups that this warp has read all tiles.
+    warps_arrive(2, 128 * work.busy_warpgroups + 32 * work.bias_warps);
     UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
         if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
@@ -15358,11 +15389,11 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
 // each, and warpgroup wg computes filter row row0 + wg. In a 1x1 the columns are up to three tiles of 64 Cin, and
 // warpgroup wg computes tile wg of the block's tiles of Cout.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
-    const int x_at = T::TAPS ? wg * T::PITCH * SLICE_BYTES : 0;
-    const int dout_at = T::DOUT_AT + (T::TAPS ? 0 : wg * T::DOUT_BYTES);
+    const int x_at = T::IS_3X3 ? wg * T::PITCH * SLICE_BYTES : 0;
+    const int dout_at = T::DOUT_AT + (T::IS_3X3 ? 0 : wg * T::DOUT_BYTES);
     for (int t = work.first; t < work.end; t++) {
         const uint32_t tile = stages.arrived();
-        const Operand x = Operand::rows(tile + x_at, T::PITCH, T::TAPS ? 1 : T::X_BYTES / SLICE_BYTES);
+        const Operand x = Operand::rows(tile + x_at, T::PITCH, T::IS_3X3 ? 1 : T::X_BYTES / SLICE_BYTES);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
         UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // k = 16: 8 pixels of a row and the 8 pixels below them
@@ -15387,7 +15418,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::TAPS || f / 8 < work.parts) // each third of D (f / 8) is another tap or tile, 1024 fragments long
+        if (T::IS_3X3 || f / 8 < work.parts) // each third of D (f / 8) is another tap or tile, 1024 fragments long
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
@@ -15396,7 +15427,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
 // Fragment f of this thread lies in third f / 8 of D (a tap, or 64 Cin). It holds output channels co and co + 8 for two
 // input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
-    constexpr int BOX_BYTES = (T::TAPS ? 3 : 1) * BLOCK_BYTES;
+    constexpr int BOX_BYTES = (T::IS_3X3 ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
     const TmaParts& x = work.maps.x;
     const int lane = threadIdx.x % 32;
@@ -15404,8 +15435,8 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
             const int third = f / 8;
-            const int box = f % 8 / 4 + (T::TAPS ? 0 : third * 2);
-            const int r = T::TAPS ? (co + 8 * i) * 3 + third : co + 8 * i;
+            const int box = f % 8 / 4 + (T::IS_3X3 ? 0 : third * 2);
+            const int r = T::IS_3X3 ? (co + 8 * i) * 3 + third : co + 8 * i;
             const uint32_t in_box = box_place<SLICE_CHANNELS>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
             const uint32_t to = boxes + box * BOX_BYTES + in_box;
             PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(d[4 * f + 2 * i]), "f"(d[4 * f + 2 * i + 1]));
@@ -15413,24 +15444,24 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     fence_async();
     warps_sync(3 + threadIdx.x / 128, 128);
     if (threadIdx.x % 128) return;
-    for (int box = 0; box < (T::TAPS ? 2 : 2 * work.parts); box++) {
+    for (int box = 0; box < (T::IS_3X3 ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2;
-        const int half = box % 2 * SLICE_CHANNELS / 2; // a box has one half of a slice's channels
-        const int ci = x.row(slice) + half;
-        if (x.channel(slice) + half >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
+        const int box_channel = box % 2 * SLICE_CHANNELS / 2; // its first one: a box has half of a slice's
+        const int ci = x.row(slice) + box_channel;
+        if (x.channel(slice) + box_channel >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * SLICE_CHANNELS);
     }
     tma_stores_read();
 }
 
-// Roles: warps 0 .. 4 GROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout. After all
+// Roles: warps 0 .. 4 WARPGROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout. After all
 // pixel tiles of the range, each warpgroup writes its sums to dweight or to the partials.
 template <class T> // T: a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
-    const WeightBlock<T> work(b.own());
+    const WeightBlock<T> work(b.work_of_this_block());
     SharedMemory shared(T::BARRIERS);
-    Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy + (work.sums_bias ? work.bias_warps : 0));
+    Pipeline<T::STAGE_BYTES> stages(shared, T::STAGES, work.busy_warpgroups + (work.sums_bias ? work.bias_warps : 0));
     if (threadIdx.x == T::LOADER * 32) {
         prefetch_tensor_map(work.maps.x.map(work.ci_tile));
         prefetch_tensor_map(&work.maps.dout);
@@ -15448,17 +15479,18 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
         if (work.sums_bias && bias_warp < work.bias_warps) sum_bias<T>(work, stages, ChannelSums<T>{work, bias_warp});
         return;
     }
-    const int wg = T::GROUPS == 1 ? 0 : uniform(warp / 4);
-    if (wg >= work.busy) return;
+    const int wg = T::WARPGROUPS == 1 ? 0 : uniform(warp / 4);
+    if (wg >= work.busy_warpgroups) return;
     float acc[96] = {};
-    if (T::TAPS || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
+    if (T::IS_3X3 || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
     else if (work.parts == 2) multiply_tiles<T>(work, stages, wg, (float(&)[64])acc);
     else multiply_tiles<T>(work, stages, wg, (float(&)[32])acc);
-    const int row = work.row0 + (T::TAPS ? wg : 0);
-    const int co_tile = work.co_tile + (T::TAPS ? 0 : wg);
+    const int row = work.row0 + (T::IS_3X3 ? wg : 0);
+    const int co_tile = work.co_tile + (T::IS_3X3 ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
-    warps_sync(2, 128 * work.busy + (work.sums_bias ? 32 * work.bias_warps : 0)); // now no warp reads the tiles
-    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BLOCK_BYTES);
+    // After this barrier no warp reads the tiles any more.
+    warps_sync(2, 128 * work.busy_warpgroups + (work.sums_bias ? 32 * work.bias_warps : 0));
+    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BYTES_OF_64_ROWS);
 #endif
 }
 
@@ -15748,9 +15780,9 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     if (w.chunks > 4) filled = 0.91;
     else if (w.chunks > 2) filled = 0.94;
     const double waves = blocks / (filled * fit * gpu.sms);
-    const double block = hypot(latency, together * (throughput + WARPS * w.threads / 256));
+    const double block_time = hypot(latency, together * (throughput + WARPS * w.threads / 256));
     const double start = w.chunks > 1 ? START + CLUSTER : START;
-    return start + block * (waves > 1 ? waves + 0.18 : 1);
+    return start + block_time * (waves > 1 ? waves + 0.18 : 1);
 }
 
 // Returns the plan with the lowest cost. Its `chunks` is 0 if no plan fits, or if two passes are faster.
@@ -15827,14 +15859,14 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
         // Two passes: the first computes sums over chunks of the pixels, the second computes the gradient. All blocks
         // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
         // second pass divides the pixels into other chunks than the first pass.
-        auto first = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
-        auto second = norm_second_pass<T>(drop, addends);
+        auto first_pass = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
+        auto second_pass = norm_second_pass<T>(drop, addends);
         float2* const partial = (float2*)device.workspace;
         dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64);
         const int chunks = grid.x;
-        launch(first, grid, NORM_THREADS, 0, partial, dout, a);
+        launch(first_pass, grid, NORM_THREADS, 0, partial, dout, a);
         if (addends) grid = norm_grid(a, norm_backward_blocks(true), s.HW);
-        launch(second, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
+        launch(second_pass, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
     });
 }
 
@@ -16040,7 +16072,7 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, blocks of 64 channels, resident weights, ...>. With up to 128
+// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 channels, resident weights, ...>. With up to 128
 // input channels (FP8: 256) all weights stay in shared memory, and the two warpgroups take turns. With more input
 // channels the weights pass through a ring.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
@@ -16060,10 +16092,10 @@ struct SmallCosts {
 // as long as in bf16, and sums over twice as many channels. A last slice of up to 64 channels needs half the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool FP8 = E == Element::FP8;
-    const int slices = ceil_div(p.C1, slice_channels(E));
-    const int taps_of_64 = ceil_div(p.C1, 64) * 9;
+    const int slices = ceil_div(p.Cin1, slice_channels(E));
+    const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
     const int taps = FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
-    const bool is_32 = p.C1 == 32 && !FP8;                       // half a slice
+    const bool is_32 = p.Cin1 == 32 && !FP8;                     // half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
     // Time = rounds of blocks * (SmallCosts::block + taps of a block * the time of a tap).
@@ -16076,8 +16108,8 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         const bool half_slice = is_32 && T::N <= 64; // 32 channels need half the products of a slice
         int tap = blocks <= gpu.sms ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
-        const int block = cost.block + tap * taps / T::SPLIT;
-        way.consider(rounds * block, conv_small<T>);
+        const int block_time = cost.block + tap * taps / T::SPLIT;
+        way.consider(rounds * block_time, conv_small<T>);
     };
     //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
     consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // a square of 8 x 8 pixels and 64 channels
@@ -16118,8 +16150,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const bool add = p.out.part1.add1 || p.out.part2.add1;
     const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS;
     const int stages = T::stages(weights);
-    const bool results_fit = stages > T::BLOCKS && (T::RESIDENT || slices >= T::BLOCKS);
-    if (!results_fit) return INFINITY; // a tile's results take BLOCKS stages
+    const bool results_fit = stages > T::OUT_SLICES && (T::RESIDENT || slices >= T::OUT_SLICES);
+    if (!results_fit) return INFINITY; // a tile's results take OUT_SLICES stages
 
     // A unit is what a stage holds: a tile, or two tiles, one for each warpgroup.
     const int tiles = count_tiles(p, 1, T::ROWS, 8);
@@ -16128,22 +16160,22 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
 
     // The cycles of a unit's products. For each slice of input channels and each 64 output channels there are 4
     // products of k = 16. A product takes PIXELS / 2 cycles, and 6 more to start.
-    const int64_t products = T::UNIT * T::BLOCKS * slices * 4 * (T::PIXELS / 2 + 6);
+    const int64_t products = T::UNIT * T::OUT_SLICES * slices * 4 * (T::PIXELS / 2 + 6);
 
     // The cycles of a unit's bytes: slices, streamed weights and addends are read, and results are written.
-    const int64_t tile_bytes = T::UNIT * T::PIXEL_BYTES;
+    const int64_t tile_bytes = T::UNIT * T::TILE_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
-    const int64_t bytes = slices * slice_bytes + T::BLOCKS * tile_bytes * (add ? 2 : 1);
+    const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
     // If few stages remain beside a tile's results and the current slice, fewer bytes can be loaded at the same time. A
     // load takes 1800 cycles.
-    const int64_t ahead = std::max(1, stages - T::BLOCKS - 2) * tile_bytes;
+    const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
 
     // The cycles after a unit's products, for adding, rounding and storing. If there are few stages, the next unit has
     // to wait until this is done.
-    const bool tight = !T::RESIDENT && stages < T::BLOCKS + 2;
-    int64_t end = T::BLOCKS * T::PIXELS * (add || p.out.stats ? 10 : 6);
+    const bool tight = !T::RESIDENT && stages < T::OUT_SLICES + 2;
+    int64_t end = T::OUT_SLICES * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
 
     // RESIDENT weights: one warpgroup finishes its tile while the other warpgroup multiplies. Streamed weights: both
@@ -16167,15 +16199,15 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         p.B = 1;
     }
     using HalfSlice = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels need half the products of a slice
-    if (p.C1 + p.C2 == 32) return conv_tiles<HalfSlice>(p);
+    if (p.Cin1 + p.Cin2 == 32) return conv_tiles<HalfSlice>(p);
 
-    const int slices = ceil_div(p.C1, 64) + ceil_div(p.C2, 64);
+    const int slices = ceil_div(p.Cin1, 64) + ceil_div(p.Cin2, 64);
     Cheapest<void (*)(const ConvCall&)> way;
     auto consider = [&](auto tile) {
         using T = decltype(tile);
         way.consider(conv_tiles_1x1_cycles<T>(p, slices), conv_tiles<T>);
     };
-    //                 rows, blocks of 64 channels, resident weights
+    //                 rows, slices of 64 channels, resident weights
     consider(ConvTiles<1, 16, 1, true, BACKWARD>());
     consider(ConvTiles<1, 16, 2, true, BACKWARD>());
     consider(ConvTiles<1, 16, 3, true, BACKWARD>());
@@ -16188,15 +16220,15 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution with a skip connection it picks
 // the tile on images of any size.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
-    const int slices = ceil_div(c.C1, slice_channels(E));
-    const bool skip = c.out.skip.weight;                     // only tiles with RESIDENT weights can compute it
-    const bool half_slice = c.C1 <= 64 && E == Element::FP8; // half a slice has too few products for tiles of 32 rows
+    const int slices = ceil_div(c.Cin1, slice_channels(E));
+    const bool skip = c.out.skip.weight;                       // only tiles with RESIDENT weights can compute it
+    const bool half_slice = c.Cin1 <= 64 && E == Element::FP8; // half a slice has too few products for tiles of 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
     const Way<ConvCall> ways[] = {
         // 32 input channels are half a slice: each tap needs two products instead of four
-        {c.C1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
+        {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // up to two slices of weights fit into shared memory beside the pixels
@@ -16244,7 +16276,7 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
 
     // conv_is_wgmma: this is a Hopper GPU, and a convolution in bf16 of stride 1, without upsampling and with more than
     // a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each part.
-    const bool all_parts = o.part1.dx && (!o.C2 || (o.part2.dx && o.C1 % 64 == 0));
+    const bool all_parts = o.part1.dx && (!o.Cout2 || (o.part2.dx && o.Cout1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
 
@@ -16295,7 +16327,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape rows = few_shape(s);
         return conv_forward(out, stats, p.rows, nullptr, p.weight_rows, bias, emb, emb_stride, residual, rows);
     }
-    ConvOut o{.part1 = {out, residual}, .C1 = s.Cout, .B = s.B};
+    ConvOut o{.part1 = {out, residual}, .Cout1 = s.Cout, .B = s.B};
     o.bias = bias;
     o.emb = emb;
     o.emb_stride = emb_stride;
@@ -16305,8 +16337,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         o.parts = &stats->parts;
     }
     ConvCall call{.s = s, .B = s.B, .H = s.out_H(), .W = s.out_W()};
-    call.C1 = s.C1;
-    call.C2 = s.C2;
+    call.Cin1 = s.C1;
+    call.Cin2 = s.C2;
     call.Cout = s.Cout;
     call.x1 = x1;
     call.x2 = x2;
@@ -16350,13 +16382,13 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
     }
     // Here the kernel's input is dout, and its output has the channels of both of the layer's inputs.
     ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
-    call.C1 = s.Cout;
-    call.C2 = 0;
+    call.Cin1 = s.Cout;
+    call.Cin2 = 0;
     call.Cout = s.C1 + s.C2;
     call.x1 = dout;
     call.x2 = nullptr;
     call.weight = weight;
-    call.out = ConvOut{.part1 = dx1, .part2 = dx2, .C1 = s.C1, .C2 = s.C2, .B = s.B};
+    call.out = ConvOut{.part1 = dx1, .part2 = dx2, .Cout1 = s.C1, .Cout2 = s.C2, .B = s.B};
     conv_product<true>(call);
 }
 
@@ -16461,9 +16493,9 @@ static void plan_weights(std::span<ConvWeight> works) {
             if (partials > cost.most_partials) break;
             // Time = rounds of blocks * (the time of a block's tiles + its other work) + the second kernel's time.
             const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // of blocks
-            const int64_t block = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
+            const int64_t block_cycles = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
             const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
-            cut.consider(rounds * block + second_kernel, {warpgroups, range});
+            cut.consider(rounds * block_cycles + second_kernel, {warpgroups, range});
         }
     }
     // Set the cheapest plan for all layers.
@@ -16643,9 +16675,9 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
         }
     }
     if (works.size() > 1 && workspace_used > lane->workspace_bytes) {
-        const auto half = works.begin() + works.size() / 2;
-        conv_weight_batch({works.begin(), half}, lane);
-        return conv_weight_batch({half, works.end()}, lane);
+        const auto middle = works.begin() + works.size() / 2;
+        conv_weight_batch({works.begin(), middle}, lane);
+        return conv_weight_batch({middle, works.end()}, lane);
     }
     for (const auto& [kind, plans] : kinds) launch_weight_kind(kind, plans, lane);
     launch_weights(conv_weight_sum, sums, lane, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
@@ -16665,7 +16697,7 @@ static void conv_weight_one(WeightWork w, Lane* lane) {
         const act*& few = conv_is_last(s) ? w.dout : w.x1;
         ConvFew p = make_few_rows(s, few, nullptr, detour, lane);
         p.dweight = std::exchange(w.dweight, p.product);
-        if (p.last) p.dbias = std::exchange(w.dbias, p.bias);
+        if (p.is_last_layer) p.dbias = std::exchange(w.dbias, p.bias);
         few = p.rows;
         conv_weight_batch({w}, lane);
         return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
@@ -17086,15 +17118,15 @@ template <class F> static void send_directly(void* to, size_t bytes, const Lane&
     sending = true;
 }
 
-// The next two functions are the operations of the interface. They use direct copies if the receiving array (recv or
+// The next two functions are the operations of the interface. They use direct copies if the receiving array (recvbuf or
 // all) is opened memory. Otherwise they use NCCL, which sends bytes.
-static void all_to_all(void* recv, const void* send, size_t bytes, Lane* lane) {
-    auto piece = [&](int r) { return (const char*)send + r * bytes; };
-    if (at_rank(recv, 0)) return send_directly(recv, bytes, *lane, piece);
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane* lane) {
+    auto piece = [&](int r) { return (const char*)sendbuf + r * bytes; };
+    if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *lane, piece);
     for (int r = 0; r < world.size; r++) {
         if (r == world.rank) continue;
         nccl_check(ncclSend(piece(r), bytes, ncclInt8, r, communicator, lane->stream));
-        nccl_check(ncclRecv((char*)recv + r * bytes, bytes, ncclInt8, r, communicator, lane->stream));
+        nccl_check(ncclRecv((char*)recvbuf + r * bytes, bytes, ncclInt8, r, communicator, lane->stream));
     }
     lane->joined = true; // NCCL may add more than a kernel to the lane
 }
@@ -17146,14 +17178,14 @@ static void mpi_check(int error) {
 
 // MPI wants the length of each piece, and its place, as numbers of floats. A rank does not send its own piece to
 // itself, so the length of this piece is 0.
-static void all_to_all(void* recv, const void* send, size_t bytes, Lane*) {
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane*) {
     const int floats = (int)(bytes / sizeof(float)); // floats of a piece
     std::vector<int> count(world.size, floats);
     std::vector<int> first(world.size); // the first float of each piece
     for (int r = 0; r < world.size; r++) first[r] = r * floats;
     count[world.rank] = 0;
-    mpi_check(MPI_Alltoallv(send, count.data(), first.data(), MPI_FLOAT, //
-                            recv, count.data(), first.data(), MPI_FLOAT, MPI_COMM_WORLD));
+    mpi_check(MPI_Alltoallv(sendbuf, count.data(), first.data(), MPI_FLOAT, //
+                            recvbuf, count.data(), first.data(), MPI_FLOAT, MPI_COMM_WORLD));
 }
 
 static void all_gather(void* all, const void* own, size_t bytes, Lane*) {

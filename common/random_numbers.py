@@ -1,6 +1,6 @@
 """Random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-Its key is the seed, and its counter (block, sample, step, purpose). There is no state, so any step of any run can be reproduced alone, on any machine.
+Its key is the seed, and its counter (quartet, sample, step, purpose). There is no state, so any step of any run can be reproduced alone, on any machine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, seed: Any) -> tuple[Any, Any, Any
 
 
 def random_words(seed: Any, purpose: int, step: Any, samples: torch.Tensor, count: int) -> torch.Tensor:
-    """(len(samples), count) words: element e of a sample is word e % 4 of its block e / 4."""
-    blocks = torch.arange((count + 3) // 4, device=samples.device).split(2**16)  # whose words stay in the cache
-    words = [torch.stack(philox(part, samples[:, None], step, purpose, seed), dim=-1).flatten(1) for part in blocks]
+    """(len(samples), count) words: element e of a sample is word e % 4 of its quartet e / 4."""
+    quartets = torch.arange((count + 3) // 4, device=samples.device).split(2**16)  # whose words stay in the cache
+    words = [torch.stack(philox(part, samples[:, None], step, purpose, seed), dim=-1).flatten(1) for part in quartets]
     return torch.cat(words, dim=1)[:, :count]
 
 

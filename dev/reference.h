@@ -741,15 +741,15 @@ static inline AffineMap norm_map(const NormInputs& in, int b, int c0) {
 }
 
 // values *= 0 with probability p, else 1 / (1 - p), for NORM_CHANNELS elements of sample b from element e on. A factor
-// is a pure function of its place (word e % 4 of Philox block e / 4), so the backward pass draws the same ones again.
+// is a pure function of its place (word e % 4 of Philox quartet e / 4), so the backward pass draws the same ones again.
 static inline void dropout_block(float* values, const Dropout& d, int b, size_t e) {
     const uint32_t threshold = dropout_threshold(d.p);
     const uint32_t purpose = RANDOM_DROPOUT | d.layer << 8;
     const uint32_t sample = (uint32_t)(d.sample0 + b);
     const uint32_t step = (uint32_t)*d.step;
     for (int i = 0; i < NORM_CHANNELS; i += 4) {
-        const uint32_t block = (uint32_t)((e + i) / 4);
-        const Words random = philox(d.seed, block, sample, step, purpose);
+        const uint32_t quartet = (uint32_t)((e + i) / 4);
+        const Words random = philox(d.seed, quartet, sample, step, purpose);
         for (int k = 0; k < 4; k++) {
             const bool dropped = random.w[k] < threshold;
             values[i + k] *= dropped ? 0.0f : 1.0f / (1.0f - d.p);
@@ -1275,11 +1275,12 @@ static inline void values_embedding_backward(GradOf<float> dx, float* dweight, c
 // ---------------------------------------------------------------------------------------------------------------------
 // diffusion. train_unet.cu has the formulas of levels, losses and samplers ("Diffusion"); these loops apply them.
 
-// Four random words for sample b: a pure function of the key and of the numbers of block and sample ("Random numbers").
-static inline Words random_words(const RandomKey& key, int block, int b) {
+// Four random words for sample b: a pure function of the key and of the numbers of quartet and sample ("Random
+// numbers").
+static inline Words random_words(const RandomKey& key, int quartet, int b) {
     const uint32_t sample = (uint32_t)(key.sample0 + b);
     const uint32_t step = (uint32_t)*key.step;
-    return philox(key.seed, (uint32_t)block, sample, step, key.purpose);
+    return philox(key.seed, (uint32_t)quartet, sample, step, key.purpose);
 }
 
 // levels, t, quarters (B): a random noise level for each sample, and of it what the network is told, and its quarter
@@ -1339,7 +1340,7 @@ static inline void update_weights(double* weights, float* history,              
 }
 
 // out (B, per_sample) = scale * z [+ out], with z standard normal: element e of a sample is number e % 4 of the four
-// that Philox block e / 4 gives.
+// that Philox quartet e / 4 gives.
 static inline void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale = 1, bool add = false) {
 #pragma omp parallel for schedule(static)
     for (int b = 0; b < B; b++) {
@@ -1382,7 +1383,7 @@ static inline void take_pictures(float* cond, const void* pictures, PictureDraws
 }
 
 // small (B, H / factor, W / factor, C): means of squares of the images (B, C, H, W), and noise. Number e of a picture
-// takes normal e % 4 of Philox block e / 4; the noise's strength is block NOISE_STRENGTH's.
+// takes normal e % 4 of Philox quartet e / 4; the noise's strength is quartet NOISE_STRENGTH's.
 static inline void shrink_images(float* small, const void* images, int factor, PictureDraws draws, int B, int C, int H,
                                  int W, int bytes) {
     const int small_w = W / factor;

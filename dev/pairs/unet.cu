@@ -63,7 +63,7 @@ static void check_plan(const UNet& net) {
                                  {net.tensors[x].buffer, k->kind == &GROUPNORM ? net.tensors[x].stats : -1});
         for (int r : reads)
             for (int w : {net.tensors[l.out].buffer, net.tensors[l.out].stats, l.saved})
-                if (r >= 0 && w >= 0 && net.buffers[r].last >= 0 && net.buffers[w].last >= 0 && overlap(r, w))
+                if (r >= 0 && w >= 0 && net.buffers[r].last_use >= 0 && net.buffers[w].last_use >= 0 && overlap(r, w))
                     die("%s (plan for %s): written where it reads", l.name.c_str(),
                         net.layers.back().dout < 0 ? "sampling" : "training");
     }
