@@ -290,10 +290,15 @@ ODD_SIZES = [(8, "program"), *(pytest.param(*sizes, marks=pytest.mark.long) for 
 def test_every_flag_of_a_file_comes_before_a_presets(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, size: int, program: str
 ) -> None:
-    """A new run takes what the model file says of the model, a resumed one also what its checkpoint says of the run."""
+    """A new run takes what the model file says of the model, a resumed one also what its checkpoint says of the run. The model file comes from --convert, through
+    every other format."""
     monkeypatch.chdir(tmp_path)
     config, random = odd_model(model, size), np.random.default_rng(0)
-    twin.write_model("m.bin", twin.ModelFile(config, random_weights(config)))
+    weights = random_weights(config)
+    twin.write_model("m.pt", twin.ModelFile(config, weights))
+    twin.run(["--convert", "m.pt", "m.safetensors"])
+    twin.run(["--convert", "m.safetensors", "m.bin"])
+    assert np.array_equal(twin.read_model("m.bin").weights, weights)
     images = random.integers(0, 256, (6, 2, size, size), np.uint8)
     write_data("d.bin", images, np.arange(6) % 3, 3, random.standard_normal((6, 2)).astype(np.float32))
     begin = lambda words: twin.run([*words, "--device", "cpu"]) if program == "twin" else run(words, timeout=300)  # noqa: E731
