@@ -674,6 +674,7 @@ def test_the_line_fits_a_terminal_that_is_made_narrower(data: Path, tmp_path: Pa
     assert lines and max(map(len, lines)) < 60
 
 
+@pytest.mark.long  # lines come every ten seconds
 def test_slow_steps_and_slow_samplers_are_told_by_time(run: Callable, data: Path, tmp_path: Path) -> None:
     """The first step at once, then a line every ten seconds, however large --log_interval; and the figures are those of recent steps."""
     command = [binary_path("cpu"), *flags(TINY, "--data_file", data, "--batch_size 32 --max_steps 120 --log_interval 1000")]
@@ -731,6 +732,7 @@ def test_a_long_run_says_so_once(run: Callable, data: Path, tmp_path: Path) -> N
     assert re.match(r"this run will take \d+ days \d+:\d\d:\d\d: --max_steps \d+ .*--batch_size.*--num_channels", lines[told[0]])
 
 
+@pytest.mark.long
 def test_the_mean_of_the_loss_is_of_recent_steps(run: Callable, data: Path, tmp_path: Path) -> None:
     """While the loss falls fast, too: the guard's mean, which decides what is skipped, lags behind for hundreds of steps."""
     fast = flags(TINY, "--lr 5e-3 --batch_size 16 --max_steps 200 --log_interval 1 --data_file", data)

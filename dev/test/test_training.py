@@ -892,7 +892,13 @@ def check_training(run: Callable, tmp_path: Path, shape: tuple[int, int, int], s
             assert np.abs(moved).max() <= 1.01 * result.lr + config.weight_decay * result.lr * np.abs(ours).max() + 2.0**-23 * np.abs(ours).max()
 
 
-@pytest.mark.parametrize("name", ["old order, classes, dropout", "resblock up and down, everything", "unet.cu's: average pool, nearest"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "old order, classes, dropout",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("resblock up and down, everything", "unet.cu's: average pool, nearest")),
+    ],
+)
 def test_checkpointing_changes_no_bit(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """--use_checkpoint computes the same once more: in the program, and in the twin."""
     config, data = write_parity_files(tmp_path, *PARITY[name])
