@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import math
 import os
 import random
@@ -28,6 +27,7 @@ from conftest import (
     TINY,
     TINY_MODEL,
     binary_path,
+    called,
     checkpoints,
     column,
     data_bytes,
@@ -99,11 +99,8 @@ PYTHON_PROGRAMS = {
 def call(command: list, cwd: Path, code: int = 0, **how: object) -> subprocess.CompletedProcess:
     """Runs a program to its end; one in Python, where nothing speaks against it, in this process, which has loaded PyTorch already."""
     if command[0] == sys.executable and not how:
-        out, err = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
-        with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", list(map(str, command[1:])))
-            done = PYTHON_PROGRAMS[str(command[1])]()
-        p = subprocess.CompletedProcess(command, done, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+        with contextlib.chdir(cwd):
+            p = called(PYTHON_PROGRAMS[str(command[1])], *command[1:])
     else:
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
         p = subprocess.run(list(map(str, command)), cwd=cwd, env=environment(), text=True, timeout=120, **how)
