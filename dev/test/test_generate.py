@@ -681,7 +681,7 @@ def test_pictures_that_can_not_be(model: Path, tmp_path: Path, monkeypatch: pyte
 # weights that move
 
 
-@pytest.mark.parametrize("kind", [".pt", ".safetensors", ".bin"])
+@pytest.mark.parametrize("kind", [".pt", ".safetensors", pytest.param(".bin", marks=pytest.mark.long)])
 def test_weights_trained_in_pytorch_are_sampled_by_both(tmp_path: Path, data: Path, kind: str) -> None:
     """Averaged or not. Two steps are enough for the two to differ."""
     made = {"data_file": str(data), "batch_size": 4, "lr": 0.01, "class_cond": True, "ema_rate": 0.5, "warmup_steps": 0} | SMALL
