@@ -254,12 +254,12 @@ def test_a_files_own_values_come_before_a_presets(
 
 # Models that differ from every preset in as much as can be; together in every flag that a model file keeps (below).
 OF_ALL = flags(
-    "--in_channels 2 --num_channels 96 --num_res_blocks 3 --channel_mult 1,1 --num_heads 3 --num_head_channels -1 --max_period 5000 --dropout 0.3",
+    "--in_channels 2 --num_channels 96 --num_res_blocks 3 --channel_mult 0.33333334,0.6666667 --num_heads 2 --num_head_channels -1 --max_period 5000 --dropout 0.3",
     "--diffusion_steps 500 --use_new_attention_order False --noise_schedule linear --num_classes 3 --class_cond True",
 )
 ODD_MODELS = {
     "ddpm": flags(
-        "--num_heads_upsample 6 --class_dropout 0.2 --learn_sigma True --resblock_updown True --conv_resample True --augment 0.1 --predict v",
+        "--num_heads_upsample 8 --class_dropout 0.2 --learn_sigma True --resblock_updown True --conv_resample True --augment 0.1 --predict v",
         "--rescale_timesteps True --vlb_weight 0.03 --min_snr_gamma 3 --use_scale_shift_norm False",
     ),
     "the bound alone": flags("--learn_sigma True --vlb_weight 0.1 --use_kl True --use_scale_shift_norm True --conv_resample False --predict eps"),
