@@ -88,8 +88,8 @@ python:
 # 4.1.4 with PMIx 4.2.2.) Every other failure counts at once.
 MPIRUN_CRASHED = --reruns 2 --only-rerun 'PMIx_server_finalize[+]0x'
 # Tests use one thread each, and some wait: one more at a time than there are cores fills that time. More than eight fill a GPU's memory with nothing but their start.
-# The folder of a test is kept if it failed: those of all together are gigabytes.
-PYTEST = $(PYTHON) -m pytest -q $(MPIRUN_CRASHED) -o tmp_path_retention_policy=failed -n $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+# The folder of a test is kept if it failed: those of all together are gigabytes. Bytecode is kept, also where the environment says no: each process would compile all tests.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -q $(MPIRUN_CRASHED) -o tmp_path_retention_policy=failed -n $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 # Programs are compiled side by side. Those that take longest come first, so that no core waits for one of them at the end.
 SIDE_BY_SIDE = --no-print-directory -j $(shell nproc)
 TESTED = train_unet_asan dev/pairs_$(BUILD) $(if $(GPU),dev/bench_cuda) train_unet $(if $(shell command -v mpicxx),train_unet_mpi) train_unet_cpu

@@ -81,7 +81,7 @@ def test_objectives_follow_pytorch(run: Callable, tmp_path: Path, name: str) -> 
     check_training(run, tmp_path, (3, 8, 12), PLAIN | OBJECTIVES[name])
 
 
-@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("learned", [pytest.param(False, marks=pytest.mark.long), True])
 def test_bound_step_by_step(run: Callable, tmp_path: Path, learned: bool) -> None:
     """The bound alone, with x_0 predicted: 250 / ln 2 times a squared error that is magnified a thousandfold at small t. From the same weights at
     each of 20 steps (a run of its own would magnify rounding: AdamW's first steps are signs of gradients) both programs are within 2e-6 of float64:
@@ -130,7 +130,7 @@ def test_edm_by_hand(run: Callable, tmp_path: Path) -> None:
     assert [row[f"loss_q{q}"] != "" for q in range(4)] == [bool((quarter == q).any()) for q in range(4)]
 
 
-@pytest.mark.parametrize("t_std", [0.0, 0.8])
+@pytest.mark.parametrize("t_std", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_flow_by_the_book(run: Callable, tmp_path: Path, t_std: float) -> None:
     """Rectified flow as anyone would write it: the losses of 20 steps, and Euler's method from t to 0 in equal steps."""
     config, data = write_parity_files(tmp_path, (1, 8, 8), PLAIN | dict(objective="flow", t_mean=0.3, t_std=t_std))

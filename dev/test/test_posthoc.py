@@ -141,7 +141,7 @@ def synthetic(wandering: tuple[Path, np.ndarray], tmp_path: Path) -> tuple[Path,
     return Path(shutil.copytree(folder, tmp_path, dirs_exist_ok=True)), steps
 
 
-@pytest.mark.parametrize("wanted", [0.03, 0.05, 0.08, 0.1, 0.15])
+@pytest.mark.parametrize("wanted", [0.03, *(pytest.param(wanted, marks=pytest.mark.long) for wanted in (0.05, 0.08, 0.1)), 0.15])
 def test_any_average_afterwards(synthetic: tuple[Path, np.ndarray], wanted: float, capsys: pytest.CaptureFixture) -> None:
     """The factors are the paper's; so the file is, exact to rounding, the paper's formula; and near to the average itself, kept while training."""
     folder, steps = synthetic
