@@ -36,7 +36,7 @@ DATA_MAGIC, MODEL_MAGIC, UNET_CU_DATA_MAGIC, UNET_CU_MODEL_MAGIC = 20261120, 202
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: left out by make test, which takes a few minutes; make test_all runs everything")
+    config.addinivalue_line("markers", "long: left out by make test, which takes less than six minutes; make test_all runs everything")
 
 
 def flags(*parts: object) -> list[str]:
