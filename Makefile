@@ -2,7 +2,7 @@
 # make train_unet_cpu    the CPU build         make train_unet_asan   the same with AddressSanitizer and UBSan
 # make train_unet_mpi    the CPU build for several processes (libopenmpi-dev): mpirun -n 4 ./train_unet_mpi; make train_unet_cpu MPI=1 makes both
 # make train_unet_cuda   the GPU build, for the GPUs of this machine, or, without one, for all that people own; ARCH="80 90a 120" or all for others
-# make test              what fails often, in a few minutes, builds included; sets up .venv if no Python here has what the tests need
+# make test              what fails often, in under six minutes on two cores once all is built; sets up .venv if no Python here has what the tests need
 # make test_all          everything that this machine can check, in half an hour: the GPU build without a GPU, too, and all tests marked `long`
 # make test_launches     the GPU build's launches on GPUs that are not there (a part of make test_all); ARCH=all for all architectures
 # make test_emulated     the GPU build's kernels on a GPU made of software, in all cases of a bearable size (a part of make test_all, in some): needs nvcc
@@ -87,8 +87,9 @@ python:
 # A test is repeated, twice at most, if mpirun itself crashed as it ended: its message then holds a line of mpirun's trace. (Seen once, in Open MPI
 # 4.1.4 with PMIx 4.2.2.) Every other failure counts at once.
 MPIRUN_CRASHED = --reruns 2 --only-rerun 'PMIx_server_finalize[+]0x'
-# Tests use one thread each; more than eight at a time fill a GPU's memory with nothing but their start.
-PYTEST = $(PYTHON) -m pytest -q $(MPIRUN_CRASHED) -n $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
+# Tests use one thread each, and some wait: one more at a time than there are cores fills that time. More than eight fill a GPU's memory with nothing but their start.
+# The folder of a test is kept if it failed: those of all together are gigabytes. Bytecode is kept, also where the environment says no: each process would compile all tests.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -q $(MPIRUN_CRASHED) -o tmp_path_retention_policy=failed -n $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 # Programs are compiled side by side. Those that take longest come first, so that no core waits for one of them at the end.
 SIDE_BY_SIDE = --no-print-directory -j $(shell nproc)
 TESTED = train_unet_asan dev/pairs_$(BUILD) $(if $(GPU),dev/bench_cuda) train_unet $(if $(shell command -v mpicxx),train_unet_mpi) train_unet_cpu

@@ -6,8 +6,10 @@ The tests run one thread each (several processes may share the machine) except w
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
+import io
 import json
 import math
 import os
@@ -34,7 +36,7 @@ DATA_MAGIC, MODEL_MAGIC, UNET_CU_DATA_MAGIC, UNET_CU_MODEL_MAGIC = 20261120, 202
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: left out by make test, which takes a few minutes; make test_all runs everything")
+    config.addinivalue_line("markers", "long: left out by make test, which takes less than six minutes; make test_all runs everything")
 
 
 def flags(*parts: object) -> list[str]:
@@ -128,6 +130,15 @@ def refused(run: Callable[..., Result], tmp_path: Path) -> Callable[..., str]:
         return result.err
 
     return refused
+
+
+def called(main: Callable[[], int], program: Path | str, *words: object) -> subprocess.CompletedProcess:
+    """What a Python program says and returns whose main() is run here: this process has loaded PyTorch already, which takes seconds."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(program), *map(str, words)])
+        code = main()
+    return subprocess.CompletedProcess(sys.argv, code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:

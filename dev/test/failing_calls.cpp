@@ -5,6 +5,7 @@
 //
 // FAIL_CALL   a name of CALLS below, or malloc                      FAIL_AT     which one fails first, from 1 on; 0: none
 // FAIL_FOR    how many fail from there on, by default one           FAIL_REPORT file that says what failed, and at the end how many calls there were
+// FAIL_FAST   how fast the clock goes, and sleep() with it, from the first failure on: a program waits 15 s for a full disk before it ends
 //
 // Calls of the system are caught where the program enters the kernel (seccomp's SIGSYS), so that those of the C library, as of fwrite, are caught, too.
 // What goes to the standard streams never fails: it is how a program says what happened. malloc counts from LARGE bytes on: operator new is made of it.
@@ -19,6 +20,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -75,6 +77,7 @@ const Call CALLS[] = {
 
 const char* wanted = "";
 long first = 0, last = 0;
+long fast = 1;
 std::atomic<long> count = 0;
 int report = -1;
 
@@ -199,6 +202,7 @@ __attribute__((constructor)) void start() {
     const char* const path = getenv("FAIL_REPORT");
     if (!name) return;
     wanted = name;
+    if (const char* times = getenv("FAIL_FAST")) fast = atol(times);
     first = at ? atol(at) : 0;
     last = first + (many ? atol(many) : 1) - 1;
     const long flags = 01 | 0100 | 02000 | 02000000; // O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC
@@ -207,6 +211,15 @@ __attribute__((constructor)) void start() {
     if (!mallocs) catch_calls();
 }
 __attribute__((destructor)) void end() { tell("calls", count, wanted); }
+
+// The monotonic clock's nanoseconds for the program, and when it began to be fast.
+long long fast_nanoseconds(long long real) {
+    static std::atomic<long long> began = 0;
+    if (fast == 1 || !first || count < first) return real;
+    long long none = 0;
+    began.compare_exchange_strong(none, real);
+    return began + (real - began) * fast;
+}
 
 // Whether memory of so many bytes is to be had.
 bool has_memory(size_t bytes) {
@@ -219,6 +232,19 @@ bool has_memory(size_t bytes) {
 } // namespace
 
 extern "C" {
+int clock_gettime(clockid_t which, struct timespec* t) noexcept {
+    const int result = (int)kernel(SYS_clock_gettime, which, t);
+    if (result || which != CLOCK_MONOTONIC) return result;
+    const long long ns = fast_nanoseconds(t->tv_sec * 1000000000LL + t->tv_nsec);
+    *t = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+    return 0;
+}
+unsigned sleep(unsigned seconds) {
+    const long long ns = seconds * 1000000000LL / (count < first || !first ? 1 : fast);
+    const struct timespec t = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+    return kernel(SYS_nanosleep, &t, nullptr) ? 1 : 0;
+}
+
 void* __libc_malloc(size_t);
 void* __libc_calloc(size_t, size_t);
 void* __libc_realloc(void*, size_t);

@@ -674,6 +674,7 @@ def test_the_line_fits_a_terminal_that_is_made_narrower(data: Path, tmp_path: Pa
     assert lines and max(map(len, lines)) < 60
 
 
+@pytest.mark.long  # lines come every ten seconds
 def test_slow_steps_and_slow_samplers_are_told_by_time(run: Callable, data: Path, tmp_path: Path) -> None:
     """The first step at once, then a line every ten seconds, however large --log_interval; and the figures are those of recent steps."""
     command = [binary_path("cpu"), *flags(TINY, "--data_file", data, "--batch_size 32 --max_steps 120 --log_interval 1000")]
@@ -710,11 +711,11 @@ def test_slow_steps_and_slow_samplers_are_told_by_time(run: Callable, data: Path
 
 def test_sampling_shows_progress_on_a_terminal(run: Callable, data: Path, tmp_path: Path) -> None:
     run([*TINY, "--data_file", data, "--max_steps", "1"])
-    args = ["--sample", "60", "--timestep_respacing", "100", "--init", "out/model_0000001.bin"]
+    args = ["--sample", "30", "--timestep_respacing", "100", "--init", "out/model_0000001.bin"]
     text = on_terminal(args, tmp_path, 80).decode()
     shares = [int(share) for share in re.findall(r"\r\x1b\[Ksampling: (\d+) %, 0:\d\d:\d\d left", text)]
     assert shares and shares == sorted(shares) and shares[-1] <= 100
-    assert text.rsplit("left", 1)[1].startswith("\r\x1b[K\r\x1b[K60 images") or text.rsplit("left", 1)[1].startswith("\r\x1b[K60 images")
+    assert text.rsplit("left", 1)[1].startswith("\r\x1b[K\r\x1b[K30 images") or text.rsplit("left", 1)[1].startswith("\r\x1b[K30 images")
 
 
 def test_a_long_run_says_so_once(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -731,6 +732,7 @@ def test_a_long_run_says_so_once(run: Callable, data: Path, tmp_path: Path) -> N
     assert re.match(r"this run will take \d+ days \d+:\d\d:\d\d: --max_steps \d+ .*--batch_size.*--num_channels", lines[told[0]])
 
 
+@pytest.mark.long
 def test_the_mean_of_the_loss_is_of_recent_steps(run: Callable, data: Path, tmp_path: Path) -> None:
     """While the loss falls fast, too: the guard's mean, which decides what is skipped, lags behind for hundreds of steps."""
     fast = flags(TINY, "--lr 5e-3 --batch_size 16 --max_steps 200 --log_interval 1 --data_file", data)

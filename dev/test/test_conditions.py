@@ -7,7 +7,6 @@ import importlib
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from conftest import (
     ROOT,
     TINY,
+    called,
     checkpoints,
     flags,
     make_images,
@@ -32,6 +32,7 @@ from conftest import (
 )  # fmt: skip
 from PIL import Image
 
+import prepare_data
 import train_unet as twin
 from common.augment import augment, change, draw_changes, rotation
 from common.config import make_config
@@ -58,7 +59,7 @@ def numbered(tmp_path: Path) -> Path:
 
 
 def prepare(*args: object, code: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run([sys.executable, ROOT / "prepare_data.py", *map(str, args)], capture_output=True, text=True, check=False)
+    done = called(prepare_data.main, ROOT / "prepare_data.py", *args)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

@@ -71,13 +71,17 @@ def test_one_image_of_one_pixel_in_the_twin() -> None:
     assert torch.isfinite(x.grad).all()
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+# Left out by `make test`: what others have in them, too.
+CONTAINED = {"eps, min-SNR", "v, min-SNR, class dropout", "hybrid, v", "bound, fixed variance", "edm", "flow"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in CONTAINED)) for name in OBJECTIVES])
 def test_objectives_follow_pytorch(run: Callable, tmp_path: Path, name: str) -> None:
     """Losses of 20 steps and the gradient of every parameter."""
     check_training(run, tmp_path, (3, 8, 12), PLAIN | OBJECTIVES[name])
 
 
-@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("learned", [pytest.param(False, marks=pytest.mark.long), True])
 def test_bound_step_by_step(run: Callable, tmp_path: Path, learned: bool) -> None:
     """The bound alone, with x_0 predicted: 250 / ln 2 times a squared error that is magnified a thousandfold at small t. From the same weights at
     each of 20 steps (a run of its own would magnify rounding: AdamW's first steps are signs of gradients) both programs are within 2e-6 of float64:
@@ -126,7 +130,7 @@ def test_edm_by_hand(run: Callable, tmp_path: Path) -> None:
     assert [row[f"loss_q{q}"] != "" for q in range(4)] == [bool((quarter == q).any()) for q in range(4)]
 
 
-@pytest.mark.parametrize("t_std", [0.0, 0.8])
+@pytest.mark.parametrize("t_std", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_flow_by_the_book(run: Callable, tmp_path: Path, t_std: float) -> None:
     """Rectified flow as anyone would write it: the losses of 20 steps, and Euler's method from t to 0 in equal steps."""
     config, data = write_parity_files(tmp_path, (1, 8, 8), PLAIN | dict(objective="flow", t_mean=0.3, t_std=t_std))
@@ -224,35 +228,38 @@ MODELS = {
     "learned, classes": dict(learn_sigma=True, predict="v", **CLASSES),
 }
 SAMPLING = [
-    ("eps", "--sampler heun --timestep_respacing 5"),
     ("eps", "--sampler dpmpp_2m --timestep_respacing 6 --sigma_max 20 --rho 3"),
     ("eps", "--sampler ddpm --timestep_respacing 6 --sigma_small True --dynamic_threshold 0.9"),
     ("x0", "--sampler euler --timestep_respacing 7 --S_churn 3"),
-    ("x0", "--sampler ddpm --timestep_respacing ddim10"),
     ("v", "--sampler ddim --timestep_respacing 2,3,1 --eta 0.5 --dynamic_threshold 0.75"),
     ("v", "--sampler heun --timestep_respacing 6 --S_churn 4 --S_min 0.05 --S_max 30 --S_noise 1.003 --clip_denoised False"),
     ("learned", "--sampler ddpm --timestep_respacing 8"),
     ("learned", "--sampler dpmpp_2m --timestep_respacing 5"),
-    ("edm", "--sampler euler --timestep_respacing 6"),
     ("edm", "--sampler heun --timestep_respacing 6 --S_churn 2 --sigma_max 40"),
     ("edm", "--sampler dpmpp_2m --timestep_respacing 7 --sigma_min 0.01"),
-    ("edm", "--sampler ddpm --timestep_respacing 6"),
     ("edm", "--sampler ddim --timestep_respacing 6 --eta 1 --noise_seed 12345678901"),
     ("classes", "--sampler ddpm --timestep_respacing 5 --classes 2,0 --guidance_scale 2.5"),
-    ("classes", "--sampler ddim --timestep_respacing 5 --eta 0 --classes 1 --guidance_scale 0"),
     ("edm, classes", "--sampler heun --timestep_respacing 5 --guidance_scale 1.5 --dynamic_threshold 0.95"),
     ("learned, classes", "--sampler ddpm --timestep_respacing 5 --guidance_scale 3 --noise_seed 9"),
-    ("flow, classes", "--sampler euler --timestep_respacing 6"),
-    ("flow, classes", "--sampler heun --timestep_respacing 5 --guidance_scale 1.5 --S_churn 2"),
     ("flow, classes", "--sampler dpmpp_2m --timestep_respacing 7 --sigma_max 500 --dynamic_threshold 0.95"),
-    ("flow, classes", "--sampler ddpm --timestep_respacing 6 --classes 1"),
     ("edm, classes", "--sampler consistency --timestep_respacing 4 --mid_t 0.5 --guidance_scale 1.5"),
     ("flow, classes", "--sampler consistency --timestep_respacing 3"),
     ("eps", "--sampler consistency --timestep_respacing 2"),
 ]
+# Left out by `make test`: what others have in them, too.
+MORE_SAMPLING = [
+    ("eps", "--sampler heun --timestep_respacing 5"),
+    ("x0", "--sampler ddpm --timestep_respacing ddim10"),
+    ("edm", "--sampler euler --timestep_respacing 6"),
+    ("edm", "--sampler ddpm --timestep_respacing 6"),
+    ("flow, classes", "--sampler euler --timestep_respacing 6"),
+    ("flow, classes", "--sampler ddpm --timestep_respacing 6 --classes 1"),
+    ("flow, classes", "--sampler heun --timestep_respacing 5 --guidance_scale 1.5 --S_churn 2"),
+    ("classes", "--sampler ddim --timestep_respacing 5 --eta 0 --classes 1 --guidance_scale 0"),
+]
 
 
-@pytest.mark.parametrize("name, sampler", SAMPLING, ids=str)
+@pytest.mark.parametrize("name, sampler", [*SAMPLING, *(pytest.param(*row, marks=pytest.mark.long) for row in MORE_SAMPLING)], ids=str)
 def test_samplers_follow_pytorch(run: Callable, tmp_path: Path, name: str, sampler: str) -> None:
     """The same images from the same weights and seed, with every sampler and every kind of model."""
     settings = PLAIN | MODELS[name]
@@ -386,9 +393,13 @@ def pair_is_built() -> None:
 KINDS = {"edm": dict(objective="edm"), "flow": dict(objective="flow"), "eps": {}, "v": dict(predict="v"), "x0": dict(predict="x0")}
 
 
+# Both programs draw the same images (test_samplers_follow_pytorch): `make test` asks one of them whether these are right.
+PROGRAMS = ["c++", pytest.param("python", marks=pytest.mark.long)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampler, order", [("ddim", 1), ("euler", 1), ("heun", 2), ("dpmpp_2m", 2)])
-@pytest.mark.parametrize("program", ["python", "c++"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_order_of_convergence(program: str, sampler: str, order: int, kind: str) -> None:
     """The distance to where the exact path ends falls as steps^-order, with every kind of model."""
     errors, steps = [], [24, 48, 96]
@@ -404,7 +415,7 @@ def test_order_of_convergence(program: str, sampler: str, order: int, kind: str)
     assert np.abs(measured - order).max() < (0.15 if order == 1 else 0.35), f"order {measured}, errors {errors}"
 
 
-@pytest.mark.parametrize("program", ["python", "c++"])
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -39,9 +39,9 @@ EDITING = [
     ("edm, classes", f"{START} --sampler heun --timestep_respacing 6 --strength 0.4"),
     ("flow, classes", f"{START} --sampler euler --timestep_respacing 5 --strength 1 --guidance_scale 1.5"),
     ("eps", f"{PAINT} --sampler ddim --timestep_respacing 6 --eta 0.5 --jump_length 2 --jump_n_sample 3"),
-    ("learned", f"{PAINT} --sampler ddpm --timestep_respacing 5 --jump_length 1 --jump_n_sample 2"),
+    pytest.param("learned", f"{PAINT} --sampler ddpm --timestep_respacing 5 --jump_length 1 --jump_n_sample 2", marks=pytest.mark.long),
     ("learned, classes", f"{PAINT} --sampler ddpm --timestep_respacing 5 --jump_n_sample 4 --guidance_scale 3"),
-    ("v", f"{PAINT} --sampler dpmpp_2m --timestep_respacing 7 --jump_length 3 --jump_n_sample 2"),
+    pytest.param("v", f"{PAINT} --sampler dpmpp_2m --timestep_respacing 7 --jump_length 3 --jump_n_sample 2", marks=pytest.mark.long),
     ("edm, classes", f"{PAINT} --sampler heun --timestep_respacing 5 --jump_length 2 --jump_n_sample 2 --guidance_scale 1.5"),
     ("flow, classes", f"{PAINT} --sampler euler --timestep_respacing 6 --jump_length 3 --jump_n_sample 3"),
 ]

@@ -135,6 +135,7 @@ def test_a_type_without_conversions(tmp_path: Path) -> None:
         assert re.search(rf"\berror\b.*\n(.*\n)*?.*\b{function}<", said), said
 
 
+@pytest.mark.long
 def test_a_norm_of_a_layer_without_sums(tmp_path: Path) -> None:
     """A kind of layer that does not say that it sums its channels, in front of a group norm."""
     text = copy_sources(tmp_path)

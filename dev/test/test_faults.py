@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import math
 import os
 import random
@@ -28,6 +27,7 @@ from conftest import (
     TINY,
     TINY_MODEL,
     binary_path,
+    called,
     checkpoints,
     column,
     data_bytes,
@@ -42,7 +42,12 @@ from conftest import (
 )  # fmt: skip
 from PIL import Image
 
+import generate
+import prepare_data
 import train_unet as twin
+
+sys.path.insert(0, str(ROOT / "dev/benchmarks"))
+import quality
 
 torch.set_num_threads(1)
 
@@ -82,13 +87,20 @@ def wait_for(process: subprocess.Popen, begin: str) -> None:
     pytest.fail(f"no line begins with {begin!r}: {process.stderr.read()}")
 
 
+# The Python programs, and what each of them does when it is started.
+PYTHON_PROGRAMS = {
+    str(ROOT / "train_unet.py"): lambda: twin.run_program("train_unet", twin.run),
+    str(ROOT / "generate.py"): lambda: generate.run_program("generate", generate.run),
+    str(ROOT / "prepare_data.py"): prepare_data.main,
+    str(ROOT / "dev/benchmarks/quality.py"): lambda: quality.run_program("quality", quality.run),
+}
+
+
 def call(command: list, cwd: Path, code: int = 0, **how: object) -> subprocess.CompletedProcess:
-    """Runs a program to its end; the twin, where nothing speaks against it, in this process, which has loaded PyTorch already."""
-    if command[: len(TWIN)] == TWIN and not how:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", list(map(str, command[1:])))
-            p = subprocess.CompletedProcess(command, twin.run_program("train_unet", twin.run), out.getvalue(), err.getvalue())
+    """Runs a program to its end; one in Python, where nothing speaks against it, in this process, which has loaded PyTorch already."""
+    if command[0] == sys.executable and not how:
+        with contextlib.chdir(cwd):
+            p = called(PYTHON_PROGRAMS[str(command[1])], *command[1:])
     else:
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
         p = subprocess.run(list(map(str, command)), cwd=cwd, env=environment(), text=True, timeout=120, **how)
@@ -201,6 +213,7 @@ def test_closed_streams(program: list[str], data: Path, tmp_path: Path) -> None:
     assert (tmp_path / "samples.png").exists()
 
 
+@pytest.mark.long  # Python programs of their own, each of which loads PyTorch for seconds
 def test_closed_streams_of_the_other_programs(data: Path, tmp_path: Path) -> None:
     call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
     (tmp_path / "pictures").mkdir()
@@ -223,6 +236,7 @@ def test_help_that_nobody_reads_to_its_end(tmp_path: Path, name: str) -> None:
     assert done.stderr == "" and done.returncode in (0, 128 + signal.SIGPIPE)  # argparse takes no notice
 
 
+@pytest.mark.long  # as are the twin's cases of what both programs do
 def test_the_twin_saves_when_nobody_reads(data: Path, tmp_path: Path) -> None:
     process = start([*TWIN, *LONG, "--data_file", data], tmp_path)
     wait_for(process, "step 2/")
@@ -266,6 +280,7 @@ def test_ctrl_c_while_importing(tmp_path: Path, line: str) -> None:
     assert process.returncode == 130 and err == f"{Path(name).stem}: interrupted\n"
 
 
+@pytest.mark.long  # as are the twin's cases of what both programs do
 def test_ctrl_c_while_sampling(data: Path, tmp_path: Path) -> None:
     call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
     given = flags("--sample 100000 --timestep_respacing 1000 --sampler ddpm --init", f"out/{model_name(1)}")
@@ -627,7 +642,7 @@ def test_a_checkpoint_that_never_fits_ends_the_run(
     program: list[str], data: Path, tmp_path: Path, full: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After ten minutes, which pass here in seconds; at the end after a quarter of one. The checkpoint before stays."""
-    monkeypatch.setenv("FAST", "100")
+    monkeypatch.setenv("FAST", "500")
     given = flags(LONG, "--save_interval 5 --data_file", data)
     process = start([*program, *given], tmp_path)
     wait_for(process, "step 6/")
@@ -638,7 +653,8 @@ def test_a_checkpoint_that_never_fits_ends_the_run(
     assert process.returncode == 1 and err.count("\n") == 1 and "(No space left on device)" in err, err
     assert saved and f"saved is step {saved[-1]}; --resume_checkpoint latest goes on from there" in err
     full.unlink()
-    monkeypatch.delenv("FAST")  # under which time.sleep would wait for another clock
+    if program == TWIN:
+        monkeypatch.delenv("FAST")  # under which time.sleep would wait for another clock
     process = start([*program, "--resume_checkpoint", "latest", "--save_interval", 1000000, "--log_interval", 1, "--sample_interval", 0], tmp_path)
     wait_for(process, f"step {saved[-1] + 2}/")
     full.touch()

@@ -209,9 +209,16 @@ def test_unet_cu_models_are_read(run: Callable, refused: Callable, tmp_path: Pat
         refused([*SAMPLE, name], name)
 
 
-@pytest.mark.parametrize("program", ["program", "twin"])
-@pytest.mark.parametrize("source", ["unet.cu's", "ours"])
-@pytest.mark.parametrize("given", ["", "--preset emoji64", "--objective edm --noise_schedule cosine"])
+# The twin takes presets from the same table as the program, so that one of its cases is enough for `make test`.
+OF_FILES = [
+    pytest.param(given, source, program, marks=[pytest.mark.long] * (program == "twin" and (given, source) != ("--preset emoji64", "ours")))
+    for given in ("", "--preset emoji64", "--objective edm --noise_schedule cosine")
+    for source in ("unet.cu's", "ours")
+    for program in ("program", "twin")
+]
+
+
+@pytest.mark.parametrize(("given", "source", "program"), OF_FILES)
 def test_a_files_own_values_come_before_a_presets(
     run: Callable,
     make_data: Callable,
@@ -247,12 +254,12 @@ def test_a_files_own_values_come_before_a_presets(
 
 # Models that differ from every preset in as much as can be; together in every flag that a model file keeps (below).
 OF_ALL = flags(
-    "--in_channels 2 --num_channels 96 --num_res_blocks 3 --channel_mult 1,1,1 --num_heads 3 --num_head_channels -1 --max_period 5000 --dropout 0.3",
+    "--in_channels 2 --num_channels 96 --num_res_blocks 3 --channel_mult 0.33333334,0.6666667 --num_heads 2 --num_head_channels -1 --max_period 5000 --dropout 0.3",
     "--diffusion_steps 500 --use_new_attention_order False --noise_schedule linear --num_classes 3 --class_cond True",
 )
 ODD_MODELS = {
     "ddpm": flags(
-        "--num_heads_upsample 6 --class_dropout 0.2 --learn_sigma True --resblock_updown True --conv_resample True --augment 0.1 --predict v",
+        "--num_heads_upsample 8 --class_dropout 0.2 --learn_sigma True --resblock_updown True --conv_resample True --augment 0.1 --predict v",
         "--rescale_timesteps True --vlb_weight 0.03 --min_snr_gamma 3 --use_scale_shift_norm False",
     ),
     "the bound alone": flags("--learn_sigma True --vlb_weight 0.1 --use_kl True --use_scale_shift_norm True --conv_resample False --predict eps"),
@@ -802,17 +809,18 @@ def test_weights_that_are_not_finite_give_no_pictures(refused: Callable, checkpo
             refused(["--sample", 1, "--timestep_respacing", 3, "--init", "m.bin", "--output", output], "m.bin", "finite")
 
 
-def test_the_twin_refuses_the_same_files(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    """One sentence that names the file, whatever is wrong with it; and it takes what the program takes."""
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_the_twin_refuses_the_same_files(checkpoint: Path, data: Path, tmp_path: Path, step: int) -> None:
+    """One sentence that names the file, whatever is wrong with it; and it takes what the program takes. step: 4 tries every fourth slot of a model."""
     model, images = checkpoint.read_bytes(), data.read_bytes()
     flipped = [model[:i] + bytes([model[i] ^ 4]) + model[i + 1 :] for i in (0, 100, 1023, 1024, len(model) - 1)]
     cut = [model[:at] for at in (0, 3, 1023, 1024, 2000, len(model) - 1)]
     unused = [seal_model(with_slot(model, slot, 1)) for slot in UNUSED_SLOTS]
-    for file in [*(seal_model(with_slot(model, *slot)) for slot in BAD_MODEL_SLOTS), *flipped, *cut, *unused, model + b"0"]:
+    for file in [*(seal_model(with_slot(model, *slot)) for slot in BAD_MODEL_SLOTS[::step]), *flipped, *cut, *unused, model + b"0"]:
         (tmp_path / "m.bin").write_bytes(file)
         with pytest.raises(model_files.ModelFileError, match=r"m\.bin"):
             twin.read_model(str(tmp_path / "m.bin"))
-    for slot in OTHER_MODEL_SLOTS + OTHER_TRAINING_SLOTS:
+    for slot in (OTHER_MODEL_SLOTS + OTHER_TRAINING_SLOTS)[::step]:
         (tmp_path / "m.bin").write_bytes(seal_model(with_slot(model, *slot)))
         assert len(twin.read_model(str(tmp_path / "m.bin")).weights) == np.frombuffer(model[16:24], "<i8")[0]
     for file in [
@@ -1186,24 +1194,26 @@ def test_hostile_files_under_the_sanitizers(refused: Callable, checkpoint: Path,
         refused([*TINY, "--data_file", "d.bin"], "d.bin", binary="asan")
 
 
-def test_every_flag_under_the_sanitizers(run: Callable, make_data: Callable, tmp_path: Path) -> None:
-    """Training, validation, sampling and resuming; image sizes whose bytes and pixels are no multiples of anything."""
+SANITIZED = [  # image sizes whose bytes and pixels are no multiples of anything
+    ((2, 6, 10), "--channel_mult 1,1 --attention_resolutions 3 --class_cond True --num_heads 4 --num_head_channels -1 --num_heads_upsample 2 --dropout 0.5 --random_flip 1 --sampler ddpm"),
+    ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --learn_sigma True --use_scale_shift_norm True --use_new_attention_order False --noise_schedule cosine --microbatch 1"),
+    ((3, 4, 6), "--channel_mult 1,2 --attention_resolutions 2 --resblock_updown True --lr_schedule cosine --warmup_steps 1 --weight_decay 0.1 --eta 1 --clip_denoised False"),
+    ((1, 8, 4), "--channel_mult 1,1,1 --attention_resolutions 4 --conv_resample False --grad_clip 0 --lr_schedule linear --num_head_channels 16"),
+    ((3, 4, 6), "--channel_mult 1 --attention_resolutions 4 --learn_sigma True --class_cond True --class_dropout 0.5 --predict v --min_snr_gamma 5 --sampler ddpm --guidance_scale 2 --classes 2,0 --dynamic_threshold 0.9 --microbatch 1"),
+    ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --use_kl True --predict x0 --sampler dpmpp_2m --diffusion_steps 50 --schedule_sampler loss-second-moment --ema_rate 0.9,0.5"),
+    ((2, 4, 4), "--channel_mult 1 --attention_resolutions 4 --objective edm --sampler heun --S_churn 1"),
+    ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --objective ect --ect_d 1 --dropout 0.5 --use_checkpoint True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("i", [pytest.param(i, marks=[pytest.mark.long] * (i not in (0, 4, 6, 7))) for i in range(len(SANITIZED))])
+def test_every_flag_under_the_sanitizers(run: Callable, make_data: Callable, tmp_path: Path, i: int) -> None:
+    """Training, validation, sampling and resuming."""
+    shape, given = SANITIZED[i]
     small = flags(TINY_RUN, "--num_channels 32 --num_res_blocks 1 --batch_size 2 --timestep_respacing 2 --num_samples 3 --sample_interval 1")
-    runs = [
-        ((2, 6, 10), "--channel_mult 1,1 --attention_resolutions 3 --class_cond True --num_heads 4 --num_head_channels -1 --num_heads_upsample 2 --dropout 0.5 --random_flip 1 --sampler ddpm"),
-        ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --learn_sigma True --use_scale_shift_norm True --use_new_attention_order False --noise_schedule cosine --microbatch 1"),
-        ((3, 4, 6), "--channel_mult 1,2 --attention_resolutions 2 --resblock_updown True --lr_schedule cosine --warmup_steps 1 --weight_decay 0.1 --eta 1 --clip_denoised False"),
-        ((1, 8, 4), "--channel_mult 1,1,1 --attention_resolutions 4 --conv_resample False --grad_clip 0 --lr_schedule linear --num_head_channels 16"),
-        ((3, 4, 6), "--channel_mult 1 --attention_resolutions 4 --learn_sigma True --class_cond True --class_dropout 0.5 --predict v --min_snr_gamma 5 --sampler ddpm --guidance_scale 2 --classes 2,0 --dynamic_threshold 0.9 --microbatch 1"),
-        ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --use_kl True --predict x0 --sampler dpmpp_2m --diffusion_steps 50 --schedule_sampler loss-second-moment --ema_rate 0.9,0.5"),
-        ((2, 4, 4), "--channel_mult 1 --attention_resolutions 4 --objective edm --sampler heun --S_churn 1"),
-        ((1, 5, 7), "--channel_mult 1 --attention_resolutions 5 --objective ect --ect_d 1 --dropout 0.5 --use_checkpoint True"),
-    ]  # fmt: skip
-    for i, (shape, given) in enumerate(runs):
-        images = make_images(3, *shape) if i % 2 else make_images(3, *shape).astype(np.float32) / 128 - 1
-        make_data(f"{i}.bin", images, np.arange(3), 3)
-        val = ["--val_data_file", f"{i}.bin", "--val_interval", 1]
-        run(flags(small, "--data_file", f"{i}.bin", given, val, "--max_steps 1 --output_dir", i), binary="asan")
-        run(["--resume_checkpoint", "latest", "--max_steps", 2, "--output_dir", i, "--sample_interval", 0], binary="asan")
-        run(["--sample", 3, "--timestep_respacing", 2, "--batch_size", 2, "--output", f"{i}.png", "--init", f"{i}/{model_name(2)}"], binary="asan")
-        assert checkpoints(tmp_path / str(i)) == [2] or checkpoints(tmp_path / str(i)) == [1, 2]
+    images = make_images(3, *shape) if i % 2 else make_images(3, *shape).astype(np.float32) / 128 - 1
+    make_data("d.bin", images, np.arange(3), 3)
+    run(flags(small, given, "--data_file d.bin --val_data_file d.bin --val_interval 1 --max_steps 1"), binary="asan")
+    run("--resume_checkpoint latest --max_steps 2 --sample_interval 0".split(), binary="asan")
+    run(flags("--sample 3 --timestep_respacing 2 --batch_size 2 --output s.png --init", f"out/{model_name(2)}"), binary="asan")
+    assert checkpoints(tmp_path / "out") in ([2], [1, 2])

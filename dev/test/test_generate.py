@@ -38,6 +38,17 @@ MODELS = {
     "strided": SMALL | dict(num_res_blocks=2, attention_resolutions=(8, 4)),
     "edm": SMALL | dict(objective="edm", class_cond=True, num_classes=3, class_dropout=0.1, in_channels=3),
 }
+# The smallest one that has attention, classes and a learned variance, for what takes seconds for each layer
+ONE_LEVEL = SMALL | dict(
+    channel_mult=(1,),
+    num_res_blocks=1,
+    attention_resolutions=(8,),
+    class_cond=True,
+    num_classes=3,
+    learn_sigma=True,
+    use_scale_shift_norm=True,
+    in_channels=3,
+)
 
 
 def make_model(path: Path, seed: int = 0, **settings: object) -> twin.ModelFile:
@@ -126,13 +137,12 @@ def test_onnx_draws_what_native_draws(tmp_path: Path) -> None:
     assert np.abs(a - b).max() < 8 * error
 
 
-def test_every_back_end_takes_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["torch", "native", pytest.param("onnx", marks=pytest.mark.long)])
+def test_every_back_end_takes_numbers(tmp_path: Path, kind: str) -> None:
     """Of the images (--cond_dim), with guidance away from none; and without them a sentence."""
     path, told = tmp_path / "m.bin", ["--values", "0.5,-1", "--guidance_scale", "2"]
     make_model(path, **MODELS["strided"], cond_dim=2, class_dropout=0.1)
-    exact = exact_images(path, *told)
-    for kind in ("torch", "native", "onnx"):
-        check_close(images_of(path, tmp_path, *told, "--backend", kind), exact)
+    check_close(images_of(path, tmp_path, *told, "--backend", kind), exact_images(path, *told))
     refused(["--model_filename", path, "--output", tmp_path / "x.png"], "--values", "2 numbers of the images")
     generate.run([*map(str, ["--model_filename", path, "--num_samples", 2, "--steps", 2, "--output", tmp_path / "x.png", *told])])
     assert generate.Image.open(tmp_path / "x.png").size == (2 * 66 + 2, 64 + 2 + 7 + 2)
@@ -321,14 +331,16 @@ def random_inputs(config: twin.Config, batch: int) -> list[torch.Tensor]:
     return inputs + [torch.arange(batch) % max(config.num_classes, 1)] * config.class_cond
 
 
-def test_onnx_file(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [ONE_LEVEL, pytest.param(MODELS["everything"], marks=pytest.mark.long)], ids=["one level", "everything"])
+def test_onnx_file(tmp_path: Path, settings: dict) -> None:
     """Names, shapes, any batch, here of the weights that are not averaged. The embedding's angles are float64 there as in PyTorch, the rest float32."""
-    generate.run(["--model_filename", str(model), "--export_onnx", f"{tmp_path}/m.onnx", "--use_ema", "False"])
+    make_model(tmp_path / "m.bin", **settings)
+    generate.run(["--model_filename", f"{tmp_path}/m.bin", "--export_onnx", f"{tmp_path}/m.onnx", "--use_ema", "False"])
     session = onnxruntime.InferenceSession(f"{tmp_path}/m.onnx", providers=["CPUExecutionProvider"])
     inputs = {i.name: (i.shape[1:], i.type) for i in session.get_inputs()}
     assert inputs == {"x": ([3, 8, 8], "tensor(float)"), "timesteps": ([], "tensor(float)"), "y": ([], "tensor(int64)")}
     assert [(o.name, o.shape[1:]) for o in session.get_outputs()] == [("output", [6, 8, 8])]  # learn_sigma: twice the channels
-    file = twin.read_model(str(model))
+    file = twin.read_model(f"{tmp_path}/m.bin")
     network = twin.build_model(file.config, file.weights)
     for batch in (1, 2, 5):
         given = random_inputs(file.config, batch)
@@ -433,14 +445,16 @@ def run_mil(path: Path, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.filterwarnings("ignore:Function _TORCH_OPS_REGISTRY:DeprecationWarning")  # coremltools' own functions, which it calls
-@pytest.mark.parametrize("name, precision", [pytest.param("old", "fp32", marks=pytest.mark.long), ("everything", "fp16")])
+@pytest.mark.parametrize(
+    "name, precision", [("one level", "fp16"), *(pytest.param(*how, marks=pytest.mark.long) for how in (("old", "fp32"), ("everything", "fp16")))]
+)
 def test_core_ml_package(tmp_path: Path, name: str, precision: str) -> None:
     """Converted on any machine; what the saved program computes, operation by operation, is what the model does.
 
     fp32: the angle of an embedding is a product of float32 numbers up to 1000, so off by up to 6e-5, and the embedding with it: 1e-4 of the
     output. fp16 (11 bits): weights and activations are off by 2^-12 of their size, and a few hundred operations in a row that are not correlated
     by a few times sqrt(100) of that, 2^-12 * 10 * 3 = 1/136 of the output's size; angles must stay in fp32: in fp16 they would be off by 1/4."""
-    file = make_model(tmp_path / "m.bin", **MODELS[name])
+    file = make_model(tmp_path / "m.bin", **(ONE_LEVEL if name == "one level" else MODELS[name]))
     given = random_inputs(file.config, 3)
     (tmp_path / "m.mlpackage").mkdir()  # an older one, which is replaced
     (tmp_path / "m.mlpackage/Manifest.json").touch()
@@ -667,7 +681,7 @@ def test_pictures_that_can_not_be(model: Path, tmp_path: Path, monkeypatch: pyte
 # weights that move
 
 
-@pytest.mark.parametrize("kind", [".pt", ".safetensors", ".bin"])
+@pytest.mark.parametrize("kind", [".pt", ".safetensors", pytest.param(".bin", marks=pytest.mark.long)])
 def test_weights_trained_in_pytorch_are_sampled_by_both(tmp_path: Path, data: Path, kind: str) -> None:
     """Averaged or not. Two steps are enough for the two to differ."""
     made = {"data_file": str(data), "batch_size": 4, "lr": 0.01, "class_cond": True, "ema_rate": 0.5, "warmup_steps": 0} | SMALL
@@ -784,7 +798,8 @@ def test_the_released_layout() -> None:
         assert (config.noise_schedule, config.diffusion_steps, config.num_head_channels, config.use_new_attention_order) == ("cosine", 1000, 64, True)
 
 
-@pytest.mark.parametrize("new_order, half", [(True, True), pytest.param(False, False, marks=pytest.mark.long)])
+@pytest.mark.long  # of smaller models test_published_commands_sample draws
+@pytest.mark.parametrize("new_order, half", [(True, True), (False, False)])
 def test_a_released_state_dict_is_sampled_by_both(tmp_path: Path, new_order: bool, half: bool) -> None:
     """The released layout a third as wide (33 M parameters; with all 296 M it takes a minute and 3.5 GB a program), as published: a bare state_dict of
     fp32, or fp16, in a .pt; with the attention order of the 64x64 model, and of the others."""
@@ -875,7 +890,7 @@ def test_published_commands_sample(tmp_path: Path, name: str) -> None:
     refused([*command, "--sampler", "heun", "--use_ddim", True], "--use_ddim True", "means --sampler ddim")
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["linear", pytest.param("cosine", marks=pytest.mark.long)])
 def test_unet_cu_models_are_sampled_by_both(tmp_path: Path, schedule: str) -> None:
     """With unet.cu's own schedule, or with the one that the flag names."""
     (tmp_path / "unet_init.bin").write_bytes(unet_cu_model()[0])

@@ -46,6 +46,7 @@ def test_another_program_can_use_files_and_png(tmp_path: Path) -> None:
     assert corners == [17 * i for i in range(16)]  # from -1 to 1, as 0 to 255
 
 
+@pytest.mark.long
 def test_another_program_can_use_ranks(tmp_path: Path) -> None:
     own = compiled(
         tmp_path,

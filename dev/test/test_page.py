@@ -194,9 +194,9 @@ def test_no_news(open_page: Callable, trained: Path) -> None:
         assert open_page(trained).locator("#state").inner_text().startswith(told), (age, news)
 
 
-def test_a_million_steps(run: Callable, open_page: Callable, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_as_many_as_a_million_steps(run: Callable, open_page: Callable, data: Path, tmp_path: Path, count: int) -> None:
     """Rows are put together until at most 4096 are left; their means, least and largest are those of the log."""
-    count = 1_000_000
     run(flags(TINY, "--data_file", data, "--max_steps 2 --save_interval 2"))
     path = tmp_path / "out" / model_name(2)
     file = path.read_bytes()
@@ -306,6 +306,7 @@ def test_it_says_that_the_disk_is_full(data: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*.tmp*"))
 
 
+@pytest.mark.long  # a rank is lost after five seconds
 @pytest.mark.skipif(not (shutil.which("mpicxx") and shutil.which("mpirun")), reason="there is no MPI")
 def test_it_says_that_a_rank_was_lost(data: Path, tmp_path: Path) -> None:
     subprocess.run(["make", "train_unet_mpi"], cwd=ROOT, check=True, capture_output=True)
@@ -363,7 +364,7 @@ def test_seconds_add_up_over_resumes(run: Callable, open_page: Callable, data: P
     assert "resumed at step 8" in page.locator("#figures").inner_text() and "resumes added up" in page.locator("#figures").inner_text()
     page.locator("#axis").click()
     assert page.evaluate("view()") == [0, pytest.approx(seconds_of(tmp_path / "out")[8], rel=1e-4)]
-    page.wait_for_function("$('axis').textContent === 'by time'")
+    page.wait_for_function("$('axis').textContent === 'by time' && !keeping")
     page.reload()
     assert page.evaluate("choice.axis") == "time"
 

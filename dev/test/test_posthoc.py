@@ -59,7 +59,7 @@ def test_a_late_start_is_refused(run: Callable, data: Path, tmp_path: Path) -> N
         twin.Trainer(make_config(dict(ema_snapshots=2), None, file := twin.read_model(str(tmp_path / "out" / model_name(2))), True), start=file)
 
 
-@pytest.mark.parametrize("program", ["program", "twin"])
+@pytest.mark.parametrize("program", ["program", pytest.param("twin", marks=pytest.mark.long)])
 def test_a_branch_that_was_left(
     run: Callable, data: Path, tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -121,20 +121,27 @@ def sigma_rel(gamma: float) -> float:
     return (gamma + 1) ** 0.5 / (gamma + 2) / (gamma + 3) ** 0.5
 
 
-@pytest.fixture
-def synthetic(tmp_path: Path) -> tuple[Path, np.ndarray]:
+@pytest.fixture(scope="module")
+def wandering(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     """Snapshots of a run of 4000 steps whose weights wander, every 250; and the weights."""
     config = make_config(dict(preset="fashion32", image_size=(8, 8), channel_mult=(1,), num_channels=32, attention_resolutions=()))
-    n, T = model_files.parameter_count(config), 4000
+    n, T, folder = model_files.parameter_count(config), 4000, tmp_path_factory.mktemp("snapshots")
     steps = np.cumsum(np.random.default_rng(0).standard_normal((T, 8)), 0) / T**0.5 + np.linspace(0, 1, T)[:, None] * np.arange(8)
     averages = [power_average(steps, power) for power in POWER_EMAS]
     for step in range(250, T + 1, 250):
         arrays = (np.resize(average[step - 1], n).astype(np.float32) for average in averages)
-        model_files.write_model(str(tmp_path / f"ema_{step:07d}.bin"), twin.ModelFile(config, *arrays, state=twin.TrainingState(step=step)))
-    return tmp_path, steps
+        model_files.write_model(str(folder / f"ema_{step:07d}.bin"), twin.ModelFile(config, *arrays, state=twin.TrainingState(step=step)))
+    return folder, steps
 
 
-@pytest.mark.parametrize("wanted", [0.03, 0.05, 0.08, 0.1, 0.15])
+@pytest.fixture
+def synthetic(wandering: tuple[Path, np.ndarray], tmp_path: Path) -> tuple[Path, np.ndarray]:
+    """The same, in a folder that a test may change."""
+    folder, steps = wandering
+    return Path(shutil.copytree(folder, tmp_path, dirs_exist_ok=True)), steps
+
+
+@pytest.mark.parametrize("wanted", [0.03, *(pytest.param(wanted, marks=pytest.mark.long) for wanted in (0.05, 0.08, 0.1)), 0.15])
 def test_any_average_afterwards(synthetic: tuple[Path, np.ndarray], wanted: float, capsys: pytest.CaptureFixture) -> None:
     """The factors are the paper's; so the file is, exact to rounding, the paper's formula; and near to the average itself, kept while training."""
     folder, steps = synthetic

@@ -64,7 +64,11 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Left out by `make test`: what others have in them, too.
+CONTAINED = {"ect of a flow", "pictures, guidance", "coarse pictures", "learned variance, t by their losses, blocks again"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in CONTAINED)) for name in RUNS])
 def test_any_number_of_ranks_is_the_same_run(ranks: Callable, data: Path, tmp_path: Path, name: str) -> None:
     if "--cond_dim" in RUNS[name]:
         values = np.random.default_rng(0).standard_normal((24, 2))
@@ -178,6 +182,7 @@ def test_a_signal_at_one_rank_stops_all(program: Path, data: Path, tmp_path: Pat
             p.kill()
 
 
+@pytest.mark.long  # Open MPI waits for seconds
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_mpirun_itself(program: Path, data: Path, tmp_path: Path, how: signal.Signals) -> None:
     """As docs/SCALING.md says of Open MPI: after a while it sends SIGTERM, whatever it was sent, and it returns 1."""

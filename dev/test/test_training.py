@@ -892,7 +892,13 @@ def check_training(run: Callable, tmp_path: Path, shape: tuple[int, int, int], s
             assert np.abs(moved).max() <= 1.01 * result.lr + config.weight_decay * result.lr * np.abs(ours).max() + 2.0**-23 * np.abs(ours).max()
 
 
-@pytest.mark.parametrize("name", ["old order, classes, dropout", "resblock up and down, everything", "unet.cu's: average pool, nearest"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "old order, classes, dropout",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("resblock up and down, everything", "unet.cu's: average pool, nearest")),
+    ],
+)
 def test_checkpointing_changes_no_bit(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """--use_checkpoint computes the same once more: in the program, and in the twin."""
     config, data = write_parity_files(tmp_path, *PARITY[name])
@@ -933,7 +939,13 @@ SAMPLERS = ["--sampler ddim --timestep_respacing 7 --eta 0", "--sampler ddpm --t
             "--sampler ddpm --timestep_respacing 1"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, sampler", list(zip(PARITY, SAMPLERS)), ids=str)
+# What these networks compute, test_training_follows_pytorch sees, and test_samplers_follow_pytorch what samplers do: `make test` draws from two of them.
+DRAWN = ["resblock up and down, everything", "one level, odd numbers of everything"]
+
+
+@pytest.mark.parametrize(
+    "name, sampler", [pytest.param(*row, marks=[pytest.mark.long] * (row[0] not in DRAWN)) for row in zip(PARITY, SAMPLERS)], ids=str
+)
 def test_sampling_follows_pytorch(run: Callable, tmp_path: Path, name: str, sampler: str) -> None:
     check_sampling(run, tmp_path, *PARITY[name], sampler)
 

@@ -268,7 +268,7 @@ def folders(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def in_folders(words: list[list], folders: list[Path], limit: float = 20) -> tuple[int | None, str]:
     """mpirun with a program, arguments and a folder for each rank: its exit code and what was said. None: all ranks have ended, and Open MPI
     4.1's mpirun goes on waiting for one that was just ending by itself when it was told to."""
-    command = MPIRUN[:]
+    command = [*MPIRUN, "--mca", "odls_base_sigkill_timeout", "0"]
     for number, each in enumerate(words):
         command += [":"] * (number > 0) + ["-n", "1", "-wdir", str(folders[number % len(folders)]), *map(str, each)]
     p = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
