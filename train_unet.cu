@@ -13,101 +13,101 @@
 //   2632     6. The plan: what the backward pass adds where, and where in memory each buffer lies
 //   2884     7. Forward and backward: two walks over the list
 //   3006     8. Diffusion: noise schedules, objectives, samplers
-//   3283         the level of a training sample, drawn, and its share of the loss
-//   3740         samplers
-//   4292     9. Data: .bin files that may be larger than memory, the order of their images
-//   4819    10. Model files: weights and checkpoints, initial weights
-//   5215    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5230         the learning rate, the verdict on a step, averages of the weights
-//   5317         what a trainer holds
-//   5451         a step
-//   5750    12. A run: log, guard, checkpoints, resume, samples
-//   5775         the log in memory, as the page shows it
-//   5887         what a run holds
-//   5955         the log and the status line
-//   6145         checkpoints, snapshots and grids
-//   6411         the start of a run: new, from a file's weights, or resumed
-//   6611         the loop over the steps
-//   6727         a run from its first to its last line
-//   6897         samples, without a run
-//   7056    13. main: the command line, then a run or samples
-//   7337         what ranks must have in common
-//   7408         main
-//   7533  Part II. The device
-//   7536    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7615    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7685    16. The GPU: what all kernels share
-//   7750         Launches, which may overlap
-//   7794         Decisions: what kernels are chosen with
-//   7842         Single instructions: shared memory, mbarriers, clusters
-//   7927         Activations: pieces of 16 bytes
-//   8224         each_kernel: a thread for an element
-//   8238         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8401         Swizzle: how rows lie in shared memory
-//   8419         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8664         building blocks of Hopper's kernels (sm_90a)
-//   8962    17. Small operations: resampling, embeddings, diffusion
-//   8965         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9165         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9522         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10031    18. Group norm
-//  10034         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10568         groupnorm_backward_whole: an image's slab in shared memory
-//  10946    19. Attention
-//  11052         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11597         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11735         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12416    20. Convolution
-//  12456         ConvOut: results, 4 channels of a pixel at a time
-//  12694         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12757         conv_halo: 3x3, stride 1, any GPU
-//  13162         conv_gather: any kernel size and stride, any GPU
-//  13425         conv_few: the first and the last layer
-//  13597         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14177         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14296         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14764         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15207         conv_weight_tma: weight gradients (sm_90a)
-//  15498    21. The optimiser
-//  15501         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15733    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15736         groupnorm_backward
-//  15874         attention: forward and, where a has dout, backward
-//  15936         convolution: forward and input gradient
-//  16396         convolution: weight gradients
-//  16743    23. The GPU: memory, copies, repeated work
-//  16966    24. Between ranks: from device to device
+//   3287         the level of a training sample, drawn, and its share of the loss
+//   3744         samplers
+//   4296     9. Data: .bin files that may be larger than memory, the order of their images
+//   4828    10. Model files: weights and checkpoints, initial weights
+//   5224    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5239         the learning rate, the verdict on a step, averages of the weights
+//   5326         what a trainer holds
+//   5460         a step
+//   5759    12. A run: log, guard, checkpoints, resume, samples
+//   5784         the log in memory, as the page shows it
+//   5896         what a run holds
+//   5964         the log and the status line
+//   6154         checkpoints, snapshots and grids
+//   6420         the start of a run: new, from a file's weights, or resumed
+//   6620         the loop over the steps
+//   6736         a run from its first to its last line
+//   6906         samples, without a run
+//   7065    13. main: the command line, then a run or samples
+//   7346         what ranks must have in common
+//   7417         main
+//   7542  Part II. The device
+//   7545    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7624    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7694    16. The GPU: what all kernels share
+//   7759         Launches, which may overlap
+//   7803         Decisions: what kernels are chosen with
+//   7851         Single instructions: shared memory, mbarriers, clusters
+//   7936         Activations: pieces of 16 bytes
+//   8233         each_kernel: a thread for an element
+//   8247         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8410         Swizzle: how rows lie in shared memory
+//   8428         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8673         building blocks of Hopper's kernels (sm_90a)
+//   8971    17. Small operations: resampling, embeddings, diffusion
+//   8974         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9174         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9531         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10040    18. Group norm
+//  10043         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10577         groupnorm_backward_whole: an image's slab in shared memory
+//  10955    19. Attention
+//  11061         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11606         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11744         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12425    20. Convolution
+//  12465         ConvOut: results, 4 channels of a pixel at a time
+//  12703         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12766         conv_halo: 3x3, stride 1, any GPU
+//  13171         conv_gather: any kernel size and stride, any GPU
+//  13434         conv_few: the first and the last layer
+//  13606         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14186         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14305         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14773         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15216         conv_weight_tma: weight gradients (sm_90a)
+//  15507    21. The optimiser
+//  15510         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15742    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15745         groupnorm_backward
+//  15883         attention: forward and, where a has dout, backward
+//  15945         convolution: forward and input gradient
+//  16405         convolution: weight gradients
+//  16752    23. The GPU: memory, copies, repeated work
+//  16975    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7529, run_program 7469, train 6853, run_step 6661, train_step 5684, load_batch 4776;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16874):
-//     step_gradients 5583: draw_levels 9536, forward_and_loss 5497, q_sample_forward 9727, unet_forward 2911,
-//     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9838, unet_backward 2977,
-//     sum_gradients 15548;
-//     judge_step 15595, update_slice 5649, adamw_update 15706, next_step 15601, record_step 15607;
-//     later collect_steps 6615
-//   pictures, from noise: sample_batch 4207, plan_route 3972, device_step 4016, euler_step 3770 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16271 draws all of its roads):
-//     forward_conv 2130; conv_forward 16306, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16222 above that; conv_tiles 14749, with conv_tiles_kernel above it;
-//     Accumulators 8895; Wgmma 8483;
-//     on any other GPU pick_conv_halo_bf16 16010; conv_halo 13149, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8289
-//   why several GPUs compute the bits of one: step_gradients 5583
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7578, with_nonlinearity 7588 (a case);
+//     main 7538, run_program 7478, train 6862, run_step 6670, train_step 5693, load_batch 4785;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16883):
+//     step_gradients 5592: draw_levels 9545, forward_and_loss 5506, q_sample_forward 9736, unet_forward 2911,
+//     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9847, unet_backward 2977,
+//     sum_gradients 15557;
+//     judge_step 15604, update_slice 5658, adamw_update 15715, next_step 15610, record_step 15616;
+//     later collect_steps 6624
+//   pictures, from noise: sample_batch 4211, plan_route 3976, device_step 4020, euler_step 3774 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16280 draws all of its roads):
+//     forward_conv 2130; conv_forward 16315, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16231 above that; conv_tiles 14758, with conv_tiles_kernel above it;
+//     Accumulators 8904; Wgmma 8492;
+//     on any other GPU pick_conv_halo_bf16 16019; conv_halo 13158, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8298
+//   why several GPUs compute the bits of one: step_gradients 5592
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7587, with_nonlinearity 7597 (a case);
 //     BEHIND_NORMS, in front of add_norm 2344, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3212
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 402, and beside each other edm_question 3054,
-//     ask 3090, frame_of 3100, sigma_draws 3106, has_steps_of_t 3112; the head of their section lists the changes
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3216
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 402, and beside each other edm_question 3058,
+//     ask 3094, frame_of 3104, sigma_draws 3110, has_steps_of_t 3116; the head of their section lists the changes
 //   a kind of layer: forward_linear 2050 and what stands beside it, with a list of all places in front of
 //     LayerKind 2022; add_resblock 2395 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 230, ElementOf 7553; until they know it, nothing compiles: unpack 7945,
-//     pack 7974, FourOf 8026, mma 8289, with_act 7809, cast_params 15626, adamw_update 15706, tma_type 8622;
-//     which kernels take it: conv_product 16271, act_has_wgmma 7820; docs/READING.md says what at each
-//   samples in FP8 (--precision fp8): choose_fp8 2572 chooses the convolutions, make_fp8_weights 5145 rounds their
-//     weights, pack_fp8 8003 rounds what a norm writes, conv_product_fp8 16299 picks the kernel, WgmmaFp8 8518
+//   an element type beside bf16: Element 230, ElementOf 7562; until they know it, nothing compiles: unpack 7954,
+//     pack 7983, FourOf 8035, mma 8298, with_act 7818, cast_params 15635, adamw_update 15715, tma_type 8631;
+//     which kernels take it: conv_product 16280, act_has_wgmma 7829; docs/READING.md says what at each
+//   samples in FP8 (--precision fp8): choose_fp8 2572 chooses the convolutions, make_fp8_weights 5154 rounds their
+//     weights, pack_fp8 8012 rounds what a norm writes, conv_product_fp8 16308 picks the kernel, WgmmaFp8 8527
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
 //     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
@@ -3017,10 +3017,14 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //
 // To add an objective, as edm and flow are, change these places:
 //
-//   1. common/flags.h: its word, the last in the row of `objective`, since model files hold a word's number; and rows
-// for
-//      its parameters, if it has any. A parameter that a model file has to keep is a row SAVED(slot, ...), and
-//      check_lists must no longer list its slot as unused
+//   1. common/flags.h:
+//      its word, the last in the row of `objective`, since model files hold a word's number;
+//      rows for its parameters, if it has any. A parameter that a model file has to keep is a row SAVED(slot, ...),
+//      and check_lists must no longer list its slot as unused;
+//      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. Parameters of its
+//      own need a row of their own. If it shares parameters of edm (sigma_data, P_mean, P_std), add its word to
+//      OBJECTIVES(of_edm, "edm|ect"). Nothing warns whoever forgets this: slot_is_used is then false, model files do
+//      not get the value, and samples are drawn with the flag's default
 //   2. Frame (section 1): its word
 //   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; whether
 //      log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws and
