@@ -4,113 +4,111 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    195  Part I. The program
-//    198     1. Types at the interface: what operations are called with
-//    572     2. The interface: all that the program asks of a device
-//    897     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//    996     4. Configuration: flags, presets, help, what can work and what cannot
-//   1737     5. The network: a list of layers, made of guided-diffusion's flags
-//   2632     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2884     7. Forward and backward: two walks over the list
-//   3006     8. Diffusion: noise schedules, objectives, samplers
-//   3287         the level of a training sample, drawn, and its share of the loss
-//   3744         samplers
-//   4296     9. Data: .bin files that may be larger than memory, the order of their images
-//   4828    10. Model files: weights and checkpoints, initial weights
-//   5224    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5239         the learning rate, the verdict on a step, averages of the weights
-//   5326         what a trainer holds
-//   5460         a step
-//   5759    12. A run: log, guard, checkpoints, resume, samples
-//   5784         the log in memory, as the page shows it
-//   5896         what a run holds
-//   5964         the log and the status line
-//   6154         checkpoints, snapshots and grids
-//   6420         the start of a run: new, from a file's weights, or resumed
-//   6620         the loop over the steps
-//   6736         a run from its first to its last line
-//   6906         samples, without a run
-//   7065    13. main: the command line, then a run or samples
-//   7346         what ranks must have in common
-//   7417         main
-//   7542  Part II. The device
-//   7545    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7624    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7694    16. The GPU: what all kernels share
-//   7759         Launches, which may overlap
-//   7803         Decisions: what kernels are chosen with
-//   7851         Single instructions: shared memory, mbarriers, clusters
-//   7936         Activations: pieces of 16 bytes
-//   8233         each_kernel: a thread for an element
-//   8247         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8410         Swizzle: how rows lie in shared memory
-//   8428         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8673         building blocks of Hopper's kernels (sm_90a)
-//   8971    17. Small operations: resampling, embeddings, diffusion
-//   8974         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9174         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9531         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10040    18. Group norm
-//  10043         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10577         groupnorm_backward_whole: an image's slab in shared memory
-//  10955    19. Attention
-//  11061         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11606         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11744         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12425    20. Convolution
-//  12465         ConvOut: results, 4 channels of a pixel at a time
-//  12703         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12766         conv_halo: 3x3, stride 1, any GPU
-//  13171         conv_gather: any kernel size and stride, any GPU
-//  13434         conv_few: the first and the last layer
-//  13606         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14186         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14305         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14773         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15216         conv_weight_tma: weight gradients (sm_90a)
-//  15507    21. The optimiser
-//  15510         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15742    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15745         groupnorm_backward
-//  15883         attention: forward and, where a has dout, backward
-//  15945         convolution: forward and input gradient
-//  16405         convolution: weight gradients
-//  16752    23. The GPU: memory, copies, repeated work
-//  16975    24. Between ranks: from device to device
+//    193  Part I. The program
+//    196     1. Types at the interface: what operations are called with
+//    599     2. The interface: all that the program asks of a device
+//    924     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1023     4. Configuration: flags, presets, help, what can work and what cannot
+//   1764     5. The network: a list of layers, made of guided-diffusion's flags
+//   2659     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2911     7. Forward and backward: two walks over the list
+//   3033     8. Diffusion: noise schedules, objectives, samplers
+//   3314         the level of a training sample, drawn, and its share of the loss
+//   3771         samplers
+//   4323     9. Data: .bin files that may be larger than memory, the order of their images
+//   4855    10. Model files: weights and checkpoints, initial weights
+//   5251    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5266         the learning rate, the verdict on a step, averages of the weights
+//   5353         what a trainer holds
+//   5487         a step
+//   5786    12. A run: log, guard, checkpoints, resume, samples
+//   5811         the log in memory, as the page shows it
+//   5923         what a run holds
+//   5991         the log and the status line
+//   6181         checkpoints, snapshots and grids
+//   6447         the start of a run: new, from a file's weights, or resumed
+//   6647         the loop over the steps
+//   6763         a run from its first to its last line
+//   6933         samples, without a run
+//   7092    13. main: the command line, then a run or samples
+//   7373         what ranks must have in common
+//   7444         main
+//   7569  Part II. The device
+//   7572    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7650    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7720    16. The GPU: what all kernels share
+//   7785         Launches, which may overlap
+//   7829         Decisions: what kernels are chosen with
+//   7877         Single instructions: shared memory, mbarriers, clusters
+//   7962         Activations: pieces of 16 bytes
+//   8259         each_kernel: a thread for an element
+//   8273         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8436         Swizzle: how rows lie in shared memory
+//   8454         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8699         building blocks of Hopper's kernels (sm_90a)
+//   8997    17. Small operations: resampling, embeddings, diffusion
+//   9000         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9200         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9557         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10066    18. Group norm
+//  10069         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10603         groupnorm_backward_whole: an image's slab in shared memory
+//  10981    19. Attention
+//  11087         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11632         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11770         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12451    20. Convolution
+//  12491         ConvOut: results, 4 channels of a pixel at a time
+//  12729         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12792         conv_halo: 3x3, stride 1, any GPU
+//  13197         conv_gather: any kernel size and stride, any GPU
+//  13460         conv_few: the first and the last layer
+//  13632         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14212         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14331         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14799         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15242         conv_weight_tma: weight gradients (sm_90a)
+//  15533    21. The optimiser
+//  15536         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15768    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15771         groupnorm_backward
+//  15909         attention: forward and, where a has dout, backward
+//  15971         convolution: forward and input gradient
+//  16431         convolution: weight gradients
+//  16778    23. The GPU: memory, copies, repeated work
+//  17001    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7538, run_program 7478, train 6862, run_step 6670, train_step 5693, load_batch 4785;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16883):
-//     step_gradients 5592: draw_levels 9545, forward_and_loss 5506, q_sample_forward 9736, unet_forward 2911,
-//     forward_layer 2897 (a function of the layer's kind), loss_forward_backward 9847, unet_backward 2977,
-//     sum_gradients 15557;
-//     judge_step 15604, update_slice 5658, adamw_update 15715, next_step 15610, record_step 15616;
-//     later collect_steps 6624
-//   pictures, from noise: sample_batch 4211, plan_route 3976, device_step 4020, euler_step 3774 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16280 draws all of its roads):
-//     forward_conv 2130; conv_forward 16315, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16231 above that; conv_tiles 14758, with conv_tiles_kernel above it;
-//     Accumulators 8904; Wgmma 8492;
-//     on any other GPU pick_conv_halo_bf16 16019; conv_halo 13158, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8298
-//   why several GPUs compute the bits of one: step_gradients 5592
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 287, Silu 7587, with_nonlinearity 7597 (a case);
-//     BEHIND_NORMS, in front of add_norm 2344, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3216
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 402, and beside each other edm_question 3058,
-//     ask 3094, frame_of 3104, sigma_draws 3110, has_steps_of_t 3116; the head of their section lists the changes
-//   a kind of layer: forward_linear 2050 and what stands beside it, with a list of all places in front of
-//     LayerKind 2022; add_resblock 2395 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7565, run_program 7505, train 6889, run_step 6697, train_step 5720, load_batch 4812;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16909):
+//     step_gradients 5619: draw_levels 9571, forward_and_loss 5533, q_sample_forward 9762, unet_forward 2938,
+//     forward_layer 2924 (a function of the layer's kind), loss_forward_backward 9873, unet_backward 3004,
+//     sum_gradients 15583;
+//     judge_step 15630, update_slice 5685, adamw_update 15741, next_step 15636, record_step 15642;
+//     later collect_steps 6651
+//   pictures, from noise: sample_batch 4238, plan_route 4003, device_step 4047, euler_step 3801 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16306 draws all of its roads):
+//     forward_conv 2157; conv_forward 16341, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16257 above that; conv_tiles 14784, with conv_tiles_kernel above it;
+//     Accumulators 8930; Wgmma 8518;
+//     on any other GPU pick_conv_halo_bf16 16045; conv_halo 13184, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8324
+//   why several GPUs compute the bits of one: step_gradients 5619
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 314, Silu 7613, with_nonlinearity 7623 (a case);
+//     BEHIND_NORMS, in front of add_norm 2371, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3243
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 429, and beside each other edm_question 3085,
+//     ask 3121, frame_of 3131, sigma_draws 3137, has_steps_of_t 3143; the head of their section lists the changes
+//   a kind of layer: forward_linear 2077 and what stands beside it, with a list of all places in front of
+//     LayerKind 2049; add_resblock 2422 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 230, ElementOf 7562; until they know it, nothing compiles: unpack 7954,
-//     pack 7983, FourOf 8035, mma 8298, with_act 7818, cast_params 15635, adamw_update 15715, tma_type 8631;
-//     which kernels take it: conv_product 16280, act_has_wgmma 7829; docs/READING.md says what at each
-//   samples in FP8 (--precision fp8): choose_fp8 2572 chooses the convolutions, make_fp8_weights 5154 rounds their
-//     weights, pack_fp8 8012 rounds what a norm writes, conv_product_fp8 16308 picks the kernel, WgmmaFp8 8527
+//   an element type beside bf16: Element 257, with a list of all places in front of it
+//   samples in FP8 (--precision fp8): choose_fp8 2599 chooses the convolutions, make_fp8_weights 5181 rounds their
+//     weights, pack_fp8 8038 rounds what a norm writes, conv_product_fp8 16334 picks the kernel, WgmmaFp8 8553
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
-//     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1124, called by who does not
+//     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1151, called by who does not
 //     know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -224,9 +222,38 @@ static const char* const PRESET_ELSE = "fashion32";
 // compiler names every place that has to be changed for a new enumerator (-Werror=switch).
 #define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch
 
-// What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. (docs/READING.md, "an
-// element type", lists the places to change for a new element.) With --precision fp8 some tensors are FP8: see
-// choose_fp8.
+// What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. With --precision fp8
+// some tensors are FP8: see choose_fp8.
+//
+// To store activations as a new element type, change these places. (The CPU build knows fp32 alone.)
+//
+// The program does not compile until these are done. The compiler names them, once the word stands in this enumeration:
+//   facts_of                   its name and its bytes (below)
+//   with_act                   its case (section 16). This function alone leads from an Element to a type T of C++, so
+//                              its case makes the compiler ask for whatever kernels need of T:
+//   ElementOf                  its constants (section 14)
+//   unpack, pack               a piece of 16 bytes (section 16)
+//   FourOf, to_floats,         four of its numbers (section 16)
+//   from_floats
+//   store_two                  two of its numbers (section 16)
+//   mma, pack_pair             its instruction, and a register of a fragment (section 16). Only a type with PARTS = 1
+//                              needs them. Fragments are made for 2 bytes a number: with 1 byte an instruction takes
+//                              32 k in place of 16, so load_fragment, load_fragments and their callers change, too
+//   tma_type                   its case: what TMA calls it (section 16)
+//   cast_params, adamw_update  their cases (section 21)
+//
+// A run ends with a sentence until these are done:
+//   `precision`                its word, in the flag's row of common/flags.h and in element_named (section 4)
+//   conv_product               its rows in the table (section 22): one for pick_conv_gather and, for speed, one for a
+//                              function like pick_conv_halo_bf16
+//
+// Nothing asks for these:
+//   cast_params, adamw_kernel  They round the weights' copy, which convolutions read, to bf16. If the new case leads to
+//                              them as they are, convolutions read wrong weights. Make the type a template parameter
+//   act_has_wgmma              It is false for the new type, so Hopper, too, uses the kernels for any GPU. It may be
+//                              true once Hopper's kernels know the type: conv_tiles and conv_small have the element as
+//                              a template parameter, and all others are written for bf16
+//   pick_conv_gather           Only bf16 has its widest tile
 enum class Element : uint8_t { FP32, BF16, FP8 };
 struct ElementFacts {
     const char* name; // its word for --precision
@@ -7545,9 +7572,8 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // 14. What all devices share: elements, nonlinearities, patches of pixels
 
 // Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> holds the constants that depend
-// on the type, except those that follow from the type's size. Other code depends on the type, too: the conversions (in
-// "Activations: pieces of 16 bytes"), mma and pack_pair (in "Tensor cores by mma.sync"), and with_act, which calls a
-// function for the type of act_element.
+// on the type, except those that follow from the type's size. (Enum Element, in section 1, lists what else a new type
+// needs.)
 template <class T> struct ElementOf;
 template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
 template <> struct ElementOf<float> {
