@@ -48,51 +48,51 @@
 //   8699         building blocks of Hopper's kernels (sm_90a)
 //   8997    17. Small operations: resampling, embeddings, diffusion
 //   9000         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9200         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9557         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10066    18. Group norm
-//  10069         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10603         groupnorm_backward_whole: an image's slab in shared memory
-//  10981    19. Attention
-//  11087         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11632         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11770         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12451    20. Convolution
-//  12491         ConvOut: results, 4 channels of a pixel at a time
-//  12729         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12792         conv_halo: 3x3, stride 1, any GPU
-//  13197         conv_gather: any kernel size and stride, any GPU
-//  13460         conv_few: the first and the last layer
-//  13632         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14212         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14331         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14799         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15242         conv_weight_tma: weight gradients (sm_90a)
-//  15533    21. The optimiser
-//  15536         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15768    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15771         groupnorm_backward
-//  15909         attention: forward and, where a has dout, backward
-//  15971         convolution: forward and input gradient
-//  16431         convolution: weight gradients
-//  16778    23. The GPU: memory, copies, repeated work
-//  17001    24. Between ranks: from device to device
+//   9201         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9558         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10067    18. Group norm
+//  10070         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10604         groupnorm_backward_whole: an image's slab in shared memory
+//  10982    19. Attention
+//  11088         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11633         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11771         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12452    20. Convolution
+//  12492         ConvOut: results, 4 channels of a pixel at a time
+//  12730         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12793         conv_halo: 3x3, stride 1, any GPU
+//  13198         conv_gather: any kernel size and stride, any GPU
+//  13461         conv_few: the first and the last layer
+//  13633         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14213         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14332         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14800         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15243         conv_weight_tma: weight gradients (sm_90a)
+//  15534    21. The optimiser
+//  15537         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15769    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15772         groupnorm_backward
+//  15910         attention: forward and, where a has dout, backward
+//  15972         convolution: forward and input gradient
+//  16432         convolution: weight gradients
+//  16781    23. The GPU: memory, copies, repeated work
+//  17004    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7565, run_program 7505, train 6889, run_step 6697, train_step 5720, load_batch 4812;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16909):
-//     step_gradients 5619: draw_levels 9571, forward_and_loss 5533, q_sample_forward 9762, unet_forward 2938,
-//     forward_layer 2924 (a function of the layer's kind), loss_forward_backward 9873, unet_backward 3004,
-//     sum_gradients 15583;
-//     judge_step 15630, update_slice 5685, adamw_update 15741, next_step 15636, record_step 15642;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16912):
+//     step_gradients 5619: draw_levels 9572, forward_and_loss 5533, q_sample_forward 9763, unet_forward 2938,
+//     forward_layer 2924 (a function of the layer's kind), loss_forward_backward 9874, unet_backward 3004,
+//     sum_gradients 15584;
+//     judge_step 15631, update_slice 5685, adamw_update 15742, next_step 15637, record_step 15643;
 //     later collect_steps 6651
 //   pictures, from noise: sample_batch 4238, plan_route 4003, device_step 4047, euler_step 3801 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16306 draws all of its roads):
-//     forward_conv 2157; conv_forward 16341, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16257 above that; conv_tiles 14784, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 16307 draws all of its roads):
+//     forward_conv 2157; conv_forward 16342, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16258 above that; conv_tiles 14785, with conv_tiles_kernel above it;
 //     Accumulators 8930; Wgmma 8518;
-//     on any other GPU pick_conv_halo_bf16 16045; conv_halo 13184, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 16046; conv_halo 13185, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8324
 //   why several GPUs compute the bits of one: step_gradients 5619
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 314, Silu 7613, with_nonlinearity 7623 (a case);
@@ -105,7 +105,7 @@
 //     dev/reference.h
 //   an element type beside bf16: Element 257, with a list of all places in front of it
 //   samples in FP8 (--precision fp8): choose_fp8 2599 chooses the convolutions, make_fp8_weights 5181 rounds their
-//     weights, pack_fp8 8038 rounds what a norm writes, conv_product_fp8 16334 picks the kernel, WgmmaFp8 8553
+//     weights, pack_fp8 8038 rounds what a norm writes, conv_product_fp8 16335 picks the kernel, WgmmaFp8 8553
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
 //     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1151, called by who does not
@@ -602,10 +602,10 @@ struct ConvSkip {
 // functions do not add to them either.
 // A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
-// A queue of a GPU's operations, which run one after the other. Different lanes can run at the same time.
-struct Lane;
-extern Lane* const MAIN_LANE; // the lane of all operations that are not given another lane
-constexpr int HISTORY = 10;   // how many losses of each t --schedule_sampler loss-second-moment remembers
+// A queue of a GPU's operations, which run one after the other. Different streams can run at the same time.
+struct Stream;
+extern Stream* const MAIN_STREAM; // the stream of all operations that are not given another stream
+constexpr int HISTORY = 10;       // how many losses of each t --schedule_sampler loss-second-moment remembers
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -628,7 +628,7 @@ static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* weight, ConvShape s);
 // Computes the weight gradients of several layers together. conv_weight_load returns what fraction of the device the
 // weight gradient of one layer keeps busy; 1 or more: it needs no other layer beside it.
-static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane);
+static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream);
 static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
@@ -704,21 +704,21 @@ static void linear_forward(float* out,          // (B, Cout)
                            const float* x,      // (B, Cin)
                            const float* weight, // (Cout, Cin)
                            const float* bias,   // (Cout)
-                           int B, int Cin, int Cout, Lane* lane);
+                           int B, int Cin, int Cout, Stream* stream);
 static void linear_backward(GradOf<float> dx,             // as x
                             float* dweight, float* dbias, // as weight and bias
                             const float* dout,            // as out
                             const float* x, const float* weight, int B, int Cin, int Cout);
-static void silu_forward(float* out, const float* x, size_t n, Lane* lane);
+static void silu_forward(float* out, const float* x, size_t n, Stream* stream);
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n);
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even
-static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Lane* lane);
+static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Stream* stream);
 // out = x + table[label]; a row of dtable is the sum of dout over the samples with this label
 static void label_embedding_forward(float* out,         // (B, C)
                                     const float* x,     // (B, C)
                                     const float* table, // (rows, C)
                                     const int* labels,  // (B)
-                                    int B, int C, Lane* lane);
+                                    int B, int C, Stream* stream);
 static void label_embedding_backward(GradOf<float> dx,  // as x
                                      float* dtable,     // as table
                                      const float* dout, // as out
@@ -728,7 +728,7 @@ static void values_embedding_forward(float* out,          // (B, C)
                                      const float* x,      // (B, C)
                                      const float* weight, // (C, K)
                                      const float* values, // (B, K)
-                                     int B, int K, int C, Lane* lane);
+                                     int B, int K, int C, Stream* stream);
 static void values_embedding_backward(GradOf<float> dx,    // as x
                                       float* dweight,      // as weight
                                       const float* dout,   // as out
@@ -826,19 +826,19 @@ static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
 struct Workspace {
-    size_t main = 0; // on the main lane
-    size_t side = 0; // on the side lane, where weight gradients are computed
+    size_t main = 0; // on the main stream
+    size_t side = 0; // on the side stream, where weight gradients are computed
     size_t sums = 0; // kept until finish_gradients, at the end of the backward pass
 };
 static void reserve(const Workspace& most, bool training);
 
-// These functions send data from device to device between ranks (host/ranks.h). They work on a lane, in multiples of 4
-// bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
+// These functions send data from device to device between ranks (host/ranks.h). They work on a stream, in multiples of
+// 4 bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
 // end_exchange become one launch.
 //   all_to_all   rank r receives piece r of the sendbuf of every other rank s, as piece s of its recvbuf
 //   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may lie in `all` already
-static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane* lane); // bytes: the size of a piece
-static void all_gather(void* all, const void* own, size_t bytes, Lane* lane);
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream); // bytes: the size of a piece
+static void all_gather(void* all, const void* own, size_t bytes, Stream* stream);
 static void begin_exchange();
 static void end_exchange();
 
@@ -879,16 +879,16 @@ struct Graph {
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
-// run_beside runs work on the side lane, at the same time as work on the main lane. wait_for_side(ticket) makes the
-// main lane wait until two things have ended: the work with this ticket, and all earlier work of the side lane.
-template <class F> static void run_beside(int ticket, F work); // work(Lane*)
+// run_beside runs work on the side stream, at the same time as work on the main stream. wait_for_side(ticket) makes the
+// main stream wait until two things have ended: the work with this ticket, and all earlier work of the side stream.
+template <class F> static void run_beside(int ticket, F work); // work(Stream*)
 static void wait_for_side(int ticket);
 // These switches allow what makes the program fast. dev/bench turns them off, for its profile and for tests. early,
 // beside and graphs do not change any bit of the results. The other switches decide in which order numbers are summed,
 // so they change bits.
 static struct Allowed {
     bool early = true;   // a kernel may begin while the previous kernel still runs
-    bool beside = true;  // run_beside has a lane of its own; false: it uses the main lane
+    bool beside = true;  // run_beside has a stream of its own; false: it uses the main stream
     bool batches = true; // one launch computes the weight gradients of several layers
     bool graphs = true;  // repeated work is one launch
     // start_device reads these two (and beside):
@@ -1897,7 +1897,7 @@ struct Walk {
     Dropout dropout{}; // the dropout of all residual blocks
     int B;
     float* grads = nullptr;
-    Lane* lane = MAIN_LANE;
+    Stream* stream = MAIN_STREAM;
 };
 
 // The arguments of a kind's functions: all that they need of a layer. For each index of the layer there is a pointer.
@@ -1905,7 +1905,7 @@ struct Walk {
 struct LayerArgs {
     UNet* net;
     const Layer* layer;
-    Lane* lane;
+    Stream* stream;
 
     // Shapes: of x1 (B, H, W, Cin), of x2 beside it (C2 channels), of out (B, Hout, Wout, Cout).
     int B, H, W, Cin, C2;
@@ -1954,7 +1954,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     LayerArgs a{};
     a.net = net;
     a.layer = &layer;
-    a.lane = walk.lane;
+    a.stream = walk.stream;
     // Shapes.
     a.B = walk.B;
     a.H = x.H;
@@ -2065,7 +2065,7 @@ struct LayerKind {
 // The sinusoids of t: the first layer of the embedding.
 static void forward_timestep(LayerArgs& a) {
     const int max_period = a.net->config.max_period;
-    timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.lane);
+    timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.stream);
 }
 constexpr LayerKind TIMESTEP{
     .name = "timestep embedding",
@@ -2076,7 +2076,7 @@ constexpr LayerKind TIMESTEP{
 // A linear layer.
 static void forward_linear(LayerArgs& a) {
     linear_forward(a.out_fp32(), a.x_fp32(), a.weight, a.bias, // out, x, weight, bias
-                   a.B, a.Cin, a.Cout, a.lane);
+                   a.B, a.Cin, a.Cout, a.stream);
 }
 static void backward_linear(LayerArgs& a) {
     linear_backward(a.d1_fp32(), a.dweight, a.dbias,     // gradients of x, weight, bias
@@ -2100,7 +2100,7 @@ constexpr LayerKind LINEAR{
 // The nonlinearity between linear layers. (Where a nonlinearity follows a group norm, the norm computes it.)
 static void forward_silu(LayerArgs& a) {
     const size_t n = (size_t)a.B * a.Cin;
-    silu_forward(a.out_fp32(), a.x_fp32(), n, a.lane);
+    silu_forward(a.out_fp32(), a.x_fp32(), n, a.stream);
 }
 static void backward_silu(LayerArgs& a) {
     const size_t n = (size_t)a.B * a.Cin;
@@ -2117,7 +2117,7 @@ constexpr LayerKind SILU{
 // Adds a row of a table to the embedding: the row of the image's class.
 static void forward_label(LayerArgs& a) {
     const float* const table = a.weight;
-    label_embedding_forward(a.out_fp32(), a.x_fp32(), table, a.net->labels, a.B, a.Cin, a.lane);
+    label_embedding_forward(a.out_fp32(), a.x_fp32(), table, a.net->labels, a.B, a.Cin, a.stream);
 }
 static void backward_label(LayerArgs& a) {
     const int rows = a.net->params[a.layer->weight].shape[0];
@@ -2134,7 +2134,7 @@ constexpr LayerKind LABEL{
 // Adds a projection of the image's numbers (--cond_dim) to the embedding.
 static void forward_values(LayerArgs& a) {
     const int K = a.net->config.num_values();
-    values_embedding_forward(a.out_fp32(), a.x_fp32(), a.weight, a.net->values, a.B, K, a.Cin, a.lane);
+    values_embedding_forward(a.out_fp32(), a.x_fp32(), a.weight, a.net->values, a.B, K, a.Cin, a.stream);
 }
 static void backward_values(LayerArgs& a) {
     const int K = a.net->config.num_values();
@@ -2893,7 +2893,7 @@ static void plan_memory(UNet* net, int B, bool training) {
     check_memory(net, training);
     net->arena = device_alloc<char>(net->arena_bytes);
 
-    // The operations of a lane use its workspace one after the other, so the workspace is as large as the largest
+    // The operations of a stream use its workspace one after the other, so the workspace is as large as the largest
     // operation needs. But what each operation leaves for finish_gradients (Workspace::sums) is kept until then, so
     // these sizes are added up.
     Workspace most{loss_workspace(B)};
@@ -2940,11 +2940,11 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int reader = first_emb_reader(net);
     Walk walk{net, weights, dropout, B};
     int i = 0;
-    run_beside(0, [&](Lane* lane) {
-        walk.lane = lane;
+    run_beside(0, [&](Stream* stream) {
+        walk.stream = stream;
         for (; net->layers[i].kind->embedding; i++) forward_layer(walk, net->layers[i]);
     });
-    walk.lane = MAIN_LANE;
+    walk.stream = MAIN_STREAM;
     for (; i < L; i++) {
         if (i == reader) wait_for_side(0);
         forward_layer(walk, net->layers[i]);
@@ -2955,10 +2955,10 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // The weight gradients of convolutions during the backward pass. They wait until they fill the GPU together, or until
-// some layer needs one of them. Then they are all computed together, on the side lane.
+// some layer needs one of them. Then they are all computed together, on the side stream.
 struct WeightGradients {
     UNet* net;
-    const std::function<void(size_t, Lane*)>& done; // see unet_backward
+    const std::function<void(size_t, Stream*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
     double load = 0; // how much of the device the waiting weight gradients would fill together; 1: all of it
     int last = -1;   // the layer whose weight gradient was added last
@@ -2976,9 +2976,9 @@ struct WeightGradients {
             const Param& weight = net->params[l.weight];
             complete_from = std::max(complete_from, weight.offset + weight.size);
         }
-        run_beside(last, [&](Lane* lane) {
-            conv_backward_weights(waiting, lane);
-            if (done) done(complete_from, lane);
+        run_beside(last, [&](Stream* stream) {
+            conv_backward_weights(waiting, stream);
+            if (done) done(complete_from, stream);
         });
         std::replace(ticket.begin() + last, ticket.end(), -1, last);
         waiting.clear();
@@ -2991,7 +2991,7 @@ struct WeightGradients {
         load += conv_weight_load(a.conv());
         if (load >= 1 || !allowed.batches) launch_waiting();
     }
-    // Makes the operations that follow on the main lane wait for this layer's weight gradient.
+    // Makes the operations that follow on the main stream wait for this layer's weight gradient.
     void wait_for(int layer) {
         if (ticket[layer] < 0) launch_waiting();
         wait_for_side(ticket[layer]);
@@ -2999,10 +2999,10 @@ struct WeightGradients {
 };
 
 // The backward pass. It computes grads, the gradients of the parameters, from output_gradient and from what the forward
-// pass of these B samples left in memory. done(n, lane) is called after this lane has been given the work that
+// pass of these B samples left in memory. done(n, stream) is called after this stream has been given the work that
 // completes the gradients from the n-th float on.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
-                          const std::function<void(size_t, Lane*)>& done = nullptr) {
+                          const std::function<void(size_t, Stream*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
     WeightGradients weight_gradients{net, done};
     weight_gradients.ticket.assign(net->layers.size(), -1);
@@ -4310,7 +4310,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         const int first = i + most * world.rank;
         const int B = std::min(most, n - first); // below 1 if no image is left for this rank
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
-        if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_LANE);
+        if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_STREAM);
         const float* const made = N > 1 ? s->all : own;
         const int count = std::min(most * N, n - i);
         if (!world.rank) copy_to_host(&images[i * size], made, count * size * sizeof(float));
@@ -5579,7 +5579,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
         char* const segment = (char*)flat + own.at(s, 0) / PIECE * bytes;
         const size_t slice_bytes = own.pieces * bytes;
         const char* const mine = slice ? (const char*)slice + s * slice_bytes : segment + own.rank * slice_bytes;
-        all_gather(segment, mine, slice_bytes, MAIN_LANE);
+        all_gather(segment, mine, slice_bytes, MAIN_STREAM);
     }
     end_exchange();
 }
@@ -5654,12 +5654,12 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 
         // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
         int unsent = own.segments; // the segments from this one on have been sent to their owners
-        const std::function<void(size_t, Lane*)> send_gradients = [&](size_t complete_from, Lane* lane) {
+        const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
                 const size_t begin = own.at(unsent, 0);
                 if (begin >= own.n) continue; // this segment is padding
-                all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), lane);
+                all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), stream);
             }
         };
         // With NCCL the gradients are sent after the backward pass, because NCCL would take multiprocessors from the
@@ -5669,8 +5669,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         if (N > 1) {
             mark({"gradients to their ranks"});
             begin_exchange();
-            all_gather(tr->loss + k * N * B, tr->loss + first, B * sizeof(double), MAIN_LANE);
-            send_gradients(0, MAIN_LANE);
+            all_gather(tr->loss + k * N * B, tr->loss + first, B * sizeof(double), MAIN_STREAM);
+            send_gradients(0, MAIN_STREAM);
             end_exchange();
         }
         mark({"gradient norm"});
@@ -5774,7 +5774,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         if (N > 1) {
             meet();
             begin_exchange();
-            all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_LANE);
+            all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_STREAM);
             end_exchange();
         }
         copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
@@ -7666,7 +7666,7 @@ static size_t loss_workspace(int) { return 0; }
 static void reserve(const Workspace&, bool) {}
 static int max_stat_parts(int, int) { return 1; }
 
-Lane* const MAIN_LANE = nullptr; // there is only one lane
+Stream* const MAIN_STREAM = nullptr; // there is only one stream
 
 // Returns memory that is filled with zeros. It begins at a multiple of 256 bytes, so that it is aligned to whole cache
 // lines and vectors.
@@ -7684,8 +7684,8 @@ static size_t device_available() { return SIZE_MAX; } // whether there is enough
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
 
-// Operations run one after the other, so no lane waits for another.
-template <class F> static void run_beside(int, F work) { work(MAIN_LANE); }
+// Operations run one after the other, so no stream waits for another.
+template <class F> static void run_beside(int, F work) { work(MAIN_STREAM); }
 static void wait_for_side(int) {}
 
 static int count_gpus() {
@@ -7756,24 +7756,24 @@ constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
 static Gpu gpu; // the GPU of this process; tests put other GPUs here
 
-// A lane is a CUDA stream and its workspace. Kernels of a lane run one after the other, so each operation may overwrite
-// the whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
-struct Lane {
-    cudaStream_t stream = nullptr;
+// A Stream is a CUDA stream (queue) and its workspace. Kernels of a stream run one after the other, so each operation
+// may overwrite the whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
+struct Stream {
+    cudaStream_t queue = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // the next kernel is launched without overlap; for example, it waits for another lane, too
+    bool joined = false; // the next kernel is launched without overlap; for example, it waits for another stream, too
 };
 
-// The device itself is the main lane. It also holds a side lane, whose kernels run at the same time (run_beside).
-struct Device : Lane {
-    Lane side;
-    cudaStream_t copy_stream = nullptr;
-    char* norm_sums = nullptr; // sums that group norms' backward passes leave for finish_gradients
+// The device itself is the main stream. It also holds a side stream, whose kernels run at the same time (run_beside).
+struct Device : Stream {
+    Stream side;
+    cudaStream_t copy_stream = nullptr; // nothing that runs on it needs a workspace
+    char* norm_sums = nullptr;          // sums that group norms' backward passes leave for finish_gradients
     size_t norm_sums_bytes = 0;
 };
 static Device device;
-Lane* const MAIN_LANE = &device;
+Stream* const MAIN_STREAM = &device;
 
 #define CUDA_CHECK(call)                                                                                               \
     do {                                                                                                               \
@@ -7796,11 +7796,11 @@ Lane* const MAIN_LANE = &device;
 // kernels have ended.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
 template <class... Parameters, class... Arguments>
-static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
+static void launch_on(Stream* stream, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
                       size_t shared_bytes, Arguments... arguments) {
     cudaLaunchAttribute attributes[2];
-    cudaLaunchConfig_t config{grid, threads, shared_bytes, lane->stream, attributes, 0};
-    if (gpu.overlap && allowed.early && !lane->joined) {
+    cudaLaunchConfig_t config{grid, threads, shared_bytes, stream->queue, attributes, 0};
+    if (gpu.overlap && allowed.early && !stream->joined) {
         cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
         overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -7810,14 +7810,14 @@ static void launch_on(Lane* lane, int cluster, void (*kernel)(Parameters...), di
         dimension.id = cudaLaunchAttributeClusterDimension;
         dimension.val.clusterDim = {(unsigned)cluster, 1, 1};
     }
-    lane->joined = false;
+    stream->joined = false;
     if (shared_bytes)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
-// Does the same as launch_on, on the main lane and without a cluster: launch(kernel, grid, threads, shared bytes,
+// Does the same as launch_on, on the main stream and without a cluster: launch(kernel, grid, threads, shared bytes,
 // arguments ...).
-template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_LANE, 1, rest...); }
+template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_STREAM, 1, rest...); }
 
 // Launches a kernel that does not call await_previous_kernel. It starts when everything before it has ended.
 template <class... Rest> static void launch_behind(Rest... rest) {
@@ -8264,10 +8264,10 @@ template <class F> static __global__ void __launch_bounds__(256) each_kernel(siz
     await_previous_kernel();
     if (const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n) f(i);
 }
-template <class F> static void each_on(Lane* lane, size_t n, F f) {
-    launch_on(lane, 1, each_kernel<F>, blocks_for(n), 256, 0, n, f);
+template <class F> static void each_on(Stream* stream, size_t n, F f) {
+    launch_on(stream, 1, each_kernel<F>, blocks_for(n), 256, 0, n, f);
 }
-template <class F> static void each(size_t n, F f) { each_on(MAIN_LANE, n, f); }
+template <class F> static void each(size_t n, F f) { each_on(MAIN_STREAM, n, f); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
@@ -9085,7 +9085,8 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
 }
 
 template <class T, Resampling R>
-static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
+static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, int W, int C,
+                            Stream* stream = MAIN_STREAM) {
     if (stats) stats->parts = 1;
     const int pieces = C / VEC<T>;
     const int pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
@@ -9100,17 +9101,17 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     const int pixels_at_once = 512 / columns;
     const dim3 grid(stats ? 1 : ceil_div(pixels, pixels_at_once * 4), pieces / columns, B);
     double* const sums = stats ? stats->sums : nullptr;
-    launch_on(lane, 1, resample_kernel<T, R>, grid, 512, 0, out, sums, x, H, W, C, columns);
+    launch_on(stream, 1, resample_kernel<T, R>, grid, 512, 0, out, sums, x, H, W, C, columns);
 }
 
 // The reverse of PICK. It writes x (B, ceil(H / 2), ceil(W / 2), C) to the even rows and columns of out (B, H, W, C),
 // and zeros elsewhere. If x is the gradient of the output of a convolution with stride 2, out is the gradient of the
 // output of the same convolution with stride 1. Each thread writes one piece.
-static void spread(act* out, const act* x, int B, int H, int W, int C, Lane* lane = MAIN_LANE) {
+static void spread(act* out, const act* x, int B, int H, int W, int C, Stream* stream = MAIN_STREAM) {
     const int pieces = C / act_vec();
     const uint4* from = (const uint4*)x;
     uint4* to = (uint4*)out;
-    each_on(lane, (size_t)B * H * W * pieces, [=] __device__(size_t i) {
+    each_on(stream, (size_t)B * H * W * pieces, [=] __device__(size_t i) {
         const size_t pixel = i / pieces;
         const int w = pixel % W;
         const int h = pixel / W % H;
@@ -9437,12 +9438,12 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 }
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
-                           Lane* lane = MAIN_LANE) {
+                           Stream* stream = MAIN_STREAM) {
     // How many outputs a block computes. With more outputs x is read less often; with fewer there are more blocks.
     const int outputs = Cout <= 1024 ? 8 : 16;
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
-    launch_on(lane, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
+    launch_on(stream, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
 // Returns the number of splits. There should be about two blocks for each multiprocessor, but not so many blocks that
@@ -9474,8 +9475,8 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
 }
 
 // struct Silu holds the formulas of the function (f) and of its derivative (df). Each thread computes one element.
-static void silu_forward(float* out, const float* x, size_t n, Lane* lane = MAIN_LANE) {
-    each_on(lane, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
+static void silu_forward(float* out, const float* x, size_t n, Stream* stream = MAIN_STREAM) {
+    each_on(stream, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n) {
     each(n, [=] __device__(size_t i) {
@@ -9487,10 +9488,10 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
 // out (B, dim) = [cos(t f_k), sin(t f_k)], where f_k = max_period^(-k / half) for k < half = dim / 2. Each thread
 // computes one pair. f_k is rounded to fp32, as in PyTorch. The angle t f_k is a double, since it may be large.
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
-                                       Lane* lane = MAIN_LANE) {
+                                       Stream* stream = MAIN_STREAM) {
     const int half = dim / 2;
     const double log_period = std::log((double)max_period);
-    each_on(lane, (size_t)B * half, [=] __device__(size_t i) {
+    each_on(stream, (size_t)B * half, [=] __device__(size_t i) {
         const int b = (int)i / half;
         const int k = (int)i % half;
         const float f_k = (float)exp(-log_period * k / half);
@@ -9503,8 +9504,8 @@ static void timestep_embedding_forward(float* out, const float* t, int B, int di
 
 // out (B, C) = x + one row of table (rows, C) for each sample: the row with the number labels[sample]
 static void label_embedding_forward(float* out, const float* x, const float* table, const int* labels, int B, int C,
-                                    Lane* lane = MAIN_LANE) {
-    each_on(lane, (size_t)B * C, [=] __device__(size_t i) {
+                                    Stream* stream = MAIN_STREAM) {
+    each_on(stream, (size_t)B * C, [=] __device__(size_t i) {
         const int label = labels[i / C];
         out[i] = x[i] + table[(size_t)label * C + i % C];
     });
@@ -9530,8 +9531,8 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
 // out (B, C) = x + values (B, K) weight (C, K)^T. Each thread computes one element of out. K is small: an image has few
 // values.
 static void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B, int K,
-                                     int C, Lane* lane = MAIN_LANE) {
-    each_on(lane, (size_t)B * C, [=] __device__(size_t i) {
+                                     int C, Stream* stream = MAIN_STREAM) {
+    each_on(stream, (size_t)B * C, [=] __device__(size_t i) {
         const float* const row = values + i / C * K;
         const float* const of_channel = weight + i % C * K;
         float sum = 0;
@@ -12433,7 +12434,7 @@ template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
     cudaLaunchAttribute size{cudaLaunchAttributeClusterDimension, {}, {.clusterDim = {blocks, 1, 1}}};
-    const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.stream, &size, 1};
+    const cudaLaunchConfig_t config{dim3(blocks), Tile::THREADS, Tile::SHARED_BYTES, device.queue, &size, 1};
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES));
     int clusters = 0;
     CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
@@ -12444,7 +12445,7 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
     const int clusters = std::min(a.all_heads, attention_clusters<Tile>(a.T));
     auto kernel = attention_backward_wgmma_kernel<Tile>;
     const AttentionTma tma = attention_tma(a, 64);
-    launch_on(MAIN_LANE, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, tma);
+    launch_on(MAIN_STREAM, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, tma);
 }
 
 // =====================================================================================================================
@@ -13613,7 +13614,7 @@ static size_t few_bytes(const ConvShape& s) {
 }
 // Writes the rows of x, and those of the weights if there are any.
 static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory,
-                             Lane* lane = MAIN_LANE) {
+                             Stream* stream = MAIN_STREAM) {
     ConvFew p = plan_few(s, memory);
     p.x = (const float*)x;
     p.weight = weight;
@@ -13621,10 +13622,10 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     const int pixels = std::max(1, 256 / pieces); // how many pixels a block writes at once
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // at most 5 for each multiprocessor
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
-    launch_on(lane, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
+    launch_on(stream, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
     // The next kernel loads its weights before it waits for the end of the previous kernel. But this kernel writes
     // these weights. So the next kernel must not overlap this one.
-    lane->joined |= weight != nullptr;
+    stream->joined |= weight != nullptr;
     return p;
 }
 
@@ -15235,7 +15236,7 @@ template <class T> static void conv_small(const ConvCall& p) {
     // version.
     constexpr int STEPS_OF_32 = T::N <= 64 && !T::FP8 ? 2 : 4;
     auto kernel = p.Cin1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
-    launch_on(MAIN_LANE, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
+    launch_on(MAIN_STREAM, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -15889,7 +15890,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
         if (w.chunks) {
             auto kernel = drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
-            return launch_on(MAIN_LANE, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
+            return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
         // Two passes: the first computes sums over chunks of the pixels, the second computes the gradient. All blocks
         // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
@@ -16592,8 +16593,8 @@ static size_t put_partials(ConvWeight* p, char* memory) {
     p->bias_partial = (float*)(memory + bytes);
     return bytes + (bias_bytes + 255) / 256 * 256;
 }
-// Returns how many bytes of the side lane's workspace conv_backward_weights needs. (conv_detour_bytes returns how many
-// bytes of the main lane's workspace conv_forward and conv_backward_input need.)
+// Returns how many bytes of the side stream's workspace conv_backward_weights needs. (conv_detour_bytes returns how
+// many bytes of the main stream's workspace conv_forward and conv_backward_input need.)
 static size_t conv_workspace(ConvShape s) {
     if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
@@ -16604,8 +16605,8 @@ typedef std::vector<ConvWeight> WeightPlans;
 // Launches a kernel once for all works. work_of(p): the kernel's argument for a work. blocks_of(p): the number of the
 // work's blocks.
 template <class Work, int WORKS>
-static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Lane* lane, dim3 threads,
-                           int bytes, auto work_of, auto blocks_of) {
+static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Stream* stream,
+                           dim3 threads, int bytes, auto work_of, auto blocks_of) {
     WeightBatch<Work, WORKS> batch = {};
     int blocks = 0;
     for (const ConvWeight& p : works) {
@@ -16614,13 +16615,13 @@ static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const Weigh
         batch.n++;
         blocks += (int)blocks_of(p);
     }
-    if (blocks) launch_on(lane, 1, kernel, blocks, threads, bytes, batch);
+    if (blocks) launch_on(stream, 1, kernel, blocks, threads, bytes, batch);
 }
 // Returns the number of blocks of a work, over all its ranges.
 static int64_t all_blocks(const ConvWeight& p) { return range_blocks(p) * p.splits; }
 
 // Makes tensor maps for works of one kind, and launches conv_weight_tma_kernel for them.
-template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane* lane) {
+template <class Tile> static void conv_weight_tma(const WeightPlans& works, Stream* stream) {
     auto with_maps = [](const ConvWeight& p) {
         const ConvShape& s = p.shape;
         const TmaParts x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, SLICE_CHANNELS, Tile::PITCH, Tile::HALO_H, 1);
@@ -16630,23 +16631,25 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Lane
                                                {SLICE_CHANNELS / 2, Tile::KERNEL, SLICE_CHANNELS}, Element::FP32);
         return ConvWeightTma{x, dout, dweight, p};
     };
-    launch_weights(conv_weight_tma_kernel<Tile>, works, lane, Tile::THREADS, Tile::SHARED_BYTES, with_maps, all_blocks);
+    launch_weights(conv_weight_tma_kernel<Tile>, works, stream, Tile::THREADS, Tile::SHARED_BYTES, with_maps,
+                   all_blocks);
 }
 // Launches a portable kernel, which has two versions: `alone` for a single layer, `together` for several. In `alone`
 // the compiler knows that the layer is entry 0 of the batch. So the layer's arguments lie at a fixed place among the
 // kernel's parameters.
-static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Lane* lane, int threads, int bytes) {
-    lane->joined = true; // these kernels do not call await_previous_kernel
-    if (works.size() == 1) launch_weights(alone, works, lane, threads, bytes, std::identity(), all_blocks);
-    else launch_weights(together, works, lane, threads, bytes, std::identity(), all_blocks);
+static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Stream* stream, int threads,
+                            int bytes) {
+    stream->joined = true; // these kernels do not call await_previous_kernel
+    if (works.size() == 1) launch_weights(alone, works, stream, threads, bytes, std::identity(), all_blocks);
+    else launch_weights(together, works, stream, threads, bytes, std::identity(), all_blocks);
 }
-template <class T> static void conv_weight_halo(const WeightPlans& works, Lane* lane) {
-    launch_portable(conv_weight_halo_kernel<T, 1>, conv_weight_halo_kernel<T, WEIGHT_BATCH>, works, lane, 384,
+template <class T> static void conv_weight_halo(const WeightPlans& works, Stream* stream) {
+    launch_portable(conv_weight_halo_kernel<T, 1>, conv_weight_halo_kernel<T, WEIGHT_BATCH>, works, stream, 384,
                     WEIGHT_HALO_BYTES);
 }
-template <class T, int N> static void conv_weight_gather(const WeightPlans& works, Lane* lane) {
-    launch_portable(conv_weight_gather_kernel<T, N, 1>, conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, lane, 128,
-                    WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
+template <class T, int N> static void conv_weight_gather(const WeightPlans& works, Stream* stream) {
+    launch_portable(conv_weight_gather_kernel<T, N, 1>, conv_weight_gather_kernel<T, N, WEIGHT_BATCH>, works, stream,
+                    128, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
 // The kinds of weight gradients; works of one kind share a launch.
@@ -16663,32 +16666,32 @@ static WeightKind weight_kind(const ConvWeight& p) {
 
 // Launches the kernel of a kind. conv_weight_tma's blocks have one warpgroup or three. WeightTile's parameters are:
 // size of the filter, warpgroups, pixels across a tile, stages.
-static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Lane* lane) {
+static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Stream* stream) {
     const bool three = works[0].warpgroups == 3;
     switch (kind) {
     case TMA_1X1:
-        if (three) return conv_weight_tma<WeightTile<1, 3, 8, 4>>(works, lane);
-        return conv_weight_tma<WeightTile<1, 1, 8, 6>>(works, lane);
+        if (three) return conv_weight_tma<WeightTile<1, 3, 8, 4>>(works, stream);
+        return conv_weight_tma<WeightTile<1, 1, 8, 6>>(works, stream);
     case TMA_3X3:
-        if (three) return conv_weight_tma<WeightTile<3, 3, 16, 5>>(works, lane);
-        return conv_weight_tma<WeightTile<3, 1, 16, 6>>(works, lane);
+        if (three) return conv_weight_tma<WeightTile<3, 3, 16, 5>>(works, stream);
+        return conv_weight_tma<WeightTile<3, 1, 16, 6>>(works, stream);
     case TMA_3X3_NARROW:
-        if (three) return conv_weight_tma<WeightTile<3, 3, 8, 9>>(works, lane);
-        return conv_weight_tma<WeightTile<3, 1, 8, 10>>(works, lane);
+        if (three) return conv_weight_tma<WeightTile<3, 3, 8, 9>>(works, stream);
+        return conv_weight_tma<WeightTile<3, 1, 8, 10>>(works, stream);
     // any GPU
-    case HALO_3X3: return with_act([&]<class T>(T) { conv_weight_halo<T>(works, lane); });
-    case GATHER: return with_act([&]<class T>(T) { conv_weight_gather<T, 1>(works, lane); });
+    case HALO_3X3: return with_act([&]<class T>(T) { conv_weight_halo<T>(works, stream); });
+    case GATHER: return with_act([&]<class T>(T) { conv_weight_gather<T, 1>(works, stream); });
     case GATHER_WIDE:
         return with_act([&]<class T>(T) {
             constexpr int TILES = PARTS<T> == 1 ? 2 : 1; // weight_kind never returns GATHER_WIDE for floats
-            conv_weight_gather<T, TILES>(works, lane);
+            conv_weight_gather<T, TILES>(works, stream);
         });
     }
 }
 
 // Computes the weight gradients of at most WEIGHT_BATCH layers: with one launch for each kind, and one launch that adds
 // up all partials. If the workspace has no room for the partials of all layers, it computes the layers in two halves.
-static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) {
+static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stream) {
     std::map<WeightKind, WeightPlans> kinds; // the works of each kind
     WeightPlans sums;                        // the works whose partials have to be added up
     for (const WeightWork& w : works) {
@@ -16703,19 +16706,19 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
     for (auto& [kind, plans] : kinds) {
         if (plans.size() > 1) plan_weights(plans);
         for (ConvWeight& p : plans) {
-            const size_t bytes = put_partials(&p, lane->workspace + workspace_used);
+            const size_t bytes = put_partials(&p, stream->workspace + workspace_used);
             if (p.splits == 1 && conv_is_wgmma(p.shape)) continue; // p has no partials
             sums.push_back(p);
             workspace_used += bytes;
         }
     }
-    if (works.size() > 1 && workspace_used > lane->workspace_bytes) {
+    if (works.size() > 1 && workspace_used > stream->workspace_bytes) {
         const auto middle = works.begin() + works.size() / 2;
-        conv_weight_batch({works.begin(), middle}, lane);
-        return conv_weight_batch({middle, works.end()}, lane);
+        conv_weight_batch({works.begin(), middle}, stream);
+        return conv_weight_batch({middle, works.end()}, stream);
     }
-    for (const auto& [kind, plans] : kinds) launch_weight_kind(kind, plans, lane);
-    launch_weights(conv_weight_sum, sums, lane, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
+    for (const auto& [kind, plans] : kinds) launch_weight_kind(kind, plans, stream);
+    launch_weights(conv_weight_sum, sums, stream, dim3(32, 8), 0, std::identity(), [](const ConvWeight& p) {
         const int weights = p.splits > 1 ? p.tiles * p.taps * 32 * weight_sum_groups(p.splits) / 8 : 0;
         return bias_sum_blocks(p.shape.Cout) + weights;
     });
@@ -16725,26 +16728,26 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Lane* lane) 
 //   few channels   It becomes a 1x1 convolution of rows. Afterwards the product is turned into the layer's gradient.
 //   upsampling     x is first upsampled.
 //   stride 2       dout is first spread out, with zeros in between.
-static void conv_weight_one(WeightWork w, Lane* lane) {
+static void conv_weight_one(WeightWork w, Stream* stream) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
-    char* const detour = lane->workspace + conv_workspace(w.shape); // after the workspace of the new convolution
+    char* const detour = stream->workspace + conv_workspace(w.shape); // after the workspace of the new convolution
     if (conv_is_few(s)) {
         const act*& few = conv_is_last(s) ? w.dout : w.x1;
-        ConvFew p = make_few_rows(s, few, nullptr, detour, lane);
+        ConvFew p = make_few_rows(s, few, nullptr, detour, stream);
         p.dweight = std::exchange(w.dweight, p.product);
         if (p.is_last_layer) p.dbias = std::exchange(w.dbias, p.bias);
         few = p.rows;
-        conv_weight_batch({w}, lane);
-        return launch_on(lane, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
+        conv_weight_batch({w}, stream);
+        return launch_on(stream, 1, conv_few_gradient, ceil_div(9 * p.F * p.C, 256), 256, 0, p);
     }
     if (s.upsample) {
-        launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, lane);
+        launch_resample<bf16, REPEAT>(detour, nullptr, w.x1, s.B, s.H, s.W, s.C1, stream);
         w.x1 = detour;
     } else {
-        spread(detour, w.dout, s.B, s.H, s.W, s.Cout, lane);
+        spread(detour, w.dout, s.B, s.H, s.W, s.Cout, stream);
         w.dout = detour;
     }
-    conv_weight_batch({w}, lane);
+    conv_weight_batch({w}, stream);
 }
 
 // Returns what fraction of a large enough launch this weight gradient fills. With 1 or more it needs no other layers in
@@ -16768,19 +16771,19 @@ static double conv_weight_load(const ConvShape& s) {
 
 // The operation of the interface: computes weight gradients. First come all layers that can share launches, then the
 // other layers one by one.
-static void conv_backward_weights(const std::vector<WeightWork>& works, Lane* lane) {
-    conv_weight_batch(works, lane);
+static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream) {
+    conv_weight_batch(works, stream);
     for (const WeightWork& w : works)
-        if (conv_weight_alone(w.shape)) conv_weight_one(w, lane);
+        if (conv_weight_alone(w.shape)) conv_weight_one(w, stream);
 }
 
 // =====================================================================================================================
 // 23. The GPU: memory, copies, repeated work
 //
-// There are three streams. The main lane's stream has a high priority and runs nearly everything. The side lane's
-// stream has a low priority: its kernels fill multiprocessors that the main lane leaves free. The copy stream copies
-// the next batch to the GPU while the current one is computed. CUDA events order the streams: a stream waits for an
-// event of another stream, and the host does not wait.
+// There are three streams. The main stream has a high priority and runs nearly everything. The side stream has a low
+// priority: its kernels fill multiprocessors that the main stream leaves free. The copy stream copies the next batch to
+// the GPU while the current one is computed. CUDA events order the streams: a stream waits for an event of another
+// stream, and the host does not wait.
 
 // Returns the largest number of parts that a tensor's Stats can have. There is one part for each tile of a convolution,
 // and no tile is smaller than 8 x 8 pixels.
@@ -16791,7 +16794,7 @@ static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8)
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
 static cudaDeviceProp properties; // of the GPU of this process
-static cudaStream_t side_stream;  // the side lane's stream
+static cudaStream_t side_queue;   // the side stream's queue
 
 // Returns how many GPUs the program can use. Without a driver this is 0.
 static int count_gpus() {
@@ -16860,9 +16863,9 @@ static void start_device(const std::string& precision, int number) {
             properties.major, properties.minor);
     int low, high; // the lowest and the highest priority of a stream
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
-    CUDA_CHECK(cudaStreamCreateWithPriority(&device.stream, cudaStreamDefault, high));
-    CUDA_CHECK(cudaStreamCreateWithPriority(&side_stream, cudaStreamNonBlocking, low));
-    device.side.stream = allowed.beside ? side_stream : device.stream;
+    CUDA_CHECK(cudaStreamCreateWithPriority(&device.queue, cudaStreamDefault, high));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&side_queue, cudaStreamNonBlocking, low));
+    device.side.queue = allowed.beside ? side_queue : device.queue;
     CUDA_CHECK(cudaStreamCreateWithFlags(&device.copy_stream, cudaStreamNonBlocking));
 }
 
@@ -16878,7 +16881,7 @@ static void* device_alloc_bytes(size_t bytes) {
         die("%.2f GiB of GPU memory could not be had (%.2f of %.2f GiB are free); a smaller --batch_size or a "
             "--microbatch needs less",
             bytes / 0x1p30, device_available() / 0x1p30, properties.totalGlobalMem / 0x1p30);
-    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, device.stream));
+    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, device.queue));
     device_bytes += bytes;
     return p;
 }
@@ -16893,12 +16896,12 @@ static size_t device_available() {
 
 // copy_to_device and copy_to_host wait until the main stream has done all its work so far and the copy is complete.
 static void copy_to_device(void* to, const void* host, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, device.stream));
-    CUDA_CHECK(cudaStreamSynchronize(device.stream));
+    CUDA_CHECK(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, device.queue));
+    CUDA_CHECK(cudaStreamSynchronize(device.queue));
 }
 static void copy_to_host(void* host, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, device.stream));
-    CUDA_CHECK(cudaStreamSynchronize(device.stream));
+    CUDA_CHECK(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, device.queue));
+    CUDA_CHECK(cudaStreamSynchronize(device.queue));
 }
 
 // Runs work() as a CUDA graph. The first call records the launches of work(), without running them. Every call,
@@ -16910,50 +16913,50 @@ template <class F> static void replay(Graph* g, F work) {
     if (!allowed.graphs) return work();
     if (!g->exec) {
         cudaGraph_t graph;
-        CUDA_CHECK(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeRelaxed));
+        CUDA_CHECK(cudaStreamBeginCapture(device.queue, cudaStreamCaptureModeRelaxed));
         work();
-        CUDA_CHECK(cudaStreamEndCapture(device.stream, &graph));
+        CUDA_CHECK(cudaStreamEndCapture(device.queue, &graph));
         CUDA_CHECK(cudaGraphInstantiate((cudaGraphExec_t*)&g->exec, graph, 0));
         CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &g->nodes));
         CUDA_CHECK(cudaGraphDestroy(graph));
     }
-    CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.stream));
+    CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.queue));
 }
 
 // Destroys a graph. It first waits, because a graph must not be destroyed while it runs.
 static void free_graph(Graph* g) {
-    CUDA_CHECK(cudaStreamSynchronize(device.stream));
+    CUDA_CHECK(cudaStreamSynchronize(device.queue));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)g->exec));
     g->exec = nullptr;
 }
 
 // Records the event *moment in a stream: the event happens when all work that is in the stream now has been done. The
 // first call makes the event.
-static void record(cudaEvent_t* moment, cudaStream_t stream) {
+static void record(cudaEvent_t* moment, cudaStream_t queue) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
-    CUDA_CHECK(cudaEventRecord(*moment, stream));
+    CUDA_CHECK(cudaEventRecord(*moment, queue));
 }
-// All later work of the lane waits for the event `moment`. In the second form of the function, it waits for all work
-// that is in the lane `other` now.
-static void follow(Lane* lane, cudaEvent_t moment) {
-    CUDA_CHECK(cudaStreamWaitEvent(lane->stream, moment));
-    lane->joined = true;
+// All later work of the stream waits for the event `moment`. In the second form of the function, it waits for all work
+// that is in the stream `other` now.
+static void follow(Stream* stream, cudaEvent_t moment) {
+    CUDA_CHECK(cudaStreamWaitEvent(stream->queue, moment));
+    stream->joined = true;
 }
-static void follow(Lane* lane, const Lane& other) {
+static void follow(Stream* stream, const Stream& other) {
     static cudaEvent_t moment = nullptr;
-    record(&moment, other.stream);
-    follow(lane, moment);
+    record(&moment, other.queue);
+    follow(stream, moment);
 }
 
-// Calls work(side lane), which launches kernels on the side lane. These kernels begin after the main lane has done all
-// its work so far. Then wait_for_side(ticket) makes the main lane wait until they have ended.
+// Calls work(side stream), which launches kernels on the side stream. These kernels begin after the main stream has
+// done all its work so far. Then wait_for_side(ticket) makes the main stream wait until they have ended.
 static std::map<int, cudaEvent_t> side_events; // for each ticket: the end of its work
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
     work(&device.side);
-    record(&side_events[ticket], device.side.stream);
+    record(&side_events[ticket], device.side.queue);
 }
-static void wait_for_side(int ticket) { follow(MAIN_LANE, side_events[ticket]); }
+static void wait_for_side(int ticket) { follow(MAIN_STREAM, side_events[ticket]); }
 
 // How an Upload u is used, again and again: the host fills u->host. send copies u->host to u->device, in the copy
 // stream. The copy begins when the main stream has done all work before the latest call of release, because this work
@@ -16962,7 +16965,7 @@ static void wait_for_side(int ticket) { follow(MAIN_LANE, side_events[ticket]); 
 //   host           fill        fill (waits until `sent`)
 //   copy stream        copy         copy (waits until `released`)
 //   main stream            compute      compute (waits until `sent`)
-static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.stream); }
+static void release(Upload* u) { record((cudaEvent_t*)&u->released, device.queue); }
 static Upload make_upload(size_t bytes) {
     Upload u{nullptr, (uint8_t*)device_alloc_bytes(bytes), bytes, nullptr, nullptr};
     CUDA_CHECK(cudaMallocHost(&u.host, bytes));
@@ -16975,7 +16978,7 @@ static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.copy_stream, (cudaEvent_t)u->released));
     CUDA_CHECK(cudaMemcpyAsync(u->device, u->host, u->bytes, cudaMemcpyHostToDevice, device.copy_stream));
     record((cudaEvent_t*)&u->sent, device.copy_stream);
-    CUDA_CHECK(cudaStreamWaitEvent(device.stream, (cudaEvent_t)u->sent));
+    CUDA_CHECK(cudaStreamWaitEvent(device.queue, (cudaEvent_t)u->sent));
 }
 
 // If the memory has fewer than `wanted` bytes, replaces it by larger memory. The old content is lost.
@@ -16985,7 +16988,7 @@ static void grow(char** memory, size_t* bytes, size_t wanted) {
     *bytes = wanted;
     *memory = device_alloc<char>(wanted);
 }
-// Allocates memory for all later operations: for each lane a workspace, which all operations of the lane share, and
+// Allocates memory for all later operations: for each stream a workspace, which all operations of the stream share, and
 // memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes of 2 MAX_WEIGHT_PARTIALS partials
@@ -17048,7 +17051,7 @@ struct Opened {
     std::vector<char*> at; // for each rank r: the address, in this process, of rank r's piece of memory
 };
 static std::vector<Opened> opened;
-static Lane sender;          // the lane that copies to other ranks
+static Stream sender;        // the stream that copies to other ranks
 static bool sending = false; // copies have begun, and end_exchange has to wait for them
 // meetings[r]: how many meetings (meet_kernel) rank r has reached; rank r itself writes this number here.
 // meetings[NEAR]: how many meetings this rank has reached.
@@ -17076,7 +17079,7 @@ static void* open_alloc(size_t bytes) {
     std::vector<char*> at(world.size, own);
     cudaIpcMemHandle_t handle = {};
     cudaError_t error = cudaIpcGetMemHandle(&handle, own);
-    CUDA_CHECK(cudaStreamSynchronize(device.stream)); // wait until it is filled with zeros
+    CUDA_CHECK(cudaStreamSynchronize(device.queue)); // wait until it is filled with zeros
     const std::vector<cudaIpcMemHandle_t> handles = gather_host("opening memory for others", handle);
     for (int r = 0; r < world.size && !error; r++) {
         if (r == world.rank) continue;
@@ -17101,7 +17104,7 @@ static void join_devices(bool direct) {
     nccl_check(ncclCommInitRank(&communicator, world.size, id, world.rank));
     world.direct = direct && world.size <= NEAR && on_one_machine();
     meetings = (unsigned*)open_alloc((NEAR + 1) * sizeof(unsigned));
-    CUDA_CHECK(cudaStreamCreateWithFlags(&sender.stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&sender.queue, cudaStreamNonBlocking));
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 
@@ -17130,46 +17133,46 @@ static void meet() {
 }
 
 // All NCCL calls between begin_exchange and end_exchange become one launch. If there were direct copies, end_exchange
-// makes the main lane wait for them, and then all ranks meet. After that the copies of all ranks have arrived.
+// makes the main stream wait for them, and then all ranks meet. After that the copies of all ranks have arrived.
 static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
     if (!sending) return;
     sending = false;
-    follow(MAIN_LANE, sender);
+    follow(MAIN_STREAM, sender);
     meet();
 }
 
 // For each other rank r: copies piece(r) to the memory that rank r has opened, to the place in it that is reserved for
-// this rank. The copies begin when the lane has done all its work so far.
-template <class F> static void send_directly(void* to, size_t bytes, const Lane& lane, F piece) {
-    follow(&sender, lane);
+// this rank. The copies begin when the stream has done all its work so far.
+template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F piece) {
+    follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
         // every rank begins with a different receiver, so that no link has several copies at once
         const int r = (world.rank + k) % world.size;
         char* const there = (char*)at_rank(to, r) + world.rank * bytes;
-        CUDA_CHECK(cudaMemcpyAsync(there, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.stream));
+        CUDA_CHECK(cudaMemcpyAsync(there, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.queue));
     }
     sending = true;
 }
 
 // The next two functions are the operations of the interface. They use direct copies if the receiving array (recvbuf or
 // all) is opened memory. Otherwise they use NCCL, which sends bytes.
-static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane* lane) {
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream) {
     auto piece = [&](int r) { return (const char*)sendbuf + r * bytes; };
-    if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *lane, piece);
+    if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *stream, piece);
     for (int r = 0; r < world.size; r++) {
         if (r == world.rank) continue;
-        nccl_check(ncclSend(piece(r), bytes, ncclInt8, r, communicator, lane->stream));
-        nccl_check(ncclRecv((char*)recvbuf + r * bytes, bytes, ncclInt8, r, communicator, lane->stream));
+        nccl_check(ncclSend(piece(r), bytes, ncclInt8, r, communicator, stream->queue));
+        nccl_check(ncclRecv((char*)recvbuf + r * bytes, bytes, ncclInt8, r, communicator, stream->queue));
     }
-    lane->joined = true; // NCCL may add more than a kernel to the lane
+    stream->joined = true; // NCCL may add more than a kernel to the stream
 }
 
-static void all_gather(void* all, const void* own, size_t bytes, Lane* lane) {
-    if (at_rank(all, 0)) return send_directly(all, bytes, *lane, [&](int) { return own; });
-    nccl_check(ncclAllGather(own, all, bytes, ncclInt8, communicator, lane->stream));
-    lane->joined = true;
+static void all_gather(void* all, const void* own, size_t bytes, Stream* stream) {
+    if (at_rank(all, 0)) return send_directly(all, bytes, *stream, [&](int) { return own; });
+    nccl_check(ncclAllGather(own, all, bytes, ncclInt8, communicator, stream->queue));
+    stream->joined = true;
 }
 #else // no rank can access another one's memory
 // The exchange is complete when a call of MPI returns, so the next three functions have nothing to do.
@@ -17213,7 +17216,7 @@ static void mpi_check(int error) {
 
 // MPI wants the length of each piece, and its place, as numbers of floats. A rank does not send its own piece to
 // itself, so the length of this piece is 0.
-static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane*) {
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream*) {
     const int floats = (int)(bytes / sizeof(float)); // floats of a piece
     std::vector<int> count(world.size, floats);
     std::vector<int> first(world.size); // the first float of each piece
@@ -17223,7 +17226,7 @@ static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Lane*) 
                             recvbuf, count.data(), first.data(), MPI_FLOAT, MPI_COMM_WORLD));
 }
 
-static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
+static void all_gather(void* all, const void* own, size_t bytes, Stream*) {
     const int n = (int)(bytes / sizeof(float));
     const bool in_place = own == (char*)all + world.rank * bytes;
     mpi_check(MPI_Allgather(in_place ? MPI_IN_PLACE : own, n, MPI_FLOAT, all, n, MPI_FLOAT, MPI_COMM_WORLD));
@@ -17231,7 +17234,7 @@ static void all_gather(void* all, const void* own, size_t bytes, Lane*) {
 #else // one process: there is nothing to send
 static void join_devices(bool) {}
 static void leave_devices() {}
-static void all_to_all(void*, const void*, size_t, Lane*) {}
-static void all_gather(void*, const void*, size_t, Lane*) {}
+static void all_to_all(void*, const void*, size_t, Stream*) {}
+static void all_gather(void*, const void*, size_t, Stream*) {}
 #endif
 #endif

@@ -621,7 +621,7 @@ static inline void conv_backward_weight(float* dweight,                   // (Co
 // A GPU computes several layers' weight gradients in one launch. Here they don't wait for each other: each fills all
 // threads by itself (a load of 1).
 static inline double conv_weight_load(const ConvShape&) { return 1; }
-static inline void conv_backward_weights(const std::vector<WeightWork>& works, Lane* = MAIN_LANE) {
+static inline void conv_backward_weights(const std::vector<WeightWork>& works, Stream* = MAIN_STREAM) {
     for (const WeightWork& w : works)
         conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape);
 }
@@ -643,7 +643,7 @@ static inline ConvShape linear_shape(int B, int Cin, int Cout) {
 
 // out (B, Cout) = x (B, Cin) weight^T (Cin, Cout) + bias (Cout)
 static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, // as above
-                                  int B, int Cin, int Cout, Lane* = MAIN_LANE) {
+                                  int B, int Cin, int Cout, Stream* = MAIN_STREAM) {
     const ConvShape s = linear_shape(B, Cin, Cout);
     conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, s, {}, nullptr);
 }
@@ -661,7 +661,7 @@ static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbia
 // SiLU: out = x * sigmoid(x), F.silu
 
 // out (n) from x (n)
-static inline void silu_forward(float* out, const float* x, size_t n, Lane* = MAIN_LANE) {
+static inline void silu_forward(float* out, const float* x, size_t n, Stream* = MAIN_STREAM) {
 #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < n; i++) {
         out[i] = Silu<float>::f(x[i]);
@@ -1198,7 +1198,7 @@ static inline void join_channels(float* out, const float* x, const float* cond, 
 
 // out (B, dim) = [cos(t f_i), sin(t f_i)] with f_i = max_period^(-i / half), half = dim / 2 (guided-diffusion's nn.py)
 static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
-                                              Lane* = MAIN_LANE) {
+                                              Stream* = MAIN_STREAM) {
     const int half = dim / 2;
     const double log_period = std::log((double)max_period);
     for (int b = 0; b < B; b++) {
@@ -1216,7 +1216,7 @@ static inline void timestep_embedding_forward(float* out, const float* t, int B,
 // out (B, C) = x (B, C) + F.embedding(labels (B), table (rows, C))
 static inline void label_embedding_forward(float* out, const float* x,            // (B, C)
                                            const float* table, const int* labels, // (rows, C), (B)
-                                           int B, int C, Lane* = MAIN_LANE) {
+                                           int B, int C, Stream* = MAIN_STREAM) {
     for (int b = 0; b < B; b++) {
         const float* label_row = row_of(table, labels[b], C);
         const float* x_row = row_of(x, b, C);
@@ -1244,7 +1244,7 @@ static inline void label_embedding_backward(GradOf<float> dx, float* dtable,    
 
 // out (B, C) = x + values (B, K) weight (C, K)^T: a linear layer without a bias, added to x
 static inline void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B,
-                                            int K, int C, Lane* = MAIN_LANE) {
+                                            int K, int C, Stream* = MAIN_STREAM) {
     for (int b = 0; b < B; b++) {
         const float* values_row = row_of(values, b, K);
         for (int c = 0; c < C; c++) {
