@@ -6,109 +6,109 @@
 // Map (make map renews the line numbers)
 //    193  Part I. The program
 //    196     1. Types at the interface: what operations are called with
-//    599     2. The interface: all that the program asks of a device
-//    924     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1023     4. Configuration: flags, presets, help, what can work and what cannot
-//   1764     5. The network: a list of layers, made of guided-diffusion's flags
-//   2659     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2911     7. Forward and backward: two walks over the list
-//   3033     8. Diffusion: noise schedules, objectives, samplers
-//   3314         the level of a training sample, drawn, and its share of the loss
-//   3771         samplers
-//   4323     9. Data: .bin files that may be larger than memory, the order of their images
-//   4855    10. Model files: weights and checkpoints, initial weights
-//   5251    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5266         the learning rate, the verdict on a step, averages of the weights
-//   5353         what a trainer holds
-//   5487         a step
-//   5786    12. A run: log, guard, checkpoints, resume, samples
-//   5811         the log in memory, as the page shows it
-//   5923         what a run holds
-//   5991         the log and the status line
-//   6181         checkpoints, snapshots and grids
-//   6447         the start of a run: new, from a file's weights, or resumed
-//   6647         the loop over the steps
-//   6763         a run from its first to its last line
-//   6933         samples, without a run
-//   7092    13. main: the command line, then a run or samples
-//   7373         what ranks must have in common
-//   7444         main
-//   7569  Part II. The device
-//   7572    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7650    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7720    16. The GPU: what all kernels share
-//   7785         Launches, which may overlap
-//   7829         Decisions: what kernels are chosen with
-//   7877         Single instructions: shared memory, mbarriers, clusters
-//   7962         Activations: pieces of 16 bytes
-//   8259         each_kernel: a thread for an element
-//   8273         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8436         Swizzle: how rows lie in shared memory
-//   8454         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8699         building blocks of Hopper's kernels (sm_90a)
-//   8997    17. Small operations: resampling, embeddings, diffusion
-//   9000         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9201         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9558         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10067    18. Group norm
-//  10070         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10604         groupnorm_backward_whole: an image's slab in shared memory
-//  10982    19. Attention
-//  11088         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11633         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11771         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12452    20. Convolution
-//  12492         ConvOut: results, 4 channels of a pixel at a time
-//  12730         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12793         conv_halo: 3x3, stride 1, any GPU
-//  13198         conv_gather: any kernel size and stride, any GPU
-//  13461         conv_few: the first and the last layer
-//  13633         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14213         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14332         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14800         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15243         conv_weight_tma: weight gradients (sm_90a)
-//  15534    21. The optimiser
-//  15537         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15769    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15772         groupnorm_backward
-//  15910         attention: forward and, where a has dout, backward
-//  15972         convolution: forward and input gradient
-//  16432         convolution: weight gradients
-//  16781    23. The GPU: memory, copies, repeated work
-//  17004    24. Between ranks: from device to device
+//    601     2. The interface: all that the program asks of a device
+//    927     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1026     4. Configuration: flags, presets, help, what can work and what cannot
+//   1767     5. The network: a list of layers, made of guided-diffusion's flags
+//   2662     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2914     7. Forward and backward: two walks over the list
+//   3036     8. Diffusion: noise schedules, objectives, samplers
+//   3317         the level of a training sample, drawn, and its share of the loss
+//   3774         samplers
+//   4326     9. Data: .bin files that may be larger than memory, the order of their images
+//   4858    10. Model files: weights and checkpoints, initial weights
+//   5254    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5269         the learning rate, the verdict on a step, averages of the weights
+//   5356         what a trainer holds
+//   5490         a step
+//   5789    12. A run: log, guard, checkpoints, resume, samples
+//   5814         the log in memory, as the page shows it
+//   5926         what a run holds
+//   5994         the log and the status line
+//   6184         checkpoints, snapshots and grids
+//   6450         the start of a run: new, from a file's weights, or resumed
+//   6650         the loop over the steps
+//   6766         a run from its first to its last line
+//   6936         samples, without a run
+//   7095    13. main: the command line, then a run or samples
+//   7376         what ranks must have in common
+//   7447         main
+//   7572  Part II. The device
+//   7575    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7653    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7723    16. The GPU: what all kernels share
+//   7788         Launches, which may overlap
+//   7832         Decisions: what kernels are chosen with
+//   7880         Single instructions: shared memory, mbarriers, clusters
+//   7965         Activations: pieces of 16 bytes
+//   8262         each_kernel: a thread for an element
+//   8276         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8439         Swizzle: how rows lie in shared memory
+//   8457         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8702         building blocks of Hopper's kernels (sm_90a)
+//   9000    17. Small operations: resampling, embeddings, diffusion
+//   9003         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9204         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9561         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10070    18. Group norm
+//  10073         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10607         groupnorm_backward_whole: an image's slab in shared memory
+//  10985    19. Attention
+//  11091         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11636         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11774         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12455    20. Convolution
+//  12495         ConvOut: results, 4 channels of a pixel at a time
+//  12733         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12796         conv_halo: 3x3, stride 1, any GPU
+//  13201         conv_gather: any kernel size and stride, any GPU
+//  13464         conv_few: the first and the last layer
+//  13636         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14216         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14335         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14803         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15246         conv_weight_tma: weight gradients (sm_90a)
+//  15537    21. The optimiser
+//  15540         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15772    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15775         groupnorm_backward
+//  15913         attention: forward and, where a has dout, backward
+//  15975         convolution: forward and input gradient
+//  16435         convolution: weight gradients
+//  16784    23. The GPU: memory, copies, repeated work
+//  17007    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7565, run_program 7505, train 6889, run_step 6697, train_step 5720, load_batch 4812;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16912):
-//     step_gradients 5619: draw_levels 9572, forward_and_loss 5533, q_sample_forward 9763, unet_forward 2938,
-//     forward_layer 2924 (a function of the layer's kind), loss_forward_backward 9874, unet_backward 3004,
-//     sum_gradients 15584;
-//     judge_step 15631, update_slice 5685, adamw_update 15742, next_step 15637, record_step 15643;
-//     later collect_steps 6651
-//   pictures, from noise: sample_batch 4238, plan_route 4003, device_step 4047, euler_step 3801 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16307 draws all of its roads):
-//     forward_conv 2157; conv_forward 16342, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16258 above that; conv_tiles 14785, with conv_tiles_kernel above it;
-//     Accumulators 8930; Wgmma 8518;
-//     on any other GPU pick_conv_halo_bf16 16046; conv_halo 13185, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8324
-//   why several GPUs compute the bits of one: step_gradients 5619
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 314, Silu 7613, with_nonlinearity 7623 (a case);
-//     BEHIND_NORMS, in front of add_norm 2371, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3243
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 429, and beside each other edm_question 3085,
-//     ask 3121, frame_of 3131, sigma_draws 3137, has_steps_of_t 3143; the head of their section lists the changes
-//   a kind of layer: forward_linear 2077 and what stands beside it, with a list of all places in front of
-//     LayerKind 2049; add_resblock 2422 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7568, run_program 7508, train 6892, run_step 6700, train_step 5723, load_batch 4815;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16915):
+//     step_gradients 5622: draw_levels 9575, forward_and_loss 5536, q_sample_forward 9766, unet_forward 2941,
+//     forward_layer 2927 (a function of the layer's kind), loss_forward_backward 9877, unet_backward 3007,
+//     sum_gradients 15587;
+//     judge_step 15634, update_slice 5688, adamw_update 15745, next_step 15640, record_step 15646;
+//     later collect_steps 6654
+//   pictures, from noise: sample_batch 4241, plan_route 4006, device_step 4050, euler_step 3804 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16310 draws all of its roads):
+//     forward_conv 2160; conv_forward 16345, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16261 above that; conv_tiles 14788, with conv_tiles_kernel above it;
+//     Accumulators 8933; Wgmma 8521;
+//     on any other GPU pick_conv_halo_bf16 16049; conv_halo 13188, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8327
+//   why several GPUs compute the bits of one: step_gradients 5622
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 314, Silu 7616, with_nonlinearity 7626 (a case);
+//     BEHIND_NORMS, in front of add_norm 2374, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3246
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 429, and beside each other edm_question 3088,
+//     ask 3124, frame_of 3134, sigma_draws 3140, has_steps_of_t 3146; the head of their section lists the changes
+//   a kind of layer: forward_linear 2080 and what stands beside it, with a list of all places in front of
+//     LayerKind 2052; add_resblock 2425 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 257, with a list of all places in front of it
-//   samples in FP8 (--precision fp8): choose_fp8 2599 chooses the convolutions, make_fp8_weights 5181 rounds their
-//     weights, pack_fp8 8038 rounds what a norm writes, conv_product_fp8 16335 picks the kernel, WgmmaFp8 8553
+//   samples in FP8 (--precision fp8): choose_fp8 2602 chooses the convolutions, make_fp8_weights 5184 rounds their
+//     weights, pack_fp8 8041 rounds what a norm writes, conv_product_fp8 16338 picks the kernel, WgmmaFp8 8556
 //     multiplies
 //   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
-//     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1151, called by who does not
+//     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1154, called by who does not
 //     know it
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -468,7 +468,9 @@ struct Objective {
     SigmaDraws draws;
     float sigma_data; // of edm: the standard deviation of the data
     float mse, bound;
-    const double* weights = nullptr; // device: (steps), see remember_losses; null: all t have the same probability
+    // Device: (steps), the root mean square of the latest losses of each t, see remember_losses. t is drawn in
+    // proportion to it (draw_weighted_level). Null: all t have the same probability.
+    const double* rms_losses = nullptr;
     Frame frame = Frame::DDPM;
     Tuning tuning{};
 };
@@ -776,12 +778,13 @@ static void augment_images(float* out,          // (B, C, H, W)
                            int stride,
                            const void* images, // (B, C, H, W), of 1 or 4 bytes a value
                            float p, RandomKey key, int B, int C, int H, int W, int bytes);
-// Writes the losses of the step's samples to history, and computes the weight of each t from history (remember_losses).
-static void update_weights(double* weights,          // (T)
-                           float* history,           // (T, HISTORY + 1)
-                           const NoiseLevel* levels, // (B)
-                           const double* loss,       // (B)
-                           const StepState* state, int T, int B);
+// With --schedule_sampler loss-second-moment: writes the losses of the step's samples to history, and computes
+// rms_losses from history (remember_losses).
+static void update_rms_losses(double* rms_losses,       // (T)
+                              float* history,           // (T, HISTORY + 1)
+                              const NoiseLevel* levels, // (B)
+                              const double* loss,       // (B)
+                              const StepState* state, int T, int B);
 
 // Sampling. out (B, per_sample) = scale * standard normals [+ out]
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
@@ -3322,7 +3325,7 @@ constexpr double EVEN_SHARE = 0.001; // this part of the probability is divided 
 
 // Stores the losses of a batch's samples at timestep t in the row of t. Each loss is first divided by its sample's
 // `importance`. A row is HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns
-// the new weight of t, or -1 while the row has fewer than HISTORY losses.
+// the root mean square of the row's losses, or -1 while the row has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
@@ -3337,13 +3340,13 @@ HD static inline double remember_losses(float* row, int t, const NoiseLevel* lev
 }
 
 // Divides [0, 1) into one part for each t. The length of a part is the probability of its t. Returns the level of the t
-// whose part contains u. While some t has fewer than HISTORY losses (its weight is below 0), all t have the same
-// probability.
+// whose part contains u. While some t has fewer than HISTORY losses (its number in rms_losses is -1), all t have the
+// same probability.
 HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     double sum = 0, least = 0;
     for (int t = 0; t < o.steps; t++) {
-        sum += o.weights[t];
-        least = fmin(least, o.weights[t]);
+        sum += o.rms_losses[t];
+        least = fmin(least, o.rms_losses[t]);
     }
     if (least < 0 || !(sum > 0)) return o.levels[(int)(u * o.steps)];
     const double even = EVEN_SHARE / o.steps, rest = (1 - EVEN_SHARE) / sum;
@@ -3352,7 +3355,7 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     double below = 0; // the sum of the probabilities of all timesteps up to t
     do {
         t++;
-        p = o.weights[t] * rest + even;
+        p = o.rms_losses[t] * rest + even;
         below += p;
     } while (below <= u && t + 1 < o.steps);
     NoiseLevel level = o.levels[t];
@@ -3380,7 +3383,7 @@ HD static inline int quarter_of_normal(float z) {
 
 // Draws the noise level of a sample. words: the sample's random words.
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
-    if (o.weights) return draw_weighted_level(o, words.w[0] * 0x1p-32);
+    if (o.rms_losses) return draw_weighted_level(o, words.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // all t have the same probability
     if (o.draws.uniform_t) {
         const double t = (words.w[0] + 0.5) * 0x1p-32;
@@ -5398,8 +5401,8 @@ struct Trainer {
     float* teacher_t;     // (micro): what the teacher is told
     int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
-    float* history;  // (T, HISTORY + 1), see remember_losses; null: --schedule_sampler uniform
-    double* weights; // (T), see draw_weighted_level
+    float* history;     // (T, HISTORY + 1), see remember_losses; null: --schedule_sampler uniform
+    double* rms_losses; // (T), see draw_weighted_level
 };
 constexpr int RECORDS = 128;
 
@@ -5478,8 +5481,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
         meaning<bool>("schedule_sampler", c.schedule_sampler, {{"uniform", false}, {"loss-second-moment", true}});
     if (!by_losses) return tr;
     tr.history = device_alloc<float>((size_t)c.diffusion_steps * (HISTORY + 1));
-    tr.weights = device_alloc<double>(c.diffusion_steps); // while they are zeros, all t have the same probability
-    tr.objective.weights = tr.weights;
+    tr.rms_losses = device_alloc<double>(c.diffusion_steps); // while they are zeros, all t have the same probability
+    tr.objective.rms_losses = tr.rms_losses;
     return tr;
 }
 
@@ -5728,7 +5731,7 @@ static bool train_step(Trainer* tr, int64_t step) {
         step_gradients(tr, *batch);
         mark({"judge the step"});
         judge_step(tr->state, tr->squares, tr->own.whole() / PIECE, tr->loss, tr->quarters, tr->adamw, B);
-        if (tr->history) update_weights(tr->weights, tr->history, tr->levels, tr->loss, tr->state, T, B);
+        if (tr->history) update_rms_losses(tr->rms_losses, tr->history, tr->levels, tr->loss, tr->state, T, B);
         mark({"AdamW, EMA"});
         update_slice(tr);
         mark({"record the step"});
@@ -5753,7 +5756,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     static Upload batch = make_upload(val->batch_bytes(most, c));
     val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
     Objective objective = tr->objective;
-    objective.weights = nullptr;
+    objective.rms_losses = nullptr;
     objective.tuning.step = tr->last_step;
     for (int i = 0; i < count; i += N * most) { // in each round, every rank computes one batch
         come_to("a batch of validation");
@@ -6512,7 +6515,7 @@ static void restore(Run* run, const ModelFile& m) {
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
     // The weight of each t, with which t is drawn, is computed from the history.
-    if (tr.history) update_weights(tr.weights, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
+    if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
     // The images of a step begin at position step * B of the stream of images. So with another batch size, the run
@@ -9624,12 +9627,12 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
 
 // Used with --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples
 // with this t.
-static void update_weights(double* weights, float* history, const NoiseLevel* levels, const double* loss,
-                           const StepState* state, int T, int B) {
+static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
+                              const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
         float* const of_t = history + t * (HISTORY + 1);
         const int samples = state->ok ? B : 0; // the losses of a skipped step are not remembered
-        weights[t] = remember_losses(of_t, (int)t, levels, loss, samples);
+        rms_losses[t] = remember_losses(of_t, (int)t, levels, loss, samples);
     });
 }
 

@@ -1328,14 +1328,14 @@ static inline void augment_images(float* out, Augmentation* drawn, float* canvas
     }
 }
 
-// weights (T), from history (T, HISTORY + 1); a step that was not ok is not remembered
-static inline void update_weights(double* weights, float* history,              // (T), (T, HISTORY + 1)
-                                  const NoiseLevel* levels, const double* loss, // (B)
-                                  const StepState* state, int T, int B) {
+// rms_losses (T), from history (T, HISTORY + 1); a step that was not ok is not remembered
+static inline void update_rms_losses(double* rms_losses, float* history,           // (T), (T, HISTORY + 1)
+                                     const NoiseLevel* levels, const double* loss, // (B)
+                                     const StepState* state, int T, int B) {
     const int samples = state->ok ? B : 0;
     for (int t = 0; t < T; t++) {
         float* row = row_of(history, t, HISTORY + 1);
-        weights[t] = remember_losses(row, t, levels, loss, samples);
+        rms_losses[t] = remember_losses(row, t, levels, loss, samples);
     }
 }
 
