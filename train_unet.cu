@@ -4,112 +4,117 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    193  Part I. The program
-//    196     1. Types at the interface: what operations are called with
-//    601     2. The interface: all that the program asks of a device
-//    927     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1026     4. Configuration: flags, presets, help, what can work and what cannot
-//   1767     5. The network: a list of layers, made of guided-diffusion's flags
-//   2662     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2914     7. Forward and backward: two walks over the list
-//   3036     8. Diffusion: noise schedules, objectives, samplers
-//   3317         the level of a training sample, drawn, and its share of the loss
-//   3774         samplers
-//   4326     9. Data: .bin files that may be larger than memory, the order of their images
-//   4858    10. Model files: weights and checkpoints, initial weights
-//   5254    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5269         the learning rate, the verdict on a step, averages of the weights
-//   5356         what a trainer holds
-//   5490         a step
-//   5789    12. A run: log, guard, checkpoints, resume, samples
-//   5814         the log in memory, as the page shows it
-//   5926         what a run holds
-//   5994         the log and the status line
-//   6184         checkpoints, snapshots and grids
-//   6450         the start of a run: new, from a file's weights, or resumed
-//   6650         the loop over the steps
-//   6766         a run from its first to its last line
-//   6936         samples, without a run
-//   7095    13. main: the command line, then a run or samples
-//   7376         what ranks must have in common
-//   7447         main
-//   7572  Part II. The device
-//   7575    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7653    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7723    16. The GPU: what all kernels share
-//   7788         Launches, which may overlap
-//   7832         Decisions: what kernels are chosen with
-//   7880         Single instructions: shared memory, mbarriers, clusters
-//   7965         Activations: pieces of 16 bytes
-//   8262         each_kernel: a thread for an element
-//   8276         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8439         Swizzle: how rows lie in shared memory
-//   8457         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8702         building blocks of Hopper's kernels (sm_90a)
-//   9000    17. Small operations: resampling, embeddings, diffusion
-//   9003         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9204         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9561         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10070    18. Group norm
-//  10073         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10607         groupnorm_backward_whole: an image's slab in shared memory
-//  10985    19. Attention
-//  11091         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11636         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11774         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12455    20. Convolution
-//  12495         ConvOut: results, 4 channels of a pixel at a time
-//  12733         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12796         conv_halo: 3x3, stride 1, any GPU
-//  13201         conv_gather: any kernel size and stride, any GPU
-//  13464         conv_few: the first and the last layer
-//  13636         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14216         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14335         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14803         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15246         conv_weight_tma: weight gradients (sm_90a)
-//  15537    21. The optimiser
-//  15540         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15772    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15775         groupnorm_backward
-//  15913         attention: forward and, where a has dout, backward
-//  15975         convolution: forward and input gradient
-//  16435         convolution: weight gradients
-//  16784    23. The GPU: memory, copies, repeated work
-//  17007    24. Between ranks: from device to device
+//    198  Part I. The program
+//    201     1. Types at the interface: what operations are called with
+//    606     2. The interface: all that the program asks of a device
+//    932     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1031     4. Configuration: flags, presets, help, what can work and what cannot
+//   1772     5. The network: a list of layers, made of guided-diffusion's flags
+//   2667     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2919     7. Forward and backward: two walks over the list
+//   3041     8. Diffusion: noise schedules, objectives, samplers
+//   3322         the level of a training sample, drawn, and its share of the loss
+//   3779         samplers
+//   4331     9. Data: .bin files that may be larger than memory, the order of their images
+//   4863    10. Model files: weights and checkpoints, initial weights
+//   5259    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5274         the learning rate, the verdict on a step, averages of the weights
+//   5361         what a trainer holds
+//   5495         a step
+//   5794    12. A run: log, guard, checkpoints, resume, samples
+//   5819         the log in memory, as the page shows it
+//   5931         what a run holds
+//   5999         the log and the status line
+//   6189         checkpoints, snapshots and grids
+//   6455         the start of a run: new, from a file's weights, or resumed
+//   6655         the loop over the steps
+//   6771         a run from its first to its last line
+//   6941         samples, without a run
+//   7100    13. main: the command line, then a run or samples
+//   7381         what ranks must have in common
+//   7452         main
+//   7577  Part II. The device
+//   7580    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7658    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7728    16. The GPU: what all kernels share
+//   7793         Launches, which may overlap
+//   7837         Decisions: what kernels are chosen with
+//   7885         Single instructions: shared memory, mbarriers, clusters
+//   7970         Activations: pieces of 16 bytes
+//   8267         each_kernel: a thread for an element
+//   8281         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8444         Swizzle: how rows lie in shared memory
+//   8462         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8707         building blocks of Hopper's kernels (sm_90a)
+//   9005    17. Small operations: resampling, embeddings, diffusion
+//   9008         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9209         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9566         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10075    18. Group norm
+//  10078         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10612         groupnorm_backward_whole: an image's slab in shared memory
+//  10990    19. Attention
+//  11096         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11641         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11779         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12460    20. Convolution
+//  12500         ConvOut: results, 4 channels of a pixel at a time
+//  12738         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12801         conv_halo: 3x3, stride 1, any GPU
+//  13206         conv_gather: any kernel size and stride, any GPU
+//  13469         conv_few: the first and the last layer
+//  13641         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14221         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14340         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14808         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15251         conv_weight_tma: weight gradients (sm_90a)
+//  15542    21. The optimiser
+//  15545         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15777    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15780         groupnorm_backward
+//  15918         attention: forward and, where a has dout, backward
+//  15980         convolution: forward and input gradient
+//  16440         convolution: weight gradients
+//  16789    23. The GPU: memory, copies, repeated work
+//  17012    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7568, run_program 7508, train 6892, run_step 6700, train_step 5723, load_batch 4815;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16915):
-//     step_gradients 5622: draw_levels 9575, forward_and_loss 5536, q_sample_forward 9766, unet_forward 2941,
-//     forward_layer 2927 (a function of the layer's kind), loss_forward_backward 9877, unet_backward 3007,
-//     sum_gradients 15587;
-//     judge_step 15634, update_slice 5688, adamw_update 15745, next_step 15640, record_step 15646;
-//     later collect_steps 6654
-//   pictures, from noise: sample_batch 4241, plan_route 4006, device_step 4050, euler_step 3804 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16310 draws all of its roads):
-//     forward_conv 2160; conv_forward 16345, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16261 above that; conv_tiles 14788, with conv_tiles_kernel above it;
-//     Accumulators 8933; Wgmma 8521;
-//     on any other GPU pick_conv_halo_bf16 16049; conv_halo 13188, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8327
-//   why several GPUs compute the bits of one: step_gradients 5622
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 314, Silu 7616, with_nonlinearity 7626 (a case);
-//     BEHIND_NORMS, in front of add_norm 2374, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3246
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 429, and beside each other edm_question 3088,
-//     ask 3124, frame_of 3134, sigma_draws 3140, has_steps_of_t 3146; the head of their section lists the changes
-//   a kind of layer: forward_linear 2080 and what stands beside it, with a list of all places in front of
-//     LayerKind 2052; add_resblock 2425 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7573, run_program 7513, train 6897, run_step 6705, train_step 5728, load_batch 4820;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16920):
+//     step_gradients 5627: draw_levels 9580, forward_and_loss 5541, q_sample_forward 9771, unet_forward 2946,
+//     forward_layer 2932 (a function of the layer's kind), loss_forward_backward 9882, unet_backward 3012,
+//     conv_backward_weights 16782 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 15592;
+//     judge_step 15639, update_slice 5693, adamw_update 15750, next_step 15645, record_step 15651;
+//     later collect_steps 6659
+//   pictures, from noise: sample_batch 4246, plan_route 4011, device_step 4055, euler_step 3809 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16315 draws all of its roads):
+//     forward_conv 2165; conv_forward 16350, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16266 above that; conv_tiles 14793, with conv_tiles_kernel above it;
+//     Accumulators 8938; Wgmma 8526;
+//     on any other GPU pick_conv_halo_bf16 16054; conv_halo 13193, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8332
+//   why several GPUs compute the bits of one: step_gradients 5627
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 319, Silu 7621, with_nonlinearity 7631 (a case);
+//     BEHIND_NORMS, in front of add_norm 2379, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3251
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 434, and beside each other edm_question 3093,
+//     ask 3129, frame_of 3139, sigma_draws 3145, has_steps_of_t 3151; the head of their section lists the changes
+//   a kind of layer: forward_linear 2085 and what stands beside it, with a list of all places in front of
+//     LayerKind 2057; add_resblock 2430 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 257, with a list of all places in front of it
-//   samples in FP8 (--precision fp8): choose_fp8 2602 chooses the convolutions, make_fp8_weights 5184 rounds their
-//     weights, pack_fp8 8041 rounds what a norm writes, conv_product_fp8 16338 picks the kernel, WgmmaFp8 8556
+//   an element type beside bf16: Element 262, with a list of all places in front of it
+//   samples in FP8 (--precision fp8): choose_fp8 2607 chooses the convolutions, make_fp8_weights 5189 rounds their
+//     weights, pack_fp8 8046 rounds what a norm writes, conv_product_fp8 16343 picks the kernel, WgmmaFp8 8561
 //     multiplies
-//   an error message, to its cause: its words stand where it arises, in a call of die, refuse or must, or of a function
-//     beside it that ends in _unless; what a flag's unknown word ends in is unknown_word 1154, called by who does not
-//     know it
+//   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
+//     or must (host/files.h), of wrong 1245 (a flag's value), or of a function beside it whose name ends in _unless.
+//     unknown_word 1159 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1165.
+//     Two functions print a message while the run goes on: report_bad_step 6443 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6233 that a file could not be written yet.
+//     stop_run 6207 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
