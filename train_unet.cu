@@ -6,115 +6,115 @@
 // Map (make map renews the line numbers)
 //    198  Part I. The program
 //    201     1. Types at the interface: what operations are called with
-//    606     2. The interface: all that the program asks of a device
-//    932     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1031     4. Configuration: flags, presets, help, what can work and what cannot
-//   1772     5. The network: a list of layers, made of guided-diffusion's flags
-//   2667     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2919     7. Forward and backward: two walks over the list
-//   3041     8. Diffusion: noise schedules, objectives, samplers
-//   3322         the level of a training sample, drawn, and its share of the loss
-//   3779         samplers
-//   4331     9. Data: .bin files that may be larger than memory, the order of their images
-//   4863    10. Model files: weights and checkpoints, initial weights
-//   5259    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5274         the learning rate, the verdict on a step, averages of the weights
-//   5361         what a trainer holds
-//   5495         a step
-//   5794    12. A run: log, guard, checkpoints, resume, samples
-//   5819         the log in memory, as the page shows it
-//   5931         what a run holds
-//   5999         the log and the status line
-//   6189         checkpoints, snapshots and grids
-//   6455         the start of a run: new, from a file's weights, or resumed
-//   6655         the loop over the steps
-//   6771         a run from its first to its last line
-//   6941         samples, without a run
-//   7100    13. main: the command line, then a run or samples
-//   7381         what ranks must have in common
-//   7452         main
-//   7577  Part II. The device
-//   7580    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7658    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7728    16. The GPU: what all kernels share
-//   7793         Launches, which may overlap
-//   7837         Decisions: what kernels are chosen with
-//   7885         Single instructions: shared memory, mbarriers, clusters
-//   7970         Activations: pieces of 16 bytes
-//   8267         each_kernel: a thread for an element
-//   8281         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8444         Swizzle: how rows lie in shared memory
-//   8462         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8707         building blocks of Hopper's kernels (sm_90a)
-//   9005    17. Small operations: resampling, embeddings, diffusion
-//   9008         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9209         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9566         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10075    18. Group norm
-//  10078         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10612         groupnorm_backward_whole: an image's slab in shared memory
-//  10990    19. Attention
-//  11096         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11641         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11779         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12460    20. Convolution
-//  12500         ConvOut: results, 4 channels of a pixel at a time
-//  12738         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12801         conv_halo: 3x3, stride 1, any GPU
-//  13206         conv_gather: any kernel size and stride, any GPU
-//  13469         conv_few: the first and the last layer
-//  13641         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14221         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14340         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14808         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15251         conv_weight_tma: weight gradients (sm_90a)
-//  15542    21. The optimiser
-//  15545         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15777    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15780         groupnorm_backward
-//  15918         attention: forward and, where a has dout, backward
-//  15980         convolution: forward and input gradient
-//  16440         convolution: weight gradients
-//  16789    23. The GPU: memory, copies, repeated work
-//  17012    24. Between ranks: from device to device
+//    607     2. The interface: all that the program asks of a device
+//    933     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1032     4. Configuration: flags, presets, help, what can work and what cannot
+//   1773     5. The network: a list of layers, made of guided-diffusion's flags
+//   2668     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2920     7. Forward and backward: two walks over the list
+//   3042     8. Diffusion: noise schedules, objectives, samplers
+//   3324         the level of a training sample, drawn, and its share of the loss
+//   3781         samplers
+//   4333     9. Data: .bin files that may be larger than memory, the order of their images
+//   4865    10. Model files: weights and checkpoints, initial weights
+//   5261    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5276         the learning rate, the verdict on a step, averages of the weights
+//   5363         what a trainer holds
+//   5498         a step
+//   5797    12. A run: log, guard, checkpoints, resume, samples
+//   5822         the log in memory, as the page shows it
+//   5934         what a run holds
+//   6002         the log and the status line
+//   6192         checkpoints, snapshots and grids
+//   6458         the start of a run: new, from a file's weights, or resumed
+//   6658         the loop over the steps
+//   6774         a run from its first to its last line
+//   6944         samples, without a run
+//   7103    13. main: the command line, then a run or samples
+//   7384         what ranks must have in common
+//   7455         main
+//   7580  Part II. The device
+//   7583    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7663    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7733    16. The GPU: what all kernels share
+//   7798         Launches, which may overlap
+//   7842         Decisions: what kernels are chosen with
+//   7890         Single instructions: shared memory, mbarriers, clusters
+//   7975         Activations: pieces of 16 bytes
+//   8272         each_kernel: a thread for an element
+//   8286         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8449         Swizzle: how rows lie in shared memory
+//   8467         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8712         building blocks of Hopper's kernels (sm_90a)
+//   9010    17. Small operations: resampling, embeddings, diffusion
+//   9013         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9214         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9571         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10080    18. Group norm
+//  10083         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10617         groupnorm_backward_whole: an image's slab in shared memory
+//  10995    19. Attention
+//  11101         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11646         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11784         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12465    20. Convolution
+//  12505         ConvOut: results, 4 channels of a pixel at a time
+//  12743         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12806         conv_halo: 3x3, stride 1, any GPU
+//  13212         conv_gather: any kernel size and stride, any GPU
+//  13475         conv_few: the first and the last layer
+//  13647         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14227         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14346         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14815         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15259         conv_weight_tma: weight gradients (sm_90a)
+//  15550    21. The optimiser
+//  15553         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15785    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15788         groupnorm_backward
+//  15926         attention: forward and, where a has dout, backward
+//  15988         convolution: forward and input gradient
+//  16448         convolution: weight gradients
+//  16797    23. The GPU: memory, copies, repeated work
+//  17020    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7573, run_program 7513, train 6897, run_step 6705, train_step 5728, load_batch 4820;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16920):
-//     step_gradients 5627: draw_levels 9580, forward_and_loss 5541, q_sample_forward 9771, unet_forward 2946,
-//     forward_layer 2932 (a function of the layer's kind), loss_forward_backward 9882, unet_backward 3012,
-//     conv_backward_weights 16782 (weight gradients, on the side stream); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 15592;
-//     judge_step 15639, update_slice 5693, adamw_update 15750, next_step 15645, record_step 15651;
-//     later collect_steps 6659
-//   pictures, from noise: sample_batch 4246, plan_route 4011, device_step 4055, euler_step 3809 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16315 draws all of its roads):
-//     forward_conv 2165; conv_forward 16350, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16266 above that; conv_tiles 14793, with conv_tiles_kernel above it;
-//     Accumulators 8938; Wgmma 8526;
-//     on any other GPU pick_conv_halo_bf16 16054; conv_halo 13193, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8332
-//   why several GPUs compute the bits of one: step_gradients 5627
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 319, Silu 7621, with_nonlinearity 7631 (a case);
-//     BEHIND_NORMS, in front of add_norm 2379, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3251
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 434, and beside each other edm_question 3093,
-//     ask 3129, frame_of 3139, sigma_draws 3145, has_steps_of_t 3151; the head of their section lists the changes
-//   a kind of layer: forward_linear 2085 and what stands beside it, with a list of all places in front of
-//     LayerKind 2057; add_resblock 2430 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7576, run_program 7516, train 6900, run_step 6708, train_step 5731, load_batch 4822;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16928):
+//     step_gradients 5630: draw_levels 9585, forward_and_loss 5544, q_sample_forward 9776, unet_forward 2947,
+//     forward_layer 2933 (a function of the layer's kind), loss_forward_backward 9887, unet_backward 3013,
+//     conv_backward_weights 16790 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 15600;
+//     judge_step 15647, update_slice 5696, adamw_update 15758, next_step 15653, record_step 15659;
+//     later collect_steps 6662
+//   pictures, from noise: sample_batch 4248, plan_route 4013, device_step 4057, euler_step 3811 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16323 draws all of its roads):
+//     forward_conv 2166; conv_forward 16358, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16274 above that; conv_tiles 14800, with conv_tiles_kernel above it;
+//     Accumulators 8943; Wgmma 8531;
+//     on any other GPU pick_conv_halo_bf16 16062; conv_halo 13199, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8337
+//   why several GPUs compute the bits of one: step_gradients 5630
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 319, Silu 7626, with_nonlinearity 7636 (a case);
+//     BEHIND_NORMS, in front of add_norm 2380, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3253
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 434, and beside each other edm_question 3096,
+//     ask 3131, frame_of 3141, sigma_draws 3147, has_steps_of_t 3153; the head of their section lists the changes
+//   a kind of layer: forward_linear 2086 and what stands beside it, with a list of all places in front of
+//     LayerKind 2058; add_resblock 2431 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 262, with a list of all places in front of it
-//   samples in FP8 (--precision fp8): choose_fp8 2607 chooses the convolutions, make_fp8_weights 5189 rounds their
-//     weights, pack_fp8 8046 rounds what a norm writes, conv_product_fp8 16343 picks the kernel, WgmmaFp8 8561
+//   samples in FP8 (--precision fp8): choose_fp8 2608 chooses the convolutions, make_fp8_weights 5191 rounds their
+//     weights, pack_fp8 8051 rounds what a norm writes, conv_product_fp8 16351 picks the kernel, WgmmaFp8 8566
 //     multiplies
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
-//     or must (host/files.h), of wrong 1245 (a flag's value), or of a function beside it whose name ends in _unless.
-//     unknown_word 1159 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1165.
-//     Two functions print a message while the run goes on: report_bad_step 6443 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6233 that a file could not be written yet.
-//     stop_run 6207 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     or must (host/files.h), of wrong 1246 (a flag's value), or of a function beside it whose name ends in _unless.
+//     unknown_word 1160 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1166.
+//     Two functions print a message while the run goes on: report_bad_step 6446 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6236 that a file could not be written yet.
+//     stop_run 6210 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -546,7 +546,8 @@ struct Slice {
 
 // The gradients of this rank's slice, as each rank has computed them. own: a flat array of the gradients that this rank
 // has computed. received: another flat array. At the place of rank r's part of a segment, it holds the gradients that
-// rank r has computed for this rank's part of that segment.
+// rank r has computed for this rank's part of that segment. At the place of this rank's own part nothing is received:
+// there the same array holds the sum over all ranks (Trainer::sum).
 struct RankGradients {
     const float *own, *received;
     Slice slice;
@@ -3077,8 +3078,10 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample. It
 // returns one of the ddpm_levels, or calls ask or student_level. Samplers call level_at for the level of a sigma.
 
-// What the network is asked at a given sigma. The members have the meaning of those of NoiseLevel. They are double,
-// because ect subtracts such numbers from each other.
+// What the network is asked at a given ratio: the coefficient of the noise divided by the coefficient of x_0. The sigma
+// that draw_level draws, and the sigmas between --sigma_max and --sigma_min, are such ratios. But the member `sigma` is
+// the coefficient of the noise alone, so the ratio is sigma / signal. All members have the meaning of those of
+// NoiseLevel. They are double, because ect subtracts such numbers from each other.
 struct Question {
     double t;
     double signal, sigma;
@@ -3089,18 +3092,18 @@ struct Question {
 // EDM (Karras et al. 2022, table 1): the network F sees c_in (x_0 + sigma noise) and is told log(sigma) / 4. The image
 // is then D = c_skip (x_0 + sigma noise) + c_out F. The network's input is already multiplied by c_in, so
 // x0_x = c_skip / c_in. The loss is lambda (D - x_0)^2 with lambda = 1 / c_out^2. That equals the squared error of the
-// network's answer F, whose target is (x_0 - c_skip (x_0 + sigma noise)) / c_out.
-HD static inline Question edm_question(double sigma, double sigma_data) {
-    const double total = sqrt(sigma * sigma + sigma_data * sigma_data);
+// network's answer F, whose target is (x_0 - c_skip (x_0 + sigma noise)) / c_out. The paper's sigma is the ratio.
+HD static inline Question edm_question(double ratio, double sigma_data) {
+    const double total = sqrt(ratio * ratio + sigma_data * sigma_data);
     const double c_in = 1 / total;
     const double c_skip_over_c_in = sigma_data * sigma_data / total;
-    const double c_out = sigma * sigma_data / total;
-    const double target_x0 = sigma / (sigma_data * total); // (1 - c_skip) / c_out
+    const double c_out = ratio * sigma_data / total;
+    const double target_x0 = ratio / (sigma_data * total); // (1 - c_skip) / c_out
     const double target_noise = -sigma_data / total;       // -c_skip sigma / c_out
     return Question{
-        .t = log(sigma) / 4,
+        .t = log(ratio) / 4,
         .signal = c_in,
-        .sigma = c_in * sigma,
+        .sigma = c_in * ratio,
         .x0_x = c_skip_over_c_in,
         .x0_out = c_out,
         .target_x0 = target_x0,
@@ -3109,10 +3112,9 @@ HD static inline Question edm_question(double sigma, double sigma_data) {
 }
 
 // Rectified flow (Liu et al. 2022): x_t = (1 - t) x_0 + t noise. The answer should be noise - x_0, and so
-// x_0 = x_t - t answer. The parameter `sigma` is, as for every objective here, the coefficient of the noise divided by
-// the coefficient of x_0. So sigma = t / (1 - t). The network is told 1000 t.
-HD static inline Question flow_question(double sigma) {
-    const double t = sigma / (1 + sigma);
+// x_0 = x_t - t answer. The coefficient of the noise is t, so the ratio is t / (1 - t). The network is told 1000 t.
+HD static inline Question flow_question(double ratio) {
+    const double t = ratio / (1 + ratio);
     return Question{
         .t = 1000 * t,
         .signal = 1 - t,
@@ -3124,13 +3126,13 @@ HD static inline Question flow_question(double sigma) {
     };
 }
 
-// Returns the Question of a frame at any sigma. It is never called for ddpm, whose levels are a table (ddpm_levels,
+// Returns the Question of a frame at any ratio. It is never called for ddpm, whose levels are a table (ddpm_levels,
 // level_at).
-HD static inline Question ask(Frame frame, double sigma, double sigma_data) {
+HD static inline Question ask(Frame frame, double ratio, double sigma_data) {
     switch (frame) {
     case Frame::DDPM: break;
-    case Frame::EDM: return edm_question(sigma, sigma_data);
-    case Frame::FLOW: return flow_question(sigma);
+    case Frame::EDM: return edm_question(ratio, sigma_data);
+    case Frame::FLOW: return flow_question(ratio);
     }
     return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN}; // so a training step would see that its loss is not finite
 }
@@ -5376,9 +5378,10 @@ struct Trainer {
     float* params;
     float* grads;         // the gradients of the current microbatch
     act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
-    float* received;      // the other ranks' gradients of this rank's slice; null: there is one rank
-    // This rank's slice of the sum of all gradients of the step. With several ranks it lies in `received`. With one
-    // rank it lies in its own array or, if the batch is one microbatch, in `grads`.
+    float* received;      // the other ranks' gradients of this rank's slice (RankGradients); null: there is one rank
+    // A flat array with the sum of all gradients of the step, at the places of this rank's slice. With several ranks
+    // `sum` is the same array as `received`: the other ranks' gradients lie at the other ranks' places, where the sum
+    // has nothing. With one rank it is an array of its own or, if the batch is one microbatch, `grads`.
     float* sum;
     // Each of these arrays is a slice: it holds this rank's part.
     float *m, *v;             // AdamW's moments
@@ -7602,15 +7605,17 @@ template <> struct ElementOf<bf16> {
 };
 #endif
 
-// To add a nonlinearity, add a value to enum Nonlinearity, a struct with two functions like Silu below, and a case to
-// with_nonlinearity. The group norms of both builds call these functions, and contain no formula of a nonlinearity
-// themselves. The embedding's SiLU is another thing: a kind of layer (SILU), with kernels of its own. A model file does
-// not say with which nonlinearity it was trained.
+// To add a nonlinearity, write a struct like Silu below, with two functions: f(z) returns the function's value, and
+// df(u) returns its derivative at the same z, which it is given as u = Z_FACTOR<T> z. Then add a value to enum
+// Nonlinearity, and its case to with_nonlinearity. A df that needs z itself begins with z = u / Z_FACTOR<T>.
 //
-// The argument of f is z. The argument of df, which is the derivative at z, is u = Z_FACTOR<T> z, because the sigmoid
-// is computed fastest from u. The factor costs nothing: a norm's z is x * scale + shift, and the norm multiplies scale
-// and shift by the factor, once for each image and channel. For bf16, u = -z log2(e), since the hardware computes 2^u,
-// which is then e^-z. For fp32, u is z. So a df without a sigmoid begins with z = u / Z_FACTOR<T>.
+// The group norms of both builds call f and df, and contain no formula of a nonlinearity themselves. The embedding's
+// SiLU is another thing: a kind of layer (SILU), with kernels of its own. A model file does not say with which
+// nonlinearity it was trained.
+//
+// Why df is given u: the sigmoid is computed fastest from u. For bf16, u = -z log2(e), since the hardware computes 2^u,
+// which is then e^-z. For fp32, u is z. The factor costs nothing: a norm's z is x * scale + shift, and the norm
+// multiplies scale and shift by the factor, once for each image and channel.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
@@ -9857,21 +9862,21 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
         const int p = i / C; // the pixel of element i; c is its channel
         const int c = i - p * C;
-        const size_t mean = first + (size_t)p * Cout + c; // the place in out of the network's answer for element i
-        const size_t variance = mean + C;
+        const size_t at_mean = first + (size_t)p * Cout + c; // the place in out of the network's answer for element i
+        const size_t at_variance = at_mean + C;
         const float wanted = target[first_target + i];
-        const float d = out[mean] - wanted;
+        const float d = out[at_mean] - wanted;
         BoundTerm term{};
         if (BOUND) { // the bound's term needs the predicted variance and the true x0
-            const float v = Cout > C ? out[variance] : 0.0f;
+            const float v = Cout > C ? out[at_variance] : 0.0f;
             const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
             term = bound_term(l, d, v, x0);
         }
         sum += (double)mse * d * d + (double)bound * term.value;
         // if the loss has an mse term, the bound trains only the variance
         const float d_bound = o.mse > 0 ? 0.0f : bound * term.d_mean;
-        dout[mean] = slope * (2 * mse * d + d_bound);
-        if (Cout > C) dout[variance] = slope * bound * term.d_variance;
+        dout[at_mean] = slope * (2 * mse * d + d_bound);
+        if (Cout > C) dout[at_variance] = slope * bound * term.d_variance;
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
@@ -11210,9 +11215,9 @@ template <class Tile> struct OwnRows {
 // A warp's results, in mma.sync's layout: tiles of 16 rows x 8 columns. With g = lane / 4 and q = lane % 4, a thread
 // holds four numbers of tile [m][n]: columns 2q and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]).
 // Scores: S, P, dP or dS for SUB streamed rows.
-// Sums: results for a warp's own rows, in 8 CT columns of d.
+// RowSums: results for a warp's own rows, in 8 CT columns of d.
 template <class Tile> using Scores = float[Tile::MT][Tile::NT][4];
-template <class Tile, int CT> using Sums = float[Tile::MT][CT][4];
+template <class Tile, int CT> using RowSums = float[Tile::MT][CT][4];
 
 // scores += own rows x (streamed rows n0 ... n0 + SUB - 1)^T, as in S = q k^T
 template <class Tile, class T>
@@ -11255,7 +11260,7 @@ INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile
 
 // sums += p (rounded to T) x columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1, as in out += P v
 template <class Tile, int CT, class T>
-INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
+INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
     constexpr int PARTS = Tile::PARTS;
     constexpr int AT_ONCE = 4; // so many tiles of 8 columns are multiplied at a time
     const int lane = threadIdx.x % 32;
@@ -11293,7 +11298,7 @@ INLINE void multiply_add(Sums<Tile, CT>& sums, const Scores<Tile>& p, const T* s
 // to shared memory, over the warp's own rows, which no other warp reads. From there they are stored in pieces of 16
 // bytes.
 template <class Tile, int CT, class T>
-INLINE void store_rows(const HeadRows<T>& to, T* own, const Sums<Tile, CT>& sums, const HeadTile& tile, int c0,
+INLINE void store_rows(const HeadRows<T>& to, T* own, const RowSums<Tile, CT>& sums, const HeadTile& tile, int c0,
                        float factor = 1) {
     constexpr int V = Tile::V;
     constexpr int PIECES = 8 * CT / V; // how many pieces a row has
@@ -11356,7 +11361,7 @@ template <class Tile> struct RunningSoftmax {
             rows[1] = -INFINITY;
         }
     }
-    template <int CT> INLINE void add(Scores<Tile>& p, Sums<Tile, CT>& out, float scale) {
+    template <int CT> INLINE void add(Scores<Tile>& p, RowSums<Tile, CT>& out, float scale) {
         constexpr int NT = Tile::NT;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
             UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -11414,7 +11419,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     load_rows<Tile, Tile::M>(own, tile.of_qkv<const T>(a.qkv, Q_PART), tile.row0, a);
     load_stage(0, 0);
     OwnRows<Tile> q;
-    Sums<Tile, CT> out = {};
+    RowSums<Tile, CT> out = {};
     RunningSoftmax<Tile> softmax;
     // first: the first of the N keys that lie in `stage`. The copies into a stage are started one round before the
     // stage is read.
@@ -11586,7 +11591,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     const float scale = rsqrtf((float)a.d);
     const float scale2 = scale * LOG2E; // the factor of scores in the exponent of 2
     OwnRows<Tile> a1, a2;
-    Sums<Tile, CT> sum1 = {};                   // dq or dk, before the division by sqrt(d)
+    RowSums<Tile, CT> sum1 = {};                // dq or dk, before the division by sqrt(d)
     float sum2[OWNS_KEYS ? MT : 1][CT][4] = {}; // dv
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
@@ -13115,7 +13120,7 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
 template <class Tile, bool BACKWARD, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvCall p) {
     typedef typename Tile::T T;
-    typedef HaloCopies<Tile> Halo;
+    typedef HaloCopies<Tile> Copies;
     typedef HaloWeights<Tile, BACKWARD> Weights;
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
@@ -13126,14 +13131,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::TILE_H, Tile::TILE_W, Tile::IMAGES);
 
     // The first copies: the halo of slice 0, and the weights of slice 0 for kw = 0 and 1.
-    const Halo halo(p, shared);
+    const Copies halo(p, shared);
     const Weights weights(p, base + Tile::WEIGHTS_AT, c0);
     NO_UNROLL_FOR (int i = 0; i < Weights::COPIES; i++) {
         weights.copy(0, 0, i);
     }
     halo.find_sources(n0, h0, w0);
     __syncthreads();
-    NO_UNROLL_FOR (int i = 0; i < 2 * Halo::HALF_COPIES; i++) {
+    NO_UNROLL_FOR (int i = 0; i < 2 * Copies::HALF_COPIES; i++) {
         halo.copy(0, i);
     }
     copies_committed();
@@ -13153,7 +13158,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int first_k = Tile::k_group(warp) * Tile::K16 * 16;
     uint32_t lane_pixels[3]; // for each kw
     UNROLL_FOR (int kw = 0; kw < 3; kw++)
-        lane_pixels[kw] = base + Halo::lane_place((image * Tile::H + warp_h) * Tile::W, warp_w + kw, first_k);
+        lane_pixels[kw] = base + Copies::lane_place((image * Tile::H + warp_h) * Tile::W, warp_w + kw, first_k);
     const uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_k);
 
     float acc[8][M][4] = {}; // acc[r][m]: the sums of 16 output channels x 8 pixels of image row r
@@ -13171,8 +13176,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                 constexpr int GAPS = 3 * Tile::K16;
                 UNROLL_FOR (int i = 0; i < Weights::COPIES; i++)
                     if (i * GAPS / Weights::COPIES == gap) weights.copy(kw ? slice + 1 : slice, (kw + 2) % 3, i);
-                UNROLL_FOR (int i = 0; i < Halo::HALF_COPIES; i++)
-                    if (kw < 2 && i * GAPS / Halo::HALF_COPIES == gap) halo.copy(slice + 1, kw * Halo::HALF_COPIES + i);
+                UNROLL_FOR (int i = 0; i < Copies::HALF_COPIES; i++)
+                    if (kw < 2 && i * GAPS / Copies::HALF_COPIES == gap)
+                        halo.copy(slice + 1, kw * Copies::HALF_COPIES + i);
             };
             const uint32_t x = lane_pixels[kw] + slice % 2 * Tile::HALO_BYTES;
             multiply_step<Tile, BACKWARD>(acc, x, lane_weights, kw, pixel_scale * weight_scale, copy_in_gap);
@@ -14398,12 +14404,12 @@ struct ConvTiles {
     // Weights.
     static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // bytes of the weights of one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
-    // Statistics: the number of image rows of a part, unless the whole tile is one part (ConvTma::whole).
+    // Statistics: the number of image rows of a part, unless the whole tile is one part (ConvTma::one_image).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
     static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
     // After this tap of a slice, the stage of pixels of the previous slice is released.
-    static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1;
+    static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1 ? 1 : 0;
 
     // Returns the number of blocks among which the tiles are divided. (All these blocks have the same output channels.)
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * OUT_SLICES)); }
@@ -14568,7 +14574,7 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
 //   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
 template <class T> struct Epilogue {
     // For each part of the statistics: channel c's sum and sum of squares, then those of c + 8.
-    typedef float Sums[T::ROWS / T::STATS_ROWS][4];
+    typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
     int c;                           // this thread's first channel
@@ -14619,7 +14625,8 @@ template <class T> struct Epilogue {
     }
     // Rounds d and writes it to shared memory. If STATS, adds the rounded values and their squares to `sums`, except
     // those of pixels outside the image.
-    template <bool STATS> INLINE void round(float (&d)[T::PIXELS / 2], uint32_t place, int h, int w, Sums& sums) const {
+    template <bool STATS>
+    INLINE void round(float (&d)[T::PIXELS / 2], uint32_t place, int h, int w, StatSums& sums) const {
         const int pixel = w + (threadIdx.x & 3) * 2;
         const uint32_t first_inside = pixel < p.W ? 0xFFFF : 0;
         const uint32_t second_inside = pixel + 1 < p.W ? 0xFFFF0000 : 0;
@@ -14641,7 +14648,7 @@ template <class T> struct Epilogue {
     // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
     // four threads stores the total. A tile is either one part of the statistics, or PARTS parts, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
-    INLINE void store_stats(Sums& sums, int channel, int n, int h, int w) const {
+    INLINE void store_stats(StatSums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
         const int down = ceil_div(p.H, p.one_image ? T::ROWS : T::STATS_ROWS);
         if (PARTS == 2 && p.one_image)
@@ -14674,7 +14681,7 @@ template <class T> struct Epilogue {
                 if (!p.skip.slices) acc.scale(b, factors[b], emb);
             } else if (p.out.emb) acc.add(b, emb);
             if (work.has_addend(b)) add_addend(acc.d[b], place);
-            Sums sums = {};
+            StatSums sums = {};
             if (p.out.stats) round<true>(acc.d[b], place, h, w, sums);
             else round<false>(acc.d[b], place, h, w, sums);
             warp_stored(results.stage(stage, warpgroup).full);
@@ -14815,9 +14822,9 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
 //   A step is one tap of a slice, or STEP_TAPS = 3 taps if the products of one tap are short. The weights of the steps
-//   pass through a ring of SLOTS slots. At the same time the next slice's halo is loaded:
+//   pass through a ring of WEIGHT_STAGES stages. At the same time the next slice's halo is loaded:
 //
-//     shared memory: | barriers | HALOS halos | SLOTS steps of weights | results | pushed sums | shifts |
+//     shared memory: | barriers | HALOS halos | WEIGHT_STAGES steps of weights | results | pushed sums | shifts |
 //
 //   SPLIT = 2: the two blocks of a cluster have the same tile, and each of them computes half of the steps. At the end
 //   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
@@ -14871,10 +14878,11 @@ struct SmallTile {
     static constexpr int SLICE_STEPS = 9 / STEP_TAPS; // steps of a slice
     static constexpr int TAP_BYTES = BACKWARD ? WEIGHT_BOXES * BYTES_OF_64_ROWS : N * SLICE_BYTES;
     static constexpr int WEIGHT_BYTES = STEP_TAPS * TAP_BYTES;
-    static constexpr int SLOTS = std::min(ROOM / WEIGHT_BYTES, 12 / STEP_TAPS);
-    static constexpr int SHARED_BYTES = FIXED + SLOTS * WEIGHT_BYTES;
+    static constexpr int WEIGHT_STAGES = std::min(ROOM / WEIGHT_BYTES, 12 / STEP_TAPS);
+    static constexpr int SHARED_BYTES = FIXED + WEIGHT_STAGES * WEIGHT_BYTES;
     static_assert(N <= 2 * CONSUMERS, "a thread has the shifts of two channels at most");
-    static_assert(SLOTS > 2 && 4 * SUMS_BYTES <= SLOTS * WEIGHT_BYTES, "the statistics are summed there at last");
+    static_assert(WEIGHT_STAGES > 2 && 4 * SUMS_BYTES <= WEIGHT_STAGES * WEIGHT_BYTES,
+                  "the statistics are summed there at last");
 };
 
 // A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all steps, or half of
@@ -14909,10 +14917,10 @@ template <class T> struct SmallWork {
     }
 };
 
-// Role: load. Before the call, this thread has started to load the weights of the first SLOTS steps. When the loop
-// comes to the seventh tap of a slice, it loads the next slice's halo. For this it waits until a stage for halos is
-// free. The stage becomes free after some products. The loads of these products' weights have been started before, so
-// the wait ends.
+// Role: load. Before the call, this thread has started to load the weights of the first WEIGHT_STAGES steps. When the
+// loop comes to the seventh tap of a slice, it loads the next slice's halo. For this it waits until a stage for halos
+// is free. The stage becomes free after some products. The loads of these products' weights have been started before,
+// so the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::SLICE_STEPS;           // the slice whose halo is loaded next
@@ -14934,10 +14942,10 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
             }
         }
     }
-    weights.pass_over(T::SLOTS);
+    weights.pass_over(T::WEIGHT_STAGES);
     for (int step = work.first; step < work.end; step++) {
         if (next <= last && step >= (next - 1) * T::SLICE_STEPS + 6 / T::STEP_TAPS) load_halo();
-        if (step - work.first >= T::SLOTS) work.load_weights(weights.acquire(), step);
+        if (step - work.first >= T::WEIGHT_STAGES) work.load_weights(weights.acquire(), step);
     }
 }
 
@@ -15163,7 +15171,7 @@ template <class T> struct SmallEpilogue {
 };
 
 // Phases:
-//   1. One thread initialises the barriers and starts to load the weights of the first SLOTS steps.
+//   1. One thread initialises the barriers and starts to load the weights of the first WEIGHT_STAGES steps.
 //   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
 //   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2), adds bias, embedding and addend, and
 //      rounds. Then it adds up the results for the statistics.
@@ -15173,7 +15181,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::HALO_ROOM> halos(shared, T::HALOS, T::WARPGROUPS);
-    Pipeline<T::WEIGHT_BYTES> weights(shared, T::SLOTS, T::WARPGROUPS);
+    Pipeline<T::WEIGHT_BYTES> weights(shared, T::WEIGHT_STAGES, T::WARPGROUPS);
     Pipeline<T::STAGED_BYTES> addends(shared, 1, 0); // results are written over the addends
     const uint32_t pushed = shared.tiles_at;
     const uint32_t all_shifts = pushed + T::PUSHED_BYTES;
@@ -15181,7 +15189,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     if (threadIdx.x == T::CONSUMERS) {
         init_barriers(halos, weights, addends);
         // The previous kernel does not write weights, so these loads need not wait for it.
-        for (int i = 0; i < T::SLOTS && work.first + i < work.end; i++)
+        for (int i = 0; i < T::WEIGHT_STAGES && work.first + i < work.end; i++)
             work.load_weights(weights.stage(i), work.first + i);
         prefetch_tensor_map(&p.x.map1);
         prefetch_tensor_map(&p.results.map1);
@@ -16242,8 +16250,8 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         p.W = 8;
         p.B = 1;
     }
-    using HalfSlice = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels need half the products of a slice
-    if (p.Cin1 + p.Cin2 == 32) return conv_tiles<HalfSlice>(p);
+    using HalfSlice1x1 = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels need half the products of a slice
+    if (p.Cin1 + p.Cin2 == 32) return conv_tiles<HalfSlice1x1>(p);
 
     const int slices = ceil_div(p.Cin1, 64) + ceil_div(p.Cin2, 64);
     Cheapest<void (*)(const ConvCall&)> way;
