@@ -4,131 +4,143 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    198  Part I. The program
-//    201     1. Types at the interface: what operations are called with
-//    607     2. The interface: all that the program asks of a device
-//    933     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1032     4. Configuration: flags, presets, help, what can work and what cannot
-//   1773     5. The network: a list of layers, made of guided-diffusion's flags
-//   2668     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2920     7. Forward and backward: two walks over the list
-//   3042     8. Diffusion: noise schedules, objectives, samplers
-//   3324         the level of a training sample, drawn, and its share of the loss
-//   3781         samplers
-//   4333     9. Data: .bin files that may be larger than memory, the order of their images
-//   4865    10. Model files: weights and checkpoints, initial weights
-//   5261    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5276         the learning rate, the verdict on a step, averages of the weights
-//   5363         what a trainer holds
-//   5498         a step
-//   5797    12. A run: log, guard, checkpoints, resume, samples
-//   5822         the log in memory, as the page shows it
-//   5934         what a run holds
-//   6002         the log and the status line
-//   6192         checkpoints, snapshots and grids
-//   6458         the start of a run: new, from a file's weights, or resumed
-//   6658         the loop over the steps
-//   6774         a run from its first to its last line
-//   6944         samples, without a run
-//   7103    13. main: the command line, then a run or samples
-//   7384         what ranks must have in common
-//   7455         main
-//   7580  Part II. The device
-//   7583    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7663    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7733    16. The GPU: what all kernels share
-//   7798         Launches, which may overlap
-//   7842         Decisions: what kernels are chosen with
-//   7890         Single instructions: shared memory, mbarriers, clusters
-//   7975         Activations: pieces of 16 bytes
-//   8272         each_kernel: a thread for an element
-//   8286         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8449         Swizzle: how rows lie in shared memory
-//   8467         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8712         building blocks of Hopper's kernels (sm_90a)
-//   9010    17. Small operations: resampling, embeddings, diffusion
-//   9013         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9214         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9571         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10080    18. Group norm
-//  10083         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10617         groupnorm_backward_whole: an image's slab in shared memory
-//  10995    19. Attention
-//  11101         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11646         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11784         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12465    20. Convolution
-//  12505         ConvOut: results, 4 channels of a pixel at a time
-//  12743         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12806         conv_halo: 3x3, stride 1, any GPU
-//  13212         conv_gather: any kernel size and stride, any GPU
-//  13475         conv_few: the first and the last layer
-//  13647         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14227         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14346         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14815         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15259         conv_weight_tma: weight gradients (sm_90a)
-//  15550    21. The optimiser
-//  15553         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15785    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15788         groupnorm_backward
-//  15926         attention: forward and, where a has dout, backward
-//  15988         convolution: forward and input gradient
-//  16448         convolution: weight gradients
-//  16797    23. The GPU: memory, copies, repeated work
-//  17020    24. Between ranks: from device to device
+//    210  Part I. The program
+//    213     1. Types at the interface: what operations are called with
+//    619     2. The interface: all that the program asks of a device
+//    945     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1044     4. Configuration: flags, presets, help, what can work and what cannot
+//   1785     5. The network: a list of layers, made of guided-diffusion's flags
+//   2680     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2932     7. Forward and backward: two walks over the list
+//   3054     8. Diffusion: noise schedules, objectives, samplers
+//   3336         the level of a training sample, drawn, and its share of the loss
+//   3793         samplers
+//   4345     9. Data: .bin files that may be larger than memory, the order of their images
+//   4877    10. Model files: weights and checkpoints, initial weights
+//   5273    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5288         the learning rate, the verdict on a step, averages of the weights
+//   5375         what a trainer holds
+//   5510         a step
+//   5809    12. A run: log, guard, checkpoints, resume, samples
+//   5834         the log in memory, as the page shows it
+//   5946         what a run holds
+//   6014         the log and the status line
+//   6204         checkpoints, snapshots and grids
+//   6470         the start of a run: new, from a file's weights, or resumed
+//   6670         the loop over the steps
+//   6786         a run from its first to its last line
+//   6956         samples, without a run
+//   7115    13. main: the command line, then a run or samples
+//   7396         what ranks must have in common
+//   7467         main
+//   7592  Part II. The device
+//   7595    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7675    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7745    16. The GPU: what all kernels share
+//   7810         Launches, which may overlap
+//   7854         Decisions: what kernels are chosen with
+//   7902         Single instructions: shared memory, mbarriers, clusters
+//   7987         Activations: pieces of 16 bytes
+//   8284         each_kernel: a thread for an element
+//   8298         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8461         Swizzle: how rows lie in shared memory
+//   8479         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8724         building blocks of Hopper's kernels (sm_90a)
+//   9022    17. Small operations: resampling, embeddings, diffusion
+//   9025         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9226         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9583         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10092    18. Group norm
+//  10095         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10629         groupnorm_backward_whole: an image's slab in shared memory
+//  11007    19. Attention
+//  11113         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11658         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11796         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12477    20. Convolution
+//  12517         ConvOut: results, 4 channels of a pixel at a time
+//  12755         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12818         conv_halo: 3x3, stride 1, any GPU
+//  13224         conv_gather: any kernel size and stride, any GPU
+//  13487         conv_few: the first and the last layer
+//  13659         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14239         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14358         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14827         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15271         conv_weight_tma: weight gradients (sm_90a)
+//  15562    21. The optimiser
+//  15565         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15797    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15800         groupnorm_backward
+//  15938         attention: forward and, where a has dout, backward
+//  16000         convolution: forward and input gradient
+//  16460         convolution: weight gradients
+//  16809    23. The GPU: memory, copies, repeated work
+//  17032    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7576, run_program 7516, train 6900, run_step 6708, train_step 5731, load_batch 4822;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16928):
-//     step_gradients 5630: draw_levels 9585, forward_and_loss 5544, q_sample_forward 9776, unet_forward 2947,
-//     forward_layer 2933 (a function of the layer's kind), loss_forward_backward 9887, unet_backward 3013,
-//     conv_backward_weights 16790 (weight gradients, on the side stream); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 15600;
-//     judge_step 15647, update_slice 5696, adamw_update 15758, next_step 15653, record_step 15659;
-//     later collect_steps 6662
-//   pictures, from noise: sample_batch 4248, plan_route 4013, device_step 4057, euler_step 3811 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16323 draws all of its roads):
-//     forward_conv 2166; conv_forward 16358, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16274 above that; conv_tiles 14800, with conv_tiles_kernel above it;
-//     Accumulators 8943; Wgmma 8531;
-//     on any other GPU pick_conv_halo_bf16 16062; conv_halo 13199, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8337
-//   why several GPUs compute the bits of one: step_gradients 5630
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 319, Silu 7626, with_nonlinearity 7636 (a case);
-//     BEHIND_NORMS, in front of add_norm 2380, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3253
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 434, and beside each other edm_question 3096,
-//     ask 3131, frame_of 3141, sigma_draws 3147, has_steps_of_t 3153; the head of their section lists the changes
-//   a kind of layer: forward_linear 2086 and what stands beside it, with a list of all places in front of
-//     LayerKind 2058; add_resblock 2431 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7588, run_program 7528, train 6912, run_step 6720, train_step 5743, load_batch 4834;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16940):
+//     step_gradients 5642: draw_levels 9597, forward_and_loss 5556, q_sample_forward 9788, unet_forward 2959,
+//     forward_layer 2945 (a function of the layer's kind), loss_forward_backward 9899, unet_backward 3025,
+//     conv_backward_weights 16802 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 15612;
+//     judge_step 15659, update_slice 5708, adamw_update 15770, next_step 15665, record_step 15671;
+//     later collect_steps 6674
+//   pictures, from noise: sample_batch 4260, plan_route 4025, device_step 4069, euler_step 3823 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16335 draws all of its roads):
+//     forward_conv 2178; conv_forward 16370, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16286 above that; conv_tiles 14812, with conv_tiles_kernel above it;
+//     Accumulators 8955; Wgmma 8543;
+//     on any other GPU pick_conv_halo_bf16 16074; conv_halo 13211, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8349
+//   why several GPUs compute the bits of one: step_gradients 5642
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 331, Silu 7638, with_nonlinearity 7648 (a case);
+//     BEHIND_NORMS, in front of add_norm 2392, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3265
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 446, and beside each other edm_question 3108,
+//     ask 3143, frame_of 3153, sigma_draws 3159, has_steps_of_t 3165; the head of their section lists the changes
+//   a kind of layer: forward_linear 2098 and what stands beside it, with a list of all places in front of
+//     LayerKind 2070; add_resblock 2443 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 262, with a list of all places in front of it
-//   samples in FP8 (--precision fp8): choose_fp8 2608 chooses the convolutions, make_fp8_weights 5191 rounds their
-//     weights, pack_fp8 8051 rounds what a norm writes, conv_product_fp8 16351 picks the kernel, WgmmaFp8 8566
+//   an element type beside bf16: Element 274, with a list of all places in front of it
+//   samples in FP8 (--precision fp8): choose_fp8 2620 chooses the convolutions, make_fp8_weights 5203 rounds their
+//     weights, pack_fp8 8063 rounds what a norm writes, conv_product_fp8 16363 picks the kernel, WgmmaFp8 8578
 //     multiplies
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
-//     or must (host/files.h), of wrong 1246 (a flag's value), or of a function beside it whose name ends in _unless.
-//     unknown_word 1160 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1166.
-//     Two functions print a message while the run goes on: report_bad_step 6446 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6236 that a file could not be written yet.
-//     stop_run 6210 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     or must (host/files.h), of wrong 1258 (a flag's value), or of a function beside it whose name ends in _unless.
+//     unknown_word 1172 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1178.
+//     Two functions print a message while the run goes on: report_bad_step 6458 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6248 that a file could not be written yet.
+//     stop_run 6222 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
 //   activation          a tensor between two layers, or its gradient. (What SiLU is, is called a nonlinearity.)
 //   element             a number of a tensor as it lies in memory: fp32 or bf16; kernels know it as a type T
+//   piece               16 bytes: 8 neighbouring channels in bf16, 4 in fp32 (section 16)
+//   level               of noise: how noisy a sample is (NoiseLevel); of resolution: a network's layers between two
+//                       changes of the resolution (--channel_mult has a number for each level)
+//   picture             what a model is conditioned on (--cond_file, --cond). Also, what a run shows: a PNG file, in
+//                       general a grid of samples. What a model learns to make is called an image
+//   skip connection     the 1x1 convolution on a residual block's way past its 3x3 convolutions (ConvSkip). In the
+//                       drawing of section 5, `skip` is a U-Net's long way from its first half to its second half
+//   skipped step        a training step that changes nothing, because its loss or gradient looked wrong
+//   rank                a process of a run, which has one GPU. A block's number in its cluster is cluster_rank. (In
+//                       Denoising, a number's rank is its place in the sorted order.)
 //   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
 //   workspace           an operation's own memory, which the next one may overwrite
+//   stream              a queue of a GPU's operations. (In section 9, the endless sequence of images.)
 //   statistics          of each image and channel, the sums over pixels of x and of x^2: a group norm makes its mean
 //                       and variance of them
 //   addend              a gradient from another reader of the same tensor, added as this one's is stored
 //   fuse                to compute one operation inside another one's kernel, such as a skip connection
 //   materialise         to write to memory what a kernel could also make as it reads, such as an upsampled input
 //   block, cluster      threads with one shared memory; up to 8 blocks that reach each other's (sm_90)
-//   warp, warpgroup     32 threads; four warps that multiply together by wgmma
+//   warp, lane          32 threads; one of them
+//   warpgroup           four warps that multiply together by wgmma
 //   tile                the part of a result that a block, a warpgroup or a warp computes at a time
 //   tap, halo, slice    words of the convolutions, which section 20 defines and draws
 //   stage, ring         a part of shared memory that is filled while others are read; stages that take turns
@@ -325,7 +337,7 @@ struct NormShape {
     float eps; // is added to the variance
 };
 
-// The weight gradient of a convolution, as a piece of work that is computed later, together with others.
+// The weight gradient of a convolution, as work that is computed later, together with others.
 struct WeightWork {
     float *dweight, *dbias;
     float* demb; // (B, emb_stride): gradient of the embedding that was added to all pixels of an image; null: none
@@ -520,7 +532,7 @@ struct AdamW {
 
 // Ranks share the work of the optimiser. Weights, gradients, moments and averages are flat arrays of n floats (n is a
 // multiple of 4), with padding after them. An array is cut into segments. Each segment is cut into one part for every
-// rank, and each part has `pieces` pieces. With two ranks and three segments:
+// rank, and each part has `stretches` stretches. With two ranks and three segments:
 //
 //   | rank 0 | rank 1 | rank 0 | rank 1 | rank 0 | rank 1 |
 //   |    segment 0    |    segment 1    |    segment 2    |
@@ -528,18 +540,18 @@ struct AdamW {
 // A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
 // ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
 // The first weights of an array, which are read in fp32, are also shared evenly in this way.
-constexpr size_t PIECE = 1 << 14; // floats
+constexpr size_t STRETCH = 1 << 14; // floats; squares of gradients are summed by such stretches (step_gradients)
 struct Slice {
     size_t n;
-    int segments, pieces, rank, ranks;
-    HD size_t each() const { return pieces * PIECE; }     // floats of a segment that a rank owns
-    HD size_t owned() const { return segments * each(); } // floats of all segments that a rank owns
-    HD size_t whole() const { return ranks * owned(); }   // floats of a flat array with its padding
+    int segments, stretches, rank, ranks;
+    HD size_t each() const { return stretches * STRETCH; } // floats of a segment that a rank owns
+    HD size_t owned() const { return segments * each(); }  // floats of all segments that a rank owns
+    HD size_t whole() const { return ranks * owned(); }    // floats of a flat array with its padding
     // Returns where in a flat array rank r's part of a segment begins.
     HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
     // Returns where in a flat array the i-th float of this rank's slice lies.
     HD size_t flat(size_t i) const {
-        const unsigned segment = (unsigned)(i / PIECE) / pieces;
+        const unsigned segment = (unsigned)(i / STRETCH) / stretches;
         return i + ((size_t)segment * (ranks - 1) + rank) * each();
     }
 };
@@ -809,12 +821,12 @@ static void keep_known(float* x,           // (B or 2 B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. sum (flat) = [old sum +] the ranks' gradients, in the ranks' order.
-// squares: the sum of squares of each piece of sum, written to the same ranks as new weights (Everywhere).
-// step_gradients explains this order, and why there are pieces.
+// squares: the sum of squares of each stretch of sum, written to the same ranks as new weights (Everywhere).
+// step_gradients explains this order, and why there are stretches.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Decides whether a step is good or is skipped (judge_batch).
-static void judge_step(StepState* state, const double* squares, // (pieces)
-                       size_t pieces, const double* loss,       // (B)
+static void judge_step(StepState* state, const double* squares, // (stretches)
+                       size_t stretches, const double* loss,    // (B)
                        const int* quarters,                     // (B)
                        AdamW h, int B);
 // Updates the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first average of the weights. If
@@ -844,9 +856,9 @@ static void reserve(const Workspace& most, bool training);
 // These functions send data from device to device between ranks (host/ranks.h). They work on a stream, in multiples of
 // 4 bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
 // end_exchange become one launch.
-//   all_to_all   rank r receives piece r of the sendbuf of every other rank s, as piece s of its recvbuf
+//   all_to_all   rank r receives part r of the sendbuf of every other rank s, as part s of its recvbuf
 //   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may lie in `all` already
-static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream); // bytes: the size of a piece
+static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream); // bytes: the size of a part
 static void all_gather(void* all, const void* own, size_t bytes, Stream* stream);
 static void begin_exchange();
 static void end_exchange();
@@ -2666,7 +2678,7 @@ static UNet build_unet(const Config& c) {
 
 // =====================================================================================================================
 // 6. The plan: what the backward pass adds where, and where in memory each buffer lies
-// All of a network's activations and gradients lie in one piece of memory, the arena. Two buffers may share a place if
+// All of a network's activations and gradients lie in one allocation, the arena. Two buffers may share a place if
 // they are never in use at the same time. Time is counted in layers. L is the number of layers. Time 0 is when the
 // batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of
 // layer i.
@@ -5133,9 +5145,9 @@ static void check_size(const ModelFile& m, const UNet& net) {
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
     if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
-    const size_t row = PIECE * segments * ranks;     // the floats of one piece for every rank in every segment
-    const size_t pieces = (n + row - 1) / row;       // rounded up
-    return Slice{n, segments, (int)pieces, rank, ranks};
+    const size_t row = STRETCH * segments * ranks;   // the floats of one stretch for every rank in every segment
+    const size_t stretches = (n + row - 1) / row;    // rounded up
+    return Slice{n, segments, (int)stretches, rank, ranks};
 }
 
 // Copies a rank's slice of a flat array into device memory.
@@ -5387,7 +5399,7 @@ struct Trainer {
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // for each piece of the step's gradient, in all ranks' slices: the sum of its squares
+    double* squares;            // for each stretch of the step's gradient, in all ranks' slices: the sum of its squares
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
     Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
@@ -5443,12 +5455,12 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     const int N = world.size;
     const int samples = std::max(c.batch_size, N * tr.net.B); // enough for a step, and for validation on all ranks
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
-    const size_t whole = tr.own.whole(), pieces = whole / PIECE;
+    const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
     // Ranks write to each other's params, squares, loss and copy. The first three are allocated together.
-    tr.params = (float*)open_alloc(whole * sizeof(float) + (pieces + samples) * sizeof(double));
+    tr.params = (float*)open_alloc(whole * sizeof(float) + (stretches + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
-    tr.loss = tr.squares + pieces;
+    tr.loss = tr.squares + stretches;
     tr.copy = weights_have_copy() ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
     if (N > 1) tr.sum = tr.received;
@@ -5582,13 +5594,13 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 }
 
 // With several ranks: every rank sends its parts of the first n elements of a flat array to all other ranks.
-// bytes: the size of PIECE elements of this array. slice: this rank's parts, one after the other; null: they are
+// bytes: the size of STRETCH elements of this array. slice: this rank's parts, one after the other; null: they are
 // already in their places in the flat array.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
-        char* const segment = (char*)flat + own.at(s, 0) / PIECE * bytes;
-        const size_t slice_bytes = own.pieces * bytes;
+        char* const segment = (char*)flat + own.at(s, 0) / STRETCH * bytes;
+        const size_t slice_bytes = own.stretches * bytes;
         const char* const mine = slice ? (const char*)slice + s * slice_bytes : segment + own.rank * slice_bytes;
         all_gather(segment, mine, slice_bytes, MAIN_STREAM);
     }
@@ -5616,10 +5628,10 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
 //    kernels that compute a microbatch's gradient never add it to the sum, because each of them would add in another
 //    order.
-// 4. The same norm. The squares are summed by pieces of PIECE floats at fixed places of the flat array. A piece belongs
-//    to one rank. The order in which the rank sums it does not depend on the rank's other pieces. All ranks receive the
-//    sums of all pieces and add them up in the order of the array (judge_step). The length of the padded array depends
-//    on N, but the padding is zero, and x + 0 = x.
+// 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
+//    belongs to one rank. The order in which the rank sums it does not depend on the rank's other stretches. All ranks
+//    receive the sums of all stretches and add them up in the order of the array (judge_step). The length of the padded
+//    array depends on N, but the padding is zero, and x + 0 = x.
 // 5. The same decision. Every rank holds the loss of every sample, in the order of the samples, and the norm. So all
 //    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
@@ -5711,8 +5723,8 @@ static void update_slice(Trainer* tr) {
     mark({"weights to all ranks"});
     if (world.direct) return meet(); // adamw_update has written them to all ranks
     begin_exchange();
-    if (weights_have_copy()) gather(tr->copy, nullptr, PIECE * act_bytes(), own, own.n);
-    gather(tr->params, nullptr, PIECE * sizeof(float), own, plain);
+    if (weights_have_copy()) gather(tr->copy, nullptr, STRETCH * act_bytes(), own, own.n);
+    gather(tr->params, nullptr, STRETCH * sizeof(float), own, plain);
     end_exchange();
 }
 
@@ -5722,7 +5734,7 @@ static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
     come_to("gathering weights, averages or moments");
-    gather(flat, array == flat ? nullptr : array, PIECE * sizeof(float), tr.own, tr.own.n);
+    gather(flat, array == flat ? nullptr : array, STRETCH * sizeof(float), tr.own, tr.own.n);
     return flat;
 }
 
@@ -5738,7 +5750,7 @@ static bool train_step(Trainer* tr, int64_t step) {
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
         mark({"judge the step"});
-        judge_step(tr->state, tr->squares, tr->own.whole() / PIECE, tr->loss, tr->quarters, tr->adamw, B);
+        judge_step(tr->state, tr->squares, tr->own.whole() / STRETCH, tr->loss, tr->quarters, tr->adamw, B);
         if (tr->history) update_rms_losses(tr->rms_losses, tr->history, tr->levels, tr->loss, tr->state, T, B);
         mark({"AdamW, EMA"});
         update_slice(tr);
@@ -14427,25 +14439,25 @@ struct ConvTiles {
     static INLINE int pixels_at(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO_ROOM; }
 };
 
-// A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called a piece
+// A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called an item
 // here: first come the slices of x, then the slices of the skip connection's input, then OUT_SLICES addends.
 //
-//   piece    0 .. x.slices - 1 | .. products - 1  | first_result .. pieces - 1 (the last OUT_SLICES)
+//   item     0 .. x.slices - 1 | .. products - 1  | first_result .. items - 1 (the last OUT_SLICES)
 //            slices of x       | skip connection  | addends come in, results go out
 //
-// A tile's results are written to the stages of its last OUT_SLICES pieces, and stored from there. If there are
+// A tile's results are written to the stages of its last OUT_SLICES items, and stored from there. If there are
 // addends, these are the addends' stages. This is possible because a thread writes its results to the same places where
 // it has read its addends. If there are no addends and fewer slices than OUT_SLICES, there are nevertheless OUT_SLICES
-// pieces, and nothing is loaded into the last of them.
+// items, and nothing is loaded into the last of them.
 template <class T> struct TileWork {
     const ConvTma& p;
     const int out0 = blockIdx.y * T::OUT_SLICES;                         // the block's first slice of output channels
     const int c0 = out0 * SLICE_CHANNELS;                                // the block's first output channel
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
-    const int pieces = has_addends() ? products + T::OUT_SLICES : max(products, T::OUT_SLICES);
-    const int first_result = pieces - T::OUT_SLICES; // the first of the pieces whose stages the results use
+    const int items = has_addends() ? products + T::OUT_SLICES : max(products, T::OUT_SLICES);
+    const int first_result = items - T::OUT_SLICES; // the first of the items whose stages the results use
     // How many stages a warpgroup skips between two of its tiles: the stages of the other warpgroup's tile, if any.
-    const int others = T::RESIDENT ? pieces : 0;
+    const int others = T::RESIDENT ? items : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
         return (second ? p.out.part2 : p.out.part1).add1;
@@ -14477,14 +14489,14 @@ template <class T> struct TileWork {
     }
 };
 
-// The loading thread's walk through the ring of pixels: which piece of which tile it loads next, and for which
+// The loading thread's walk through the ring of pixels: which item of which tile it loads next, and for which
 // warpgroup.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
     TileWalk tile = work.tiles(0, T::UNIT);
     TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile, in the same stage
-    int piece = 0;
+    int item = 0;
     int owner = 0; // UNIT = 1: the warpgroup that computes this tile
 
     INLINE void load(Stage to, const TmaParts& x, int slice, int border, int bytes, int width = SLICE_CHANNELS) const {
@@ -14501,14 +14513,14 @@ template <class T> struct PixelLoader {
         if (!tile) return;
         const ConvTma& p = work.p;
         const Stage to = pixels.acquire(owner);
-        const int skip = piece - p.x.slices;
-        const int b = piece - work.first_result;
-        if (skip < 0) load(to, p.x, piece, T::BORDER, T::HALO_BYTES, T::WIDTH);
-        else if (T::CAN_SKIP && piece < work.products) load(to, p.skip, skip, 0, T::TILE_BYTES);
+        const int skip = item - p.x.slices;
+        const int b = item - work.first_result;
+        if (skip < 0) load(to, p.x, item, T::BORDER, T::HALO_BYTES, T::WIDTH);
+        else if (T::CAN_SKIP && item < work.products) load(to, p.skip, skip, 0, T::TILE_BYTES);
         else if (work.has_addend(b)) load(to, p.addends, work.out0 + b, 0, T::TILE_BYTES);
         else mbarrier_arrive(to.full); // nothing is loaded into this stage
-        if (++piece < work.pieces) return;
-        piece = 0;
+        if (++item < work.items) return;
+        item = 0;
         owner ^= 1;
         tile.next();
         partner.next();
@@ -14517,11 +14529,11 @@ template <class T> struct PixelLoader {
 
 // Role: load.
 // Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
-// Streamed weights: half way through the weights of slice i, the thread loads the next piece. This is slice i + 1 or,
-// after the last slice, the first addend or the next tile's first slice. The piece needs a stage, and has to wait until
+// Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
+// after the last slice, the first addend or the next tile's first slice. The item needs a stage, and has to wait until
 // slice i - 1 or an earlier slice has left this stage (there are at least two stages). The stage is released after the
 // first tap of slice i. The weights of that tap have been loaded before. So the thread never waits for products whose
-// weights it has not loaded yet. When it has started the loads of all weights of a tile, it loads the remaining pieces,
+// weights it has not loaded yet. When it has started the loads of all weights of a tile, it loads the remaining items,
 // up to and including the next tile's first slice.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
@@ -14541,7 +14553,7 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
                 work.load_weights(weights.acquire(), s, tap);
                 if (tap == T::TAPS / 2) loader.next();
             }
-        for (int k = slices; k < work.pieces; k++) loader.next();
+        for (int k = slices; k < work.items; k++) loader.next();
     }
 }
 
@@ -14704,7 +14716,7 @@ template <class T> struct Epilogue {
 //   empty barrier  ..... phase m ............................................................................ | m + 1
 //
 // The warpgroup releases the stage while the next slice's products run. After wgmma_wait<1> only the products of the
-// latest tap may still run, so the products of all taps of s have ended. The stages of a tile's last OUT_SLICES pieces
+// latest tap may still run, so the products of all taps of s have ended. The stages of a tile's last OUT_SLICES items
 // are used for results, so the warpgroup does not release them. It hands them over, and the warp that stores frees
 // them:
 //
@@ -15552,27 +15564,27 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
-// How: The gradient is summed in pieces of a fixed size (the comments above step_gradients give the reason). The GPU
+// How: The gradient is summed in stretches of a fixed size (the comments above step_gradients give the reason). The GPU
 //   decides whether and how to update (judge_step), so that the host need not wait.
 // Costs: memory traffic: five arrays are read, and four arrays and the bf16 copy are written.
 
-// sum = [the old sum +] the gradients of all ranks, added in the order of the ranks. squares = |sum|^2 of each piece.
-// There is one block for each piece of this rank's slice. A block adds up one piece, which has PIECE floats. A quad is
-// 4 neighbouring floats. A thread adds up QUADS quads of the piece, which are 1024 quads apart.
+// sum = [the old sum +] the gradients of all ranks, added in the order of the ranks. squares = |sum|^2 of each stretch.
+// There is one block for each stretch of this rank's slice. A block adds up one stretch, which has STRETCH floats. A
+// quad is 4 neighbouring floats. A thread adds up QUADS quads of the stretch, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
-                         const __grid_constant__ Everywhere<double> squares, // (all pieces), written at every rank
+                         const __grid_constant__ Everywhere<double> squares, // (all stretches), written at every rank
                          RankGradients grads,
                          bool add,     // whether the old sum is added
                          bool write) { // false: sum is the only array that is read, so it stays as it is
     await_previous_kernel();
-    constexpr int QUADS = PIECE / 4 / 1024;
+    constexpr int QUADS = STRETCH / 4 / 1024;
     const size_t n = grads.slice.n;
-    const size_t at = grads.slice.flat(blockIdx.x * PIECE); // the piece's place in the flat arrays
-    const size_t first = at / 4 + threadIdx.x;              // this thread's first quad
-    // How many quads the piece has from this thread's first quad on. Only quads among the n floats are counted, because
-    // the arrays must not be read beyond those.
-    const int quads_left = (int)(min(at + PIECE, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
+    const size_t at = grads.slice.flat(blockIdx.x * STRETCH); // the stretch's place in the flat arrays
+    const size_t first = at / 4 + threadIdx.x;                // this thread's first quad
+    // How many quads the stretch has from this thread's first quad on. Only quads among the n floats are counted,
+    // because the arrays must not be read beyond those.
+    const int quads_left = (int)(min(at + STRETCH, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
     const int first_source = -(int)add; // source -1 is the old sum; source r >= 0 is rank r
     float4 g[QUADS];
     for (int r = first_source; r < grads.slice.ranks; r++) {
@@ -15594,13 +15606,13 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
-    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / PIECE] = total; // to every rank
+    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // to every rank
 }
 
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
     const Slice& s = grads.slice;
     const bool write = add || s.ranks > 1 || grads.own != sum;
-    const int blocks = s.segments * s.pieces;
+    const int blocks = s.segments * s.stretches;
     launch(sum_gradients_kernel, blocks, 1024, 0, sum, squares, grads, add, write);
 }
 
@@ -15609,8 +15621,8 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
 // the sums of its threads, then thread 0 the sums of the 8 warps. Then thread 0 decides (judge_batch).
 static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state,      // the norm and the decision are written to it
-                      const double* squares, // (pieces): |gradient|^2 of each piece
-                      size_t pieces,
+                      const double* squares, // (stretches): |gradient|^2 of each stretch
+                      size_t stretches,
                       const double* loss,  // (B): losses of all ranks' samples
                       const int* quarters, // (B): in which quarter of the noise levels a sample's level lies
                       AdamW h, int B) {
@@ -15619,7 +15631,7 @@ static __global__ void __launch_bounds__(256)
     __shared__ double warp_squares[8];
     LossSums mine{};
     double square = 0; // |gradient|^2
-    UNROLL_8_FOR (size_t i = threadIdx.x; i < pieces; i += 256) {
+    UNROLL_8_FOR (size_t i = threadIdx.x; i < stretches; i += 256) {
         square += squares[i];
     }
     for (int b = threadIdx.x; b < B; b += 256) {
@@ -15644,9 +15656,9 @@ static __global__ void __launch_bounds__(256)
     state->grad_norm = sqrt(square);
     judge_batch(state, mine, h, B);
 }
-static void judge_step(StepState* state, const double* squares, size_t pieces, //
+static void judge_step(StepState* state, const double* squares, size_t stretches, //
                        const double* loss, const int* quarters, AdamW h, int B) {
-    launch(judge_step_kernel, 1, 256, 0, state, squares, pieces, loss, quarters, h, B);
+    launch(judge_step_kernel, 1, 256, 0, state, squares, stretches, loss, quarters, h, B);
 }
 
 // Adds 1 to *step. It is called after all kernels that draw random numbers for this step.
@@ -17061,10 +17073,11 @@ static std::string device_trouble() {
 // Ranks on one machine open memory for each other (CUDA's interprocess communication): then a process can write to
 // memory that another process has allocated on another GPU. The GPUs' copy engines do this while kernels run. (NCCL
 // copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also write
-// their results directly to the other GPUs. `opened` has one entry for each piece of memory that the ranks have opened.
+// their results directly to the other GPUs. `opened` has one entry for each region of memory that the ranks have
+// opened.
 struct Opened {
     size_t bytes;
-    std::vector<char*> at; // for each rank r: the address, in this process, of rank r's piece of memory
+    std::vector<char*> at; // for each rank r: the address, in this process, of rank r's region of memory
 };
 static std::vector<Opened> opened;
 static Stream sender;        // the stream that copies to other ranks
@@ -17074,8 +17087,8 @@ static bool sending = false; // copies have begun, and end_exchange has to wait 
 static unsigned* meetings;
 
 // p points into memory of this rank. Returns the address of the same place in rank r's memory, or null if p is not in
-// opened memory. If p lies before a piece of memory, the offset is negative, and as a size_t it is larger than any
-// piece.
+// opened memory. If p lies before a region of memory, the offset is negative, and as a size_t it is larger than any
+// region.
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened) {
         const size_t offset = (char*)p - o.at[world.rank];
@@ -17090,7 +17103,7 @@ static void* at_rank(void* p, int r) {
 // opened memory, the program ends.
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
-    bytes = std::max<size_t>(bytes, 2 << 20); // a smaller piece could share a page with memory that must not be opened
+    bytes = std::max<size_t>(bytes, 2 << 20); // a smaller region could share a page with memory that must not be opened
     char* const own = (char*)device_alloc_bytes(bytes);
     std::vector<char*> at(world.size, own);
     cudaIpcMemHandle_t handle = {};
@@ -17159,15 +17172,15 @@ static void end_exchange() {
     meet();
 }
 
-// For each other rank r: copies piece(r) to the memory that rank r has opened, to the place in it that is reserved for
+// For each other rank r: copies part(r) to the memory that rank r has opened, to the place in it that is reserved for
 // this rank. The copies begin when the stream has done all its work so far.
-template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F piece) {
+template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F part) {
     follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
         // every rank begins with a different receiver, so that no link has several copies at once
         const int r = (world.rank + k) % world.size;
         char* const there = (char*)at_rank(to, r) + world.rank * bytes;
-        CUDA_CHECK(cudaMemcpyAsync(there, piece(r), bytes, cudaMemcpyDeviceToDevice, sender.queue));
+        CUDA_CHECK(cudaMemcpyAsync(there, part(r), bytes, cudaMemcpyDeviceToDevice, sender.queue));
     }
     sending = true;
 }
@@ -17175,11 +17188,11 @@ template <class F> static void send_directly(void* to, size_t bytes, const Strea
 // The next two functions are the operations of the interface. They use direct copies if the receiving array (recvbuf or
 // all) is opened memory. Otherwise they use NCCL, which sends bytes.
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream) {
-    auto piece = [&](int r) { return (const char*)sendbuf + r * bytes; };
-    if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *stream, piece);
+    auto part = [&](int r) { return (const char*)sendbuf + r * bytes; };
+    if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *stream, part);
     for (int r = 0; r < world.size; r++) {
         if (r == world.rank) continue;
-        nccl_check(ncclSend(piece(r), bytes, ncclInt8, r, communicator, stream->queue));
+        nccl_check(ncclSend(part(r), bytes, ncclInt8, r, communicator, stream->queue));
         nccl_check(ncclRecv((char*)recvbuf + r * bytes, bytes, ncclInt8, r, communicator, stream->queue));
     }
     stream->joined = true; // NCCL may add more than a kernel to the stream
@@ -17230,12 +17243,12 @@ static void mpi_check(int error) {
     die("MPI: %s", why);
 }
 
-// MPI wants the length of each piece, and its place, as numbers of floats. A rank does not send its own piece to
-// itself, so the length of this piece is 0.
+// MPI wants the length of each part, and its place, as numbers of floats. A rank does not send its own part to
+// itself, so the length of this part is 0.
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream*) {
-    const int floats = (int)(bytes / sizeof(float)); // floats of a piece
+    const int floats = (int)(bytes / sizeof(float)); // floats of a part
     std::vector<int> count(world.size, floats);
-    std::vector<int> first(world.size); // the first float of each piece
+    std::vector<int> first(world.size); // the first float of each part
     for (int r = 0; r < world.size; r++) first[r] = r * floats;
     count[world.rank] = 0;
     mpi_check(MPI_Alltoallv(sendbuf, count.data(), first.data(), MPI_FLOAT, //

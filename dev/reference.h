@@ -1673,40 +1673,40 @@ static inline void keep_known(float* x, const float* image, const float* mask, /
 // the optimiser
 //
 // Its arrays are flat: the parameters of every layer, one behind the other. A rank (one process of several) updates its
-// own slice of them, struct Slice, in pieces of PIECE floats. With one rank the slice is everything, and there is one
-// array of gradients. Sums are taken piece by piece, so that they do not depend on who owns which piece.
+// own slice of them, struct Slice, in stretches of STRETCH floats. With one rank the slice is everything, and there is
+// one array of gradients. Sums are taken stretch by stretch, so that they do not depend on who owns which stretch.
 
 // sum (flat) = [sum +] the ranks' gradients, always added in the order of the ranks.
-// squares (pieces) = the sum of squares of each piece of that, in double: the parts of the gradient's norm.
+// squares (stretches) = the sum of squares of each stretch of that, in double: the parts of the gradient's norm.
 static inline void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
     const Slice& slice = grads.slice;
 #pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < slice.owned(); i += PIECE) {
+    for (size_t i = 0; i < slice.owned(); i += STRETCH) {
         const size_t first = slice.flat(i); // may lie in the padding behind the last parameter
-        const size_t count = first < slice.n ? std::min(slice.n - first, PIECE) : 0;
-        float piece[PIECE]; // a copy: sum may lie where this rank's own gradients are
-        std::copy_n((add ? sum : grads.of(0)) + first, count, piece);
+        const size_t count = first < slice.n ? std::min(slice.n - first, STRETCH) : 0;
+        float stretch[STRETCH]; // a copy: sum may lie where this rank's own gradients are
+        std::copy_n((add ? sum : grads.of(0)) + first, count, stretch);
         for (int r = add ? 0 : 1; r < slice.ranks; r++) {
             const float* more = grads.of(r) + first;
 #pragma omp simd
-            for (size_t k = 0; k < count; k++) piece[k] += more[k];
+            for (size_t k = 0; k < count; k++) stretch[k] += more[k];
         }
-        std::copy_n(piece, count, sum + first);
+        std::copy_n(stretch, count, sum + first);
         double total = 0;
 #pragma omp simd reduction(+ : total)
         for (size_t k = 0; k < count; k++) {
-            total += (double)piece[k] * piece[k];
+            total += (double)stretch[k] * stretch[k];
         }
-        squares.at[0][first / PIECE] = total;
+        squares.at[0][first / STRETCH] = total;
     }
 }
 
 // state->grad_norm = sqrt(sum of squares), torch.nn.utils.clip_grad_norm_'s norm. With it and the batch's losses,
 // judge_batch decides whether the step is ok; a step that is not changes no parameter.
-static inline void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss,
+static inline void judge_step(StepState* state, const double* squares, size_t stretches, const double* loss,
                               const int* quarters, AdamW h, int B) {
     double total = 0;
-    for (size_t k = 0; k < pieces; k++) total += squares[k];
+    for (size_t k = 0; k < stretches; k++) total += squares[k];
     state->grad_norm = std::sqrt(total);
     LossSums losses{};
     for (int b = 0; b < B; b++) {
@@ -1744,9 +1744,9 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
     const float step_size = (float)(state->lr / correction1);
     const float root = (float)std::sqrt(correction2);
 #pragma omp parallel for schedule(static)
-    for (size_t first = 0; first < own.owned(); first += PIECE) {
+    for (size_t first = 0; first < own.owned(); first += STRETCH) {
         const size_t flat = own.flat(first); // ema, m and v hold the slice alone, the other arrays everything
-        const size_t count = flat < own.n ? std::min(own.n - flat, PIECE) : 0;
+        const size_t count = flat < own.n ? std::min(own.n - flat, STRETCH) : 0;
         float* const params = u.params.at[0] + flat;
         float* const ema = u.ema + first;
         float* const m = u.m + first;
