@@ -621,7 +621,7 @@ static inline void conv_backward_weight(float* dweight,                   // (Co
 // A GPU computes several layers' weight gradients in one launch. Here they don't wait for each other: each fills all
 // threads by itself (a load of 1).
 static inline double conv_weight_load(const ConvShape&) { return 1; }
-static inline void conv_backward_weights(const std::vector<WeightWork>& works, Lane* = MAIN_LANE) {
+static inline void conv_backward_weights(const std::vector<WeightWork>& works, Stream* = MAIN_STREAM) {
     for (const WeightWork& w : works)
         conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape);
 }
@@ -643,7 +643,7 @@ static inline ConvShape linear_shape(int B, int Cin, int Cout) {
 
 // out (B, Cout) = x (B, Cin) weight^T (Cin, Cout) + bias (Cout)
 static inline void linear_forward(float* out, const float* x, const float* weight, const float* bias, // as above
-                                  int B, int Cin, int Cout, Lane* = MAIN_LANE) {
+                                  int B, int Cin, int Cout, Stream* = MAIN_STREAM) {
     const ConvShape s = linear_shape(B, Cin, Cout);
     conv_forward(out, nullptr, x, nullptr, weight, bias, nullptr, 0, nullptr, s, {}, nullptr);
 }
@@ -661,7 +661,7 @@ static inline void linear_backward(GradOf<float> dx, float* dweight, float* dbia
 // SiLU: out = x * sigmoid(x), F.silu
 
 // out (n) from x (n)
-static inline void silu_forward(float* out, const float* x, size_t n, Lane* = MAIN_LANE) {
+static inline void silu_forward(float* out, const float* x, size_t n, Stream* = MAIN_STREAM) {
 #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < n; i++) {
         out[i] = Silu<float>::f(x[i]);
@@ -1198,7 +1198,7 @@ static inline void join_channels(float* out, const float* x, const float* cond, 
 
 // out (B, dim) = [cos(t f_i), sin(t f_i)] with f_i = max_period^(-i / half), half = dim / 2 (guided-diffusion's nn.py)
 static inline void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
-                                              Lane* = MAIN_LANE) {
+                                              Stream* = MAIN_STREAM) {
     const int half = dim / 2;
     const double log_period = std::log((double)max_period);
     for (int b = 0; b < B; b++) {
@@ -1216,7 +1216,7 @@ static inline void timestep_embedding_forward(float* out, const float* t, int B,
 // out (B, C) = x (B, C) + F.embedding(labels (B), table (rows, C))
 static inline void label_embedding_forward(float* out, const float* x,            // (B, C)
                                            const float* table, const int* labels, // (rows, C), (B)
-                                           int B, int C, Lane* = MAIN_LANE) {
+                                           int B, int C, Stream* = MAIN_STREAM) {
     for (int b = 0; b < B; b++) {
         const float* label_row = row_of(table, labels[b], C);
         const float* x_row = row_of(x, b, C);
@@ -1244,7 +1244,7 @@ static inline void label_embedding_backward(GradOf<float> dx, float* dtable,    
 
 // out (B, C) = x + values (B, K) weight (C, K)^T: a linear layer without a bias, added to x
 static inline void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B,
-                                            int K, int C, Lane* = MAIN_LANE) {
+                                            int K, int C, Stream* = MAIN_STREAM) {
     for (int b = 0; b < B; b++) {
         const float* values_row = row_of(values, b, K);
         for (int c = 0; c < C; c++) {
@@ -1328,14 +1328,14 @@ static inline void augment_images(float* out, Augmentation* drawn, float* canvas
     }
 }
 
-// weights (T), from history (T, HISTORY + 1); a step that was not ok is not remembered
-static inline void update_weights(double* weights, float* history,              // (T), (T, HISTORY + 1)
-                                  const NoiseLevel* levels, const double* loss, // (B)
-                                  const StepState* state, int T, int B) {
+// rms_losses (T), from history (T, HISTORY + 1); a step that was not ok is not remembered
+static inline void update_rms_losses(double* rms_losses, float* history,           // (T), (T, HISTORY + 1)
+                                     const NoiseLevel* levels, const double* loss, // (B)
+                                     const StepState* state, int T, int B) {
     const int samples = state->ok ? B : 0;
     for (int t = 0; t < T; t++) {
         float* row = row_of(history, t, HISTORY + 1);
-        weights[t] = remember_losses(row, t, levels, loss, samples);
+        rms_losses[t] = remember_losses(row, t, levels, loss, samples);
     }
 }
 
@@ -1673,40 +1673,40 @@ static inline void keep_known(float* x, const float* image, const float* mask, /
 // the optimiser
 //
 // Its arrays are flat: the parameters of every layer, one behind the other. A rank (one process of several) updates its
-// own slice of them, struct Slice, in pieces of PIECE floats. With one rank the slice is everything, and there is one
-// array of gradients. Sums are taken piece by piece, so that they do not depend on who owns which piece.
+// own slice of them, struct Slice, in stretches of STRETCH floats. With one rank the slice is everything, and there is
+// one array of gradients. Sums are taken stretch by stretch, so that they do not depend on who owns which stretch.
 
 // sum (flat) = [sum +] the ranks' gradients, always added in the order of the ranks.
-// squares (pieces) = the sum of squares of each piece of that, in double: the parts of the gradient's norm.
+// squares (stretches) = the sum of squares of each stretch of that, in double: the parts of the gradient's norm.
 static inline void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
     const Slice& slice = grads.slice;
 #pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < slice.owned(); i += PIECE) {
+    for (size_t i = 0; i < slice.owned(); i += STRETCH) {
         const size_t first = slice.flat(i); // may lie in the padding behind the last parameter
-        const size_t count = first < slice.n ? std::min(slice.n - first, PIECE) : 0;
-        float piece[PIECE]; // a copy: sum may lie where this rank's own gradients are
-        std::copy_n((add ? sum : grads.of(0)) + first, count, piece);
+        const size_t count = first < slice.n ? std::min(slice.n - first, STRETCH) : 0;
+        float stretch[STRETCH]; // a copy: sum may lie where this rank's own gradients are
+        std::copy_n((add ? sum : grads.of(0)) + first, count, stretch);
         for (int r = add ? 0 : 1; r < slice.ranks; r++) {
             const float* more = grads.of(r) + first;
 #pragma omp simd
-            for (size_t k = 0; k < count; k++) piece[k] += more[k];
+            for (size_t k = 0; k < count; k++) stretch[k] += more[k];
         }
-        std::copy_n(piece, count, sum + first);
+        std::copy_n(stretch, count, sum + first);
         double total = 0;
 #pragma omp simd reduction(+ : total)
         for (size_t k = 0; k < count; k++) {
-            total += (double)piece[k] * piece[k];
+            total += (double)stretch[k] * stretch[k];
         }
-        squares.at[0][first / PIECE] = total;
+        squares.at[0][first / STRETCH] = total;
     }
 }
 
 // state->grad_norm = sqrt(sum of squares), torch.nn.utils.clip_grad_norm_'s norm. With it and the batch's losses,
 // judge_batch decides whether the step is ok; a step that is not changes no parameter.
-static inline void judge_step(StepState* state, const double* squares, size_t pieces, const double* loss,
+static inline void judge_step(StepState* state, const double* squares, size_t stretches, const double* loss,
                               const int* quarters, AdamW h, int B) {
     double total = 0;
-    for (size_t k = 0; k < pieces; k++) total += squares[k];
+    for (size_t k = 0; k < stretches; k++) total += squares[k];
     state->grad_norm = std::sqrt(total);
     LossSums losses{};
     for (int b = 0; b < B; b++) {
@@ -1744,9 +1744,9 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
     const float step_size = (float)(state->lr / correction1);
     const float root = (float)std::sqrt(correction2);
 #pragma omp parallel for schedule(static)
-    for (size_t first = 0; first < own.owned(); first += PIECE) {
+    for (size_t first = 0; first < own.owned(); first += STRETCH) {
         const size_t flat = own.flat(first); // ema, m and v hold the slice alone, the other arrays everything
-        const size_t count = flat < own.n ? std::min(own.n - flat, PIECE) : 0;
+        const size_t count = flat < own.n ? std::min(own.n - flat, STRETCH) : 0;
         float* const params = u.params.at[0] + flat;
         float* const ema = u.ema + first;
         float* const m = u.m + first;

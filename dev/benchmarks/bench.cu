@@ -48,8 +48,8 @@ struct Stamp {
 static void stamp(Stamp* s) {
     cudaStreamCaptureStatus capture;
     if (!s->event) CUDA_CHECK(cudaEventCreate(&s->event));
-    CUDA_CHECK(cudaStreamIsCapturing(device.stream, &capture));
-    CUDA_CHECK(cudaEventRecordWithFlags(s->event, device.stream,
+    CUDA_CHECK(cudaStreamIsCapturing(device.queue, &capture));
+    CUDA_CHECK(cudaEventRecordWithFlags(s->event, device.queue,
                                         capture == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : 0));
 }
 static double microseconds(const Stamp& from, const Stamp& to) { // of work that is done
@@ -61,7 +61,7 @@ static double microseconds(const Stamp& from, const Stamp& to) { // of work that
 // No launch begins before the one before it has ended.
 static void one_by_one(bool on) {
     allowed.early = allowed.batches = !on;
-    device.side.stream = on ? device.stream : side_stream;
+    device.side.queue = on ? device.queue : side_queue;
 }
 #else
 struct Stamp {

@@ -55,9 +55,9 @@ static void check(Arrays& io) {
     float* ema2 = io.updated<float>("ema2_out", "ema");
     act* copy = make_copy(params, n); // the convolutions' weights in the type of the activations
     io.save_activation("copy", copy, {n});
-    const size_t pieces = (n + PIECE - 1) / PIECE;
+    const size_t stretches = (n + STRETCH - 1) / STRETCH;
     const Slice all = slice_of(n);
-    double *loss = io.memory.poisoned<double>(B), *squares = io.memory.poisoned<double>(pieces);
+    double *loss = io.memory.poisoned<double>(B), *squares = io.memory.poisoned<double>(stretches);
     const float* const t = io.host("t");
     std::vector<int> quarter(B); // of the diffusion's 1,000 timesteps
     for (int b = 0; b < B; b++) quarter[b] = (int)(4 * t[b] / 1000);
@@ -71,7 +71,7 @@ static void check(Arrays& io) {
         for (float* g : {grads, grads0}) copy_to_device(g, io.host("grads") + (size_t)s * n, n * sizeof(float));
         copy_to_device(loss, (const double*)io.get("losses", "f8").bytes.data() + s * B, B * sizeof(double));
         sum_gradients(grads, {{squares}}, RankGradients{grads, nullptr, all}, false);
-        judge_step(device_state, squares, pieces, loss, quarters, h, B);
+        judge_step(device_state, squares, stretches, loss, quarters, h, B);
         adamw_update({{{params}}, {{copy}}, all.n, ema, m, v, grads}, device_state, h, all);
         ema_update(ema2, params, device_state, (float)io.real("ema_rate2"), all);
         next_step(&device_state->step);
@@ -114,7 +114,7 @@ static void bench() {
         const std::vector<float> half(n, 0.5f);
         float* v = a.memory.upload(half.data(), n);
         act* copy = make_copy(params[0], n);
-        double* squares = device_alloc<double>(n / PIECE + 1);
+        double* squares = device_alloc<double>(n / STRETCH + 1);
         const Slice all = slice_of(n);
         bench_row(shape, "norm", norm_work, a, [&](int k) {
             sum_gradients(grads[k], {{squares}}, RankGradients{grads[k], nullptr, all}, false);

@@ -95,9 +95,9 @@ static __global__ void __launch_bounds__(256)
 static void conv_forward_v1(act* out, const act* x1, const act* x2, const act* weight, const float* bias,
                             const float* emb, int emb_stride, const act* residual, ConvShape s) {
     const dim3 grid(ceil_div(s.B * s.out_H() * s.out_W(), 64), ceil_div(s.Cout, 64));
-    conv_forward_v1_kernel<<<grid, 256, 0, device.stream>>>(values(out, s.out),
-                                                            ConvInput{values(x1, s.in), values(x2), s}, values(weight),
-                                                            ConvAddends{bias, emb, emb_stride, values(residual)});
+    conv_forward_v1_kernel<<<grid, 256, 0, device.queue>>>(values(out, s.out),
+                                                           ConvInput{values(x1, s.in), values(x2), s}, values(weight),
+                                                           ConvAddends{bias, emb, emb_stride, values(residual)});
     CUDA_CHECK(cudaGetLastError());
 }
 #else

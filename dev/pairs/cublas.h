@@ -73,7 +73,7 @@ struct CublasProduct {
         if (bias) cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
         const float one = 1;
         cublas_check(cublasLtMatmul(handle(), product, &one, b, first, a, second, &beta, out, result, out, result,
-                                    &ways[chosen].algo, workspace(), WORKSPACE, device.stream),
+                                    &ways[chosen].algo, workspace(), WORKSPACE, device.queue),
                      "a product");
     }
     // Chooses the fastest way; what is in out is lost.

@@ -16,7 +16,7 @@
 //
 //   version 0   the unweighted squared error as three passes: squares, which go to memory, their mean, the gradient; 28 B H W C bytes, and a sum by one thread per image
 //               (H200, 64x64x3, batch 32: 0.54 ms)
-//   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass), update_weights;
+//   shipped     draw_levels, q_sample_forward (which draws the noise where it mixes it), loss_forward_backward (everything in one pass), update_rms_losses;
 //               for ect draw_teachers, tuning_loss_forward_backward (two passes: the slope depends on the whole sample's distance)
 //
 //   make -C dev ddpm_loss && dev/ddpm_loss       python dev/pairs/ddpm_loss.py [--bench]
@@ -63,9 +63,9 @@ static void check(Arrays& io) {
     state.ok = 1;
     StepState* device_state = io.memory.upload(&state, 1);
     float* history = weighted ? io.updated<float>("history_out", "history") : nullptr;
-    double* weights = weighted ? io.output<double>("weights", {T}) : nullptr;
-    objective.weights = weights;
-    if (weighted) update_weights(weights, history, nullptr, nullptr, device_state, T, 0);
+    double* rms_losses = weighted ? io.output<double>("rms_losses", {T}) : nullptr;
+    objective.rms_losses = rms_losses;
+    if (weighted) update_rms_losses(rms_losses, history, nullptr, nullptr, device_state, T, 0);
     const int64_t step = io.integer("step"), sample0 = io.integer("sample0");
     const int64_t* device_step = io.memory.upload(&step, 1);
     auto key = [&](uint32_t purpose) { return RandomKey{(uint64_t)io.integer("seed"), purpose, device_step, sample0}; };
@@ -93,7 +93,7 @@ static void check(Arrays& io) {
     mix(x_t, levels, nullptr);
     loss_forward_backward(loss, io.output<float>("dout", {B, H, W, Cout}), out, target, x_t, levels, objective, factor,
                           B, H * W, C, Cout);
-    if (weighted) update_weights(weights, history, levels, loss, device_state, T, B);
+    if (weighted) update_rms_losses(rms_losses, history, levels, loss, device_state, T, B);
     if (objective.bound == 0 && config.min_snr_gamma == 0 && !weighted)
         mse_v0(io.output<double>("loss.v0", {B}), io.output<float>("dout.v0", {B, H, W, Cout}),
                io.memory.poisoned<float>((size_t)B * H * W * C), out, target, factor, B, H * W, C, Cout);

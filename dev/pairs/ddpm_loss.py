@@ -189,7 +189,7 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
             kept = [*row[:n].tolist(), value][-10:]
             row[: len(kept)], row[10] = torch.tensor(kept), len(kept)
         full = rows[:, 10] == 10
-        more = {"history_out": rows, "weights": torch.where(full, rows[:, :10].double().square().mean(1).sqrt(), -1.0)}
+        more = {"history_out": rows, "rms_losses": torch.where(full, rows[:, :10].double().square().mean(1).sqrt(), -1.0)}
         loss = loss * importance
     (dout,) = torch.autograd.grad(loss.sum() * float(np.float32(v["factor"])), out)
     return more | {"t": told, "quarters": quarters.double(), "target": target, "x_t": x_t, "loss": loss, "dout": dout}

@@ -88,7 +88,7 @@ static __global__ void __launch_bounds__(256) groupnorm_forward_v1_kernel(Values
 }
 
 static void groupnorm_forward_v1(act* out, const NormInputs& in) {
-    groupnorm_forward_v1_kernel<<<in.s.B * in.s.groups, 256, 0, device.stream>>>(values(out), in);
+    groupnorm_forward_v1_kernel<<<in.s.B * in.s.groups, 256, 0, device.queue>>>(values(out), in);
     CUDA_CHECK(cudaGetLastError());
 }
 #else

@@ -22,7 +22,7 @@
 #ifdef __CUDACC__ // of one layer; the program's are of several at once
 static void conv_backward_weight(float* dweight, float* dbias, float* demb, int emb_stride, const act* dout,
                                  const act* x1, const act* x2, ConvShape s) {
-    conv_backward_weights({{dweight, dbias, demb, emb_stride, dout, x1, x2, s}}, MAIN_LANE);
+    conv_backward_weights({{dweight, dbias, demb, emb_stride, dout, x1, x2, s}}, MAIN_STREAM);
 }
 #endif
 
@@ -62,7 +62,7 @@ struct Memory {
         void* p = device_alloc<char>(n);
         blocks.push_back(p);
 #ifdef __CUDACC__
-        CUDA_CHECK(cudaMemsetAsync(p, 0xFF, n, device.stream));
+        CUDA_CHECK(cudaMemsetAsync(p, 0xFF, n, device.queue));
 #else
         memset(p, 0xFF, n);
 #endif
@@ -393,9 +393,9 @@ template <class F> static double median_microseconds(int copies, F run) {
     CUDA_CHECK(cudaEventCreate(&end));
     auto time = [&](auto work) {
         float ms = 0;
-        CUDA_CHECK(cudaEventRecord(start, device.stream));
+        CUDA_CHECK(cudaEventRecord(start, device.queue));
         work();
-        CUDA_CHECK(cudaEventRecord(end, device.stream));
+        CUDA_CHECK(cudaEventRecord(end, device.queue));
         CUDA_CHECK(cudaEventSynchronize(end));
         CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
         return 1e3 * ms;

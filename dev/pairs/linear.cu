@@ -52,7 +52,7 @@ static __global__ void __launch_bounds__(256) linear_forward_v1_kernel(float* ou
 }
 static void linear_forward_v1(float* out, const float* x, const float* weight, const float* bias, int B, int Cin,
                               int Cout) {
-    linear_forward_v1_kernel<<<ceil_div(B * Cout, 8), 256, 0, device.stream>>>(out, x, weight, bias, B, Cin, Cout);
+    linear_forward_v1_kernel<<<ceil_div(B * Cout, 8), 256, 0, device.queue>>>(out, x, weight, bias, B, Cin, Cout);
     CUDA_CHECK(cudaGetLastError());
 }
 #endif

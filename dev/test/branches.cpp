@@ -16,11 +16,11 @@ int main(int argc, char** argv) {
         if (word == "fail") die("a mistake");
         if (word == "exchange") {
             come_to("an exchange");
-            all_gather(all.data(), own.data(), own.size() * sizeof(float), MAIN_LANE);
+            all_gather(all.data(), own.data(), own.size() * sizeof(float), MAIN_STREAM);
         }
         if (word == "sums") {
             come_to("an exchange of sums");
-            all_to_all(all.data(), all.data(), own.size() * sizeof(float), MAIN_LANE);
+            all_to_all(all.data(), all.data(), own.size() * sizeof(float), MAIN_STREAM);
         }
     }
     return 0;
