@@ -4804,24 +4804,19 @@ static int64_t image_at_position(const Dataset& d, const Config& c, bool trainin
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
-// Reads image i into memory at `to`, as read_image does. An image that holds a value that is not finite can't be used
-// either.
-static bool read_finite_image(Dataset* d, int64_t i, uint8_t* to) {
-    if (!read_image(d, i, to)) return false;
-    if (d->bytes == 1) return true;
-    const size_t values = d->image_bytes() / d->bytes;
-    bool finite = true;
-    for (size_t k = 0; k < values; k++) finite = finite && std::isfinite(image_value(to, d->bytes, k));
-    if (finite) return true;
-    d->error = d->path + text(": image %ld holds a value that is not finite; make the file again", i);
-    if (world.size > 1) refuse(d->error); // as read_image does
-    return false;
-}
-
-// Reads the picture that image i is conditioned on into memory at `to`. Returns what read_finite_image returns.
+// Reads the picture that image i is conditioned on into memory at `to`. Returns what read_image returns.
 static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
-    if (read_finite_image(d->cond.get(), i, to)) return true;
-    d->error = d->cond->error;
+    Dataset* const cond = d->cond.get();
+    if (!read_image(cond, i, to)) {
+        d->error = cond->error;
+        return false;
+    }
+    bool finite = true;
+    const size_t values = cond->image_bytes() / cond->bytes;
+    for (size_t k = 0; k < values; k++) finite = finite && std::isfinite(image_value(to, cond->bytes, k));
+    if (finite) return true;
+    d->error = cond->path + text(": image %ld holds a value that is not finite; make the file again", i);
+    if (world.size > 1) refuse(d->error); // as read_image does
     return false;
 }
 
@@ -4858,7 +4853,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     for (int k = 0; k < own_images; k++) {
         const int64_t b = sample(k);
         const int64_t i = image(first + b);
-        if (!read_finite_image(d, i, batch->host + k * d->image_bytes())) return false;
+        if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
         if (d->cond && !read_picture(d, i, pictures + k * d->cond->image_bytes())) return false;
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
         const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);

@@ -106,8 +106,8 @@ def to_tensors(
     labels = torch.from_numpy(data.labels[index].astype(np.int64)).to(device) if config.class_cond else None
     conditions = {"values": torch.from_numpy(data.values[index]).to(device)} if config.cond_dim else {}
     if config.cond_channels and not config.cond:
-        conditions["cond"] = torch.from_numpy(data.pictures.read_finite(index)).to(device)
-    return torch.from_numpy(data.read_finite(index)).to(device), labels, conditions
+        conditions["cond"] = torch.from_numpy(data.read_pictures(index)).to(device)
+    return torch.from_numpy(data.read_floats(index)).to(device), labels, conditions
 
 
 def pictures_of(conditions: Conditions) -> list[torch.Tensor]:
@@ -829,7 +829,7 @@ def grid_pictures(config: Config, data: Data) -> torch.Tensor | None:
     first = np.arange(min(len(data.images), config.num_samples))
     if config.cond:
         return made_pictures(config, torch.from_numpy(data.read_floats(first)), 0, torch.from_numpy(first))
-    return torch.from_numpy(data.pictures.read_finite(first))
+    return torch.from_numpy(data.read_pictures(first))
 
 
 def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data) -> None:

@@ -61,14 +61,6 @@ class Data:
         images = self.read(index)
         return images.astype(np.float32) / np.float32(127.5) - np.float32(1) if images.dtype == np.uint8 else np.ascontiguousarray(images, np.float32)
 
-    def read_finite(self, index: np.ndarray) -> np.ndarray:
-        """What read_floats returns. DataError if an image can't be trained on, because one of its values is not finite."""
-        images = self.read_floats(index)
-        for i, image in zip(index.tolist(), images):
-            if not np.isfinite(image).all():
-                raise DataError(f"{self.path}: image {i} holds a value that is not finite; make the file again")
-        return images
-
     def check(self, config: Config) -> None:
         """UserError if a model of this configuration can't be trained on it."""
         _, channels, height, width = self.images.shape
@@ -88,6 +80,14 @@ class Data:
         if self.pictures and self.pictures.images.shape[1] != config.cond_channels:
             told = f"its pictures have {self.pictures.images.shape[1]} channels and the model takes --cond_channels {config.cond_channels}"
             raise UserError(f"{self.pictures.path}: {told}")
+
+    def read_pictures(self, index: np.ndarray) -> np.ndarray:
+        """The pictures that these images are conditioned on, as float32."""
+        pictures = self.pictures.read_floats(index)
+        for i, picture in zip(index.tolist(), pictures):
+            if not np.isfinite(picture).all():
+                raise DataError(f"{self.pictures.path}: image {i} holds a value that is not finite; make the file again")
+        return pictures
 
 
 def values_block(values: Sequence[np.ndarray] | np.ndarray, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
