@@ -16,87 +16,87 @@
 //   3336         the level of a training sample, drawn, and its share of the loss
 //   3793         samplers
 //   4345     9. Data: .bin files that may be larger than memory, the order of their images
-//   4877    10. Model files: weights and checkpoints, initial weights
-//   5273    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5288         the learning rate, the verdict on a step, averages of the weights
-//   5375         what a trainer holds
-//   5510         a step
-//   5809    12. A run: log, guard, checkpoints, resume, samples
-//   5834         the log in memory, as the page shows it
-//   5946         what a run holds
-//   6014         the log and the status line
-//   6204         checkpoints, snapshots and grids
-//   6470         the start of a run: new, from a file's weights, or resumed
-//   6670         the loop over the steps
-//   6786         a run from its first to its last line
-//   6956         samples, without a run
-//   7115    13. main: the command line, then a run or samples
-//   7396         what ranks must have in common
-//   7467         main
-//   7592  Part II. The device
-//   7595    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7675    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7745    16. The GPU: what all kernels share
-//   7810         Launches, which may overlap
-//   7854         Decisions: what kernels are chosen with
-//   7902         Single instructions: shared memory, mbarriers, clusters
-//   7987         Activations: pieces of 16 bytes
-//   8284         each_kernel: a thread for an element
-//   8298         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8461         Swizzle: how rows lie in shared memory
-//   8479         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8724         building blocks of Hopper's kernels (sm_90a)
-//   9022    17. Small operations: resampling, embeddings, diffusion
-//   9025         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9226         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9583         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10092    18. Group norm
-//  10095         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10629         groupnorm_backward_whole: an image's slab in shared memory
-//  11007    19. Attention
-//  11113         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11658         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11796         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12477    20. Convolution
-//  12517         ConvOut: results, 4 channels of a pixel at a time
-//  12755         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12818         conv_halo: 3x3, stride 1, any GPU
-//  13224         conv_gather: any kernel size and stride, any GPU
-//  13487         conv_few: the first and the last layer
-//  13659         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14239         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14358         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14827         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15271         conv_weight_tma: weight gradients (sm_90a)
-//  15562    21. The optimiser
-//  15565         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15797    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15800         groupnorm_backward
-//  15938         attention: forward and, where a has dout, backward
-//  16000         convolution: forward and input gradient
-//  16460         convolution: weight gradients
-//  16809    23. The GPU: memory, copies, repeated work
-//  17032    24. Between ranks: from device to device
+//   4872    10. Model files: weights and checkpoints, initial weights
+//   5268    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5283         the learning rate, the verdict on a step, averages of the weights
+//   5370         what a trainer holds
+//   5505         a step
+//   5804    12. A run: log, guard, checkpoints, resume, samples
+//   5829         the log in memory, as the page shows it
+//   5941         what a run holds
+//   6009         the log and the status line
+//   6199         checkpoints, snapshots and grids
+//   6465         the start of a run: new, from a file's weights, or resumed
+//   6665         the loop over the steps
+//   6781         a run from its first to its last line
+//   6951         samples, without a run
+//   7110    13. main: the command line, then a run or samples
+//   7391         what ranks must have in common
+//   7462         main
+//   7587  Part II. The device
+//   7590    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7670    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7740    16. The GPU: what all kernels share
+//   7805         Launches, which may overlap
+//   7849         Decisions: what kernels are chosen with
+//   7897         Single instructions: shared memory, mbarriers, clusters
+//   7982         Activations: pieces of 16 bytes
+//   8279         each_kernel: a thread for an element
+//   8293         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8456         Swizzle: how rows lie in shared memory
+//   8474         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8719         building blocks of Hopper's kernels (sm_90a)
+//   9017    17. Small operations: resampling, embeddings, diffusion
+//   9020         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9221         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9578         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10087    18. Group norm
+//  10090         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10624         groupnorm_backward_whole: an image's slab in shared memory
+//  11002    19. Attention
+//  11108         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11653         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  11791         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12472    20. Convolution
+//  12512         ConvOut: results, 4 channels of a pixel at a time
+//  12750         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  12813         conv_halo: 3x3, stride 1, any GPU
+//  13219         conv_gather: any kernel size and stride, any GPU
+//  13482         conv_few: the first and the last layer
+//  13654         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14234         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+//  14353         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  14822         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15266         conv_weight_tma: weight gradients (sm_90a)
+//  15557    21. The optimiser
+//  15560         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  15792    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  15795         groupnorm_backward
+//  15933         attention: forward and, where a has dout, backward
+//  15995         convolution: forward and input gradient
+//  16455         convolution: weight gradients
+//  16804    23. The GPU: memory, copies, repeated work
+//  17027    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7588, run_program 7528, train 6912, run_step 6720, train_step 5743, load_batch 4834;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16940):
-//     step_gradients 5642: draw_levels 9597, forward_and_loss 5556, q_sample_forward 9788, unet_forward 2959,
-//     forward_layer 2945 (a function of the layer's kind), loss_forward_backward 9899, unet_backward 3025,
-//     conv_backward_weights 16802 (weight gradients, on the side stream); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 15612;
-//     judge_step 15659, update_slice 5708, adamw_update 15770, next_step 15665, record_step 15671;
-//     later collect_steps 6674
+//     main 7583, run_program 7523, train 6907, run_step 6715, train_step 5738, load_batch 4829;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 16935):
+//     step_gradients 5637: draw_levels 9592, forward_and_loss 5551, q_sample_forward 9783, unet_forward 2959,
+//     forward_layer 2945 (a function of the layer's kind), loss_forward_backward 9894, unet_backward 3025,
+//     conv_backward_weights 16797 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 15607;
+//     judge_step 15654, update_slice 5703, adamw_update 15765, next_step 15660, record_step 15666;
+//     later collect_steps 6669
 //   pictures, from noise: sample_batch 4260, plan_route 4025, device_step 4069, euler_step 3823 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16335 draws all of its roads):
-//     forward_conv 2178; conv_forward 16370, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16286 above that; conv_tiles 14812, with conv_tiles_kernel above it;
-//     Accumulators 8955; Wgmma 8543;
-//     on any other GPU pick_conv_halo_bf16 16074; conv_halo 13211, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8349
-//   why several GPUs compute the bits of one: step_gradients 5642
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 331, Silu 7638, with_nonlinearity 7648 (a case);
+//   a convolution, to the tensor cores (a table above conv_product 16330 draws all of its roads):
+//     forward_conv 2178; conv_forward 16365, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16281 above that; conv_tiles 14807, with conv_tiles_kernel above it;
+//     Accumulators 8950; Wgmma 8538;
+//     on any other GPU pick_conv_halo_bf16 16069; conv_halo 13206, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8344
+//   why several GPUs compute the bits of one: step_gradients 5637
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 331, Silu 7633, with_nonlinearity 7643 (a case);
 //     BEHIND_NORMS, in front of add_norm 2392, chooses it
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3265
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 446, and beside each other edm_question 3108,
@@ -105,16 +105,16 @@
 //     LayerKind 2070; add_resblock 2443 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 274, with a list of all places in front of it
-//   samples in FP8 (--precision fp8): choose_fp8 2620 chooses the convolutions, make_fp8_weights 5203 rounds their
-//     weights, pack_fp8 8063 rounds what a norm writes, conv_product_fp8 16363 picks the kernel, WgmmaFp8 8578
+//   samples in FP8 (--precision fp8): choose_fp8 2620 chooses the convolutions, make_fp8_weights 5198 rounds their
+//     weights, pack_fp8 8058 rounds what a norm writes, conv_product_fp8 16358 picks the kernel, WgmmaFp8 8573
 //     multiplies
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
 //     or must (host/files.h), of wrong 1258 (a flag's value), or of a function beside it whose name ends in _unless.
 //     unknown_word 1172 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1178.
-//     Two functions print a message while the run goes on: report_bad_step 6458 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6248 that a file could not be written yet.
-//     stop_run 6222 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 6453 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6243 that a file could not be written yet.
+//     stop_run 6217 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
