@@ -73,6 +73,7 @@ def places(messages: str) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.long
 def test_the_compiler_names_all_places(source: Path) -> None:
     warnings = flags(ROOT / "dev/cpu.mk", "WARNINGS")
     command = [os.environ.get("CXX", "g++"), "-x", "c++", "-std=c++20", "-fsyntax-only", *warnings, str(source)]

@@ -855,6 +855,7 @@ def test_random_kills_and_full_disks(data: Path, tmp_path: Path) -> None:
     assert counts["kills"]
 
 
+@pytest.mark.long
 def test_the_fuzzers_compile() -> None:
     """`make fuzz` needs clang and ten minutes; whether the program still has what dev/test/fuzz.cpp calls, any compiler says in seconds."""
     warnings = ["-Wno-unknown-pragmas", "-Wno-unused-function"]

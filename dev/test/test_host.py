@@ -27,6 +27,7 @@ def compiled(folder: Path, source: str) -> Path:
     return folder / "own"
 
 
+@pytest.mark.long
 def test_another_program_can_use_files_and_png(tmp_path: Path) -> None:
     own = compiled(
         tmp_path,

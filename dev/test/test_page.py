@@ -335,6 +335,7 @@ def seconds_of(folder: Path) -> np.ndarray:
         return np.array([float(row["seconds"] or "nan") for row in csv.DictReader(f)])
 
 
+@pytest.mark.long
 def test_seconds_add_up_over_resumes(run: Callable, open_page: Callable, data: Path, tmp_path: Path) -> None:
     """Both programs write them; rows of logs that lack them, as older programs wrote, count with their ms."""
     import torch
