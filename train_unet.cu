@@ -271,9 +271,9 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              true once Hopper's kernels know the type: conv_tiles and conv_small have the element as
 //                              a template parameter, and all others are written for bf16
 //   pick_conv_gather           Only bf16 has its widest tile
-enum class Element : uint8_t { FP32, BF16, FP8 };
+enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
-    const char* name; // its word for --precision
+    const char* name; // its word for --precision, if it has one
     size_t bytes;
 };
 constexpr ElementFacts facts_of(Element e) {
@@ -281,11 +281,13 @@ constexpr ElementFacts facts_of(Element e) {
     case Element::FP32: return {"fp32", 4};
     case Element::BF16: return {"bf16", 2};
     case Element::FP8: return {"fp8", 1};
+    case Element::FP8_GRADIENT: return {"fp8 of a gradient", 1};
     }
     ALL_CASES_RETURN
 }
 constexpr const char* name_of(Element e) { return facts_of(e).name; }
 constexpr size_t bytes_of(Element e) { return facts_of(e).bytes; }
+constexpr bool is_fp8(Element e) { return e == Element::FP8 || e == Element::FP8_GRADIENT; }
 
 // The element of activations, and of the copy of the convolutions' weights that kernels read. start_device sets it. It
 // is never FP8. All other weights, and all gradients of weights, are in fp32.
@@ -294,30 +296,66 @@ static size_t act_bytes() { return bytes_of(act_element); }
 // If activations are fp32, there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
 
-// FP8 is the format e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): a sign, four bits of exponent, and three of
-// mantissa. Its largest number is FP8_MAX. Below 2^-6 its numbers are the multiples of 2^-9. There is no infinity.
-constexpr float FP8_MAX = 448;
-constexpr uint8_t FP8_NAN = 0x7F;
-// Rounds to the nearest FP8 number, ties to even. If |v| is larger than FP8_MAX, it is rounded to FP8_MAX. Kernels
-// round in the same way (pack_fp8).
-static inline uint8_t fp8_bits(float v) {
+// FP8 has two formats (Micikevicius et al. 2022, arXiv:2209.05433). Both have a sign, an exponent and a mantissa, and
+// the exponent is stored plus a bias:
+//   Element::FP8            e4m3: four bits of exponent, three of mantissa. For values: activations and weights.
+//   Element::FP8_GRADIENT   e5m2: five bits of exponent, two of mantissa. For gradients of activations, whose sizes
+//                           differ more.
+struct Fp8Format {
+    int mantissa;         // bits of the mantissa
+    int bias;             // of the exponent
+    float largest;        // the largest number
+    uint8_t largest_bits; // its bits
+};
+constexpr Fp8Format E4M3{.mantissa = 3, .bias = 7, .largest = 448, .largest_bits = 0x7E};
+constexpr Fp8Format E5M2{.mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B};
+constexpr uint8_t FP8_NAN = 0x7F; // in both formats
+// Rounds to the nearest FP8 number, ties to even. If |v| is larger than the largest number, it is rounded to that.
+// Kernels round in the same way (pack_fp8).
+static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     const uint8_t sign = std::signbit(v) ? 0x80 : 0;
     const float size = std::fabs(v);
     if (std::isnan(v)) return FP8_NAN;
-    if (size >= FP8_MAX) return sign | (FP8_NAN - 1);
-    if (size < 0x1p-6f) return sign | (uint8_t)std::lrintf(size * 0x1p9f);
-    uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa; the FP8 number keeps 3 of the 23
+    if (size >= f.largest) return sign | f.largest_bits;
+    uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa
     memcpy(&bits, &size, sizeof bits);
-    bits += 0x7FFFF + (bits >> 20 & 1);
-    return sign | (uint8_t)((bits >> 20) - ((127 - 7) << 3)); // fp32 stores its exponent plus 127, FP8 plus 7
+    // fp32 stores its exponent plus 127. Below the smallest normal number, FP8 numbers are multiples of one step.
+    const int smallest_normal = 127 + 1 - f.bias; // its exponent, as fp32 stores it
+    if ((int)(bits >> 23) < smallest_normal)
+        return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
+    const int dropped = 23 - f.mantissa; // the FP8 number keeps the other bits of the mantissa
+    bits += (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
+    return sign | (uint8_t)((bits >> dropped) - ((127 - f.bias) << f.mantissa));
 }
-[[maybe_unused]] static inline float fp8_value(uint8_t bits) { // only the CPU build calls this
-    const int exponent = bits >> 3 & 15;
-    const int mantissa = bits & 7;
-    if ((bits & 0x7F) == FP8_NAN) return NAN;
-    const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+// e5m2 has infinities, too. fp8_bits does not make them.
+[[maybe_unused]] static inline float fp8_value(uint8_t bits, const Fp8Format& f = E4M3) {
+    const int exponent = (bits & 0x7F) >> f.mantissa;
+    const int mantissa = bits & ((1 << f.mantissa) - 1);
+    if ((bits & 0x7F) > f.largest_bits) return NAN;
+    const int of_step = std::max(exponent, 1) - f.bias - f.mantissa; // the last bit of the mantissa is worth 2^of_step
+    const float size = std::ldexp((float)(mantissa + (exponent ? 1 << f.mantissa : 0)), of_step);
     return bits & 0x80 ? -size : size;
 }
+
+// Where an operation also writes its result in FP8: each value is multiplied by *factor and then rounded. If bytes is
+// null, there is no such copy.
+struct Fp8Copy {
+    uint8_t* bytes = nullptr;
+    const float* factor = nullptr;
+};
+
+// --precision fp8, in training: the factors of values and weights, before they are rounded to FP8 (e4m3). They are
+// powers of 2, so multiplying by them rounds nothing. A value larger than 28, and a weight larger than 3.5, becomes the
+// largest number of FP8. gradient_factor returns the factor of gradients.
+constexpr float FP8_VALUE_FACTOR = 16;
+constexpr float FP8_WEIGHT_FACTOR = 128;
+
+// Convolutions whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
+// lie in a flat array
+struct WeightRounding {
+    size_t offset;
+    int Cout, Cin;
+};
 
 // A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array, or two arrays of C1 and
 // C2 channels. With upsample = 1 the convolution is 3x3, its stride is 1, and it reads its input enlarged to 2H x 2W.
@@ -633,6 +671,8 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 // skip, the convolution also computes a skip connection and adds its result; conv_takes_skip returns whether this is
 // possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and
 // out = factors * conv(x1, weight) + the same addends (bias and so on).
+// If s.out is FP8_GRADIENT, conv_backward_input reads dout in FP8 (e5m2), and the weights in FP8 (e4m3) as round_weights
+// has turned them. Then dx1 = factors * (the sum of products), and there is one input, without addends.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -645,7 +685,8 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
                          const float* factors = nullptr); // [(Cout)]: only with FP8
 static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
-                                const act* weight, ConvShape s);
+                                const act* weight, ConvShape s,
+                                const float* factors = nullptr); // [(C1)]: only with FP8
 // Computes the weight gradients of several layers together. conv_weight_load returns what fraction of the device the
 // weight gradient of one layer keeps busy; 1 or more: it needs no other layer beside it.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream);
@@ -653,24 +694,32 @@ static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
 // with xhat = (x - mean) rstd. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). The columns [0, C)
-// of scale_shift are scale, and the columns [C, 2C) are shift. With a factor, the result is multiplied by the factor
-// and rounded to FP8.
-static void groupnorm_forward(act* out,                    // (B, HW, C)
+// of scale_shift are scale, and the columns [C, 2C) are shift. The result is written to out, to fp8, or to both.
+// groupnorm_backward also writes dx1 and dx2, with their addends, in FP8 (e5m2), if dx1_fp8 and dx2_fp8 are given.
+static void groupnorm_forward(act* out,                    // [(B, HW, C)]
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
                               const act* x2, Stats stats2, // [(B, HW, C2)], and its sums
                               const float* weight,         // (C)
                               const float* bias,           // (C)
                               const float* scale_shift,    // [(B, ss_stride)]
-                              int ss_stride, Dropout dropout, NormShape s,
-                              const float* factor = nullptr); // [(1)]: of FP8
-static void groupnorm_backward(Grad dx1, Grad dx2,            // as x1 and x2
-                               float* dweight, float* dbias,  // (C): they may be incomplete until finish_gradients
-                               float* dscale_shift,           // [as scale_shift]
-                               const act* dout,               // as out
+                              int ss_stride, Dropout dropout, NormShape s, Fp8Copy fp8 = {});
+static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
+                               float* dweight, float* dbias, // (C): they may be incomplete until finish_gradients
+                               float* dscale_shift,          // [as scale_shift]
+                               const act* dout,              // as out
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
-                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
-                               NormShape s);
+                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s,
+                               Fp8Copy dx1_fp8 = {}, Fp8Copy dx2_fp8 = {});
+
+// --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. They have the same
+// places as in a flat array, and each weight is multiplied by FP8_WEIGHT_FACTOR. `turned` has the order that input
+// gradients read. round_gradient writes n numbers in e5m2.
+static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution
+                          uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
+                          const act* copy,  // flat: the weights as other convolutions read them
+                          const std::vector<WeightRounding>& works);
+static void round_gradient(Fp8Copy fp8, const act* dout, size_t n);
 
 // Attention of T pixels to each other: out = softmax(q k^T / sqrt(d)) v, with C = heads * d channels.
 static void attention_forward(act* out,         // (B, T, C)
@@ -1825,13 +1874,14 @@ struct Tensor {
     Element element = Element::FP32; // act_element; or FP32: input, output, embeddings, patches; or FP8: see choose_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
+    int fp8 = -1;                    // if a convolution reads it in FP8: the buffer of the FP8 numbers (plan_fp8)
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
     bool needs_grad = false;         // the layer that writes it has a backward pass
 };
 
-// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2.
+// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: the layer also writes d in FP8.
 struct GradPlan {
-    int d = -1, add1 = -1, add2 = -1;
+    int d = -1, add1 = -1, add2 = -1, fp8 = -1;
 };
 
 struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...: see "The kinds of layers" below
@@ -1843,6 +1893,7 @@ struct Layer {
     int residual = -1;              // CONV: a tensor that is added to the result, unless there is a skip
     int emb = -1, emb_offset = 0;   // the tensor of embedding projections, and this layer's first column in it
     int kernel = 1, stride = 1, upsample = 0;       // CONV
+    bool fp8 = false;                               // CONV: --precision fp8 has chosen it (choose_fp8)
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
@@ -1852,6 +1903,8 @@ struct Layer {
     // The plan (see plan_gradients, plan_waits, plan_fusions).
     GradPlan d1{}, d2{};      // the gradients of x1 and x2
     int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
+    int dout_fp8 = -1;        // CONV with FP8: the buffer of dout in FP8
+    bool rounds_dout = false; // CONV with FP8: it writes dout_fp8 itself, because the layer that writes dout does not
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
     int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
     bool fused = false;       // forward: the next layer's operation also computes this layer
@@ -1898,10 +1951,15 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
-// With --precision fp8: weights in FP8, and the factors that belong to them (see make_fp8_weights).
+// With --precision fp8: weights in FP8, and the factors that belong to them (make_fp8_weights, make_fp8_training).
+// Without `weights`, a walk has no FP8. Without `turned`, it is a walk of sampling.
 struct Fp8Weights {
     const uint8_t* weights = nullptr;
     const float* factors = nullptr;
+    // Training:
+    const uint8_t* turned = nullptr;
+    const float* gradient_factor = nullptr; // (1): what gradients are multiplied by before they are rounded
+    const float* dx_factors = nullptr;      // (C), all the same: what turns the sums of an input gradient into values
 };
 // The parameters of a network: in fp32, and the convolutions' weights once more in the type of the activations.
 struct Weights {
@@ -1937,10 +1995,8 @@ struct LayerArgs {
     act* out;
     Stats stats1, stats2, out_stats;
     const float *weight, *bias;
-    const act* copy; // the weight in the activations' type
-    const uint8_t* fp8_weight;
-    const float *fp8_factors, *fp8_factor; // fp8_factors: of a convolution that reads FP8; fp8_factor: of a norm
-    const float* emb;                      // (B, emb_stride), from this layer's first column on
+    const act* copy;  // the weight in the activations' type
+    const float* emb; // (B, emb_stride), from this layer's first column on
     int emb_stride;
     float* saved;
     Dropout dropout; // the dropout that follows this layer
@@ -1950,6 +2006,13 @@ struct LayerArgs {
     const act* dout;
     Grad d1, d2;
     float *dweight, *dbias, *demb;
+
+    // FP8; null if this walk or this layer has none.
+    const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, and its weights in both orders
+    const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of out and of the input gradient
+    Fp8Copy out_fp8;                            // GROUPNORM
+    Fp8Copy dout_fp8;                           // CONV
+    Fp8Copy d1_fp8, d2_fp8;                     // GROUPNORM
 
     int tokens() const { return H * W; } // attention's T
     Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
@@ -2013,11 +2076,15 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
             a.bias = walk.weights.fp32 + bias;
         }
         if (walk.weights.copy) a.copy = (const act*)((const char*)walk.weights.copy + weight * act_bytes());
-        if (x.element == Element::FP8) {
-            a.fp8_weight = walk.weights.fp8.weights + weight;
-            a.fp8_factors = walk.weights.fp8.factors + bias;
+        const Fp8Weights& fp8 = walk.weights.fp8;
+        if (fp8.weights && layer.fp8) {
+            a.x_fp8 = memory_of(x.fp8);
+            a.weight_fp8 = (const act*)(fp8.weights + weight);
+            a.factors_fp8 = fp8.factors + bias;
+            if (fp8.turned) a.turned_fp8 = (const act*)(fp8.turned + weight);
+            a.dx_factors_fp8 = fp8.dx_factors;
         }
-        if (out.element == Element::FP8) a.fp8_factor = walk.weights.fp8.factors + weight;
+        if (fp8.weights && out.fp8 >= 0) a.out_fp8 = {(uint8_t*)memory_of(out.fp8), fp8.factors + weight};
         if (walk.grads) {
             a.dweight = walk.grads + weight;
             a.dbias = walk.grads + bias;
@@ -2046,6 +2113,12 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.dout = buffer_data(net, layer.dout);
     a.d1 = grad(layer.d1);
     a.d2 = grad(layer.d2);
+    auto gradient_fp8 = [&](int buffer) {
+        return Fp8Copy{buffer_data<uint8_t>(net, buffer), walk.weights.fp8.gradient_factor};
+    };
+    a.dout_fp8 = gradient_fp8(layer.dout_fp8);
+    a.d1_fp8 = gradient_fp8(layer.d1.fp8);
+    a.d2_fp8 = gradient_fp8(layer.d2.fp8);
     return a;
 }
 
@@ -2053,8 +2126,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
 // (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. There are a few
 // exceptions, for what only a convolution or a norm needs. There the code asks for the kind itself, as in
-// `kind == &CONV` (check_conv_params, choose_fp8, plan_waits, plan_fusions, plan_lifetimes, WeightGradients,
-// unet_backward, make_fp8_weights).
+// `kind == &CONV` (check_conv_params, choose_fp8, plan_fp8, plan_waits, plan_fusions, plan_lifetimes, WeightGradients,
+// unet_backward).
 //
 // A new kind must keep three promises. Its backward_reads names every tensor that its backward function reads, or their
 // memory is used again too early. Its backward function adds the addends (add1, add2) to each gradient that it writes,
@@ -2176,11 +2249,23 @@ constexpr LayerKind VALUES{
 // Its backward function only computes the input's gradient: the weight gradients of several layers are computed
 // together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
-    const act* const weight = a.fp8_weight ? (const act*)a.fp8_weight : a.copy;
+    ConvShape s = a.conv();
+    const act *x1 = a.x1, *weight = a.copy;
+    if (a.weight_fp8) {
+        x1 = a.x_fp8;
+        weight = a.weight_fp8;
+        s.in = Element::FP8;
+    }
     conv_forward(a.out, a.stats(), // what it writes
-                 a.x1, a.x2, weight, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip, a.fp8_factors);
+                 x1, a.x2, weight, a.bias, a.emb, a.emb_stride, a.residual, s, a.skip, a.factors_fp8);
 }
-static void backward_conv(LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); }
+static void backward_conv(LayerArgs& a) {
+    ConvShape s = a.conv();
+    if (!a.turned_fp8) return conv_backward_input(a.d1, a.d2, a.dout, a.copy, s);
+    if (a.layer->rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)a.B * a.Hout * a.Wout * a.Cout);
+    s.out = Element::FP8_GRADIENT;
+    conv_backward_input(a.d1, a.d2, (const act*)a.dout_fp8.bytes, a.turned_fp8, s, a.dx_factors_fp8);
+}
 static double conv_flops(const LayerArgs& a) {
     const double weights = (double)a.net->params[a.layer->weight].size;
     return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
@@ -2201,15 +2286,16 @@ constexpr LayerKind CONV{
 // A group norm, with the nonlinearity and the dropout that follow it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
-    groupnorm_forward(a.out, mean, a.rstd(),          // what it writes
-                      a.x1, a.stats1, a.x2, a.stats2, // its input and the sums of it
-                      a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.fp8_factor);
+    const bool fp8_alone = a.net->tensor(a.layer->out).element == Element::FP8; // when sampling
+    groupnorm_forward(fp8_alone ? nullptr : a.out, mean, a.rstd(),              // what it writes
+                      a.x1, a.stats1, a.x2, a.stats2,                           // its input and the sums of it
+                      a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.out_fp8);
 }
 static void backward_norm(LayerArgs& a) {
     const float* const mean = a.saved;
     groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, // what it writes
                        a.dout, a.x1, a.x2, mean, a.rstd(),     // dout, and what the forward pass read and left
-                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm());
+                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.d1_fp8, a.d2_fp8);
 }
 static Workspace norm_workspace(const LayerArgs& a) {
     return {.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm())};
@@ -2615,21 +2701,18 @@ static void place_params(UNet* net) {
 constexpr int FP8_SPARED = 4;
 
 // --precision fp8: chooses the 3x3 convolutions that multiply in FP8. Such a convolution reads what a group norm has
-// written. The size of the norm's values is estimated from the norm's weight and bias (fp8_factor), so the norm itself
-// can write FP8. All other tensors keep their element, and so do the convolutions' results.
+// written. The size of the norm's values is about known, so their factor is known before them, and the norm itself can
+// write FP8. All other tensors keep their element, and so do the convolutions' results.
 static void choose_fp8(UNet* net) {
-    std::vector<const Layer*> convs; // all 3x3 ones, from the first to the last
-    for (const Layer& l : net->layers)
+    std::vector<Layer*> convs; // all 3x3 ones, from the first to the last
+    for (Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
     for (int i = FP8_SPARED; i < last; i++) { // convs has at least 12, so at least 3 of middle_block are chosen
-        const Layer& conv = *convs[i];
+        Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        if (!reads_norm || conv.stride > 1 || conv.upsample) continue;
-        Tensor& x = net->tensors[conv.x1];
-        x.element = Element::FP8;
-        net->buffers[x.buffer].bytes = (size_t)x.H * x.W * x.C * bytes_of(x.element);
+        conv.fp8 = reads_norm && conv.stride == 1 && !conv.upsample;
     }
 }
 
@@ -2683,8 +2766,44 @@ static UNet build_unet(const Config& c) {
 // batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of
 // layer i.
 //
-// In the order in which they run: plan_memory calls plan_gradients, plan_waits, plan_fusions, plan_lifetimes and
-// place_buffers.
+// In the order in which they run: plan_memory calls plan_fp8, plan_gradients, plan_waits, plan_fusions, plan_lifetimes
+// and place_buffers.
+
+// --precision fp8: plans the inputs of the chosen convolutions in FP8. When sampling, the norm writes nothing but FP8.
+// In training it writes both forms, because the weight gradient reads the usual one.
+static void plan_fp8(UNet* net, bool training) {
+    for (const Layer& conv : net->layers) {
+        if (!conv.fp8) continue;
+        Tensor& x = net->tensors[conv.x1];
+        const size_t bytes = (size_t)x.H * x.W * x.C * bytes_of(Element::FP8);
+        if (training) {
+            x.fp8 = add_buffer(net, bytes);
+        } else {
+            x.element = Element::FP8;
+            x.fp8 = x.buffer;
+            net->buffers[x.buffer].bytes = bytes;
+        }
+    }
+}
+
+// --precision fp8, in training: plans the gradients that chosen convolutions read in FP8. If a group norm writes the
+// gradient of the convolution's output, it also writes the FP8 form. Otherwise the convolution makes it.
+static void plan_fp8_gradients(UNet* net) {
+    for (Layer& conv : net->layers) {
+        if (!conv.fp8 || conv.dout < 0) continue;
+        const Tensor& out = net->tensors[conv.out];
+        conv.dout_fp8 = add_buffer(net, (size_t)out.H * out.W * out.C * bytes_of(Element::FP8_GRADIENT));
+        conv.rounds_dout = true;
+        for (Layer& l : net->layers) {
+            if (l.kind != &GROUPNORM) continue;
+            for (GradPlan* g : {&l.d1, &l.d2}) {
+                if (g->d != conv.dout) continue;
+                g->fp8 = conv.dout_fp8;
+                conv.rounds_dout = false;
+            }
+        }
+    }
+}
 
 // A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
 // reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
@@ -2725,7 +2844,7 @@ static void plan_gradients(UNet* net) {
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
         const Tensor& out = net->tensors[l.out];
-        for (int b : {out.buffer, out.stats}) {
+        for (int b : {out.buffer, out.stats, out.fp8}) {
             if (b < 0) continue;
             const int again = add_buffer(net, net->buffers[b].bytes); // this may move net->buffers
             net->buffers[b].again = again;
@@ -2807,11 +2926,13 @@ static void plan_lifetimes(UNet* net) {
     };
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
     auto stats = [&](int tensor) { return net->tensor(tensor).stats; };
+    auto fp8 = [&](int tensor) { return net->tensor(tensor).fp8; };
     // What the forward pass of a layer reads and writes. A fused layer leaves nothing in memory.
     auto use_forward = [&](const Layer& l, int time) {
         use(time, {data(l.x1), data(l.x2), data(l.residual), data(l.emb), l.saved});
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
-        if (!l.fused) use(time, {data(l.out), stats(l.out)});
+        if (!l.fused) use(time, {data(l.out), stats(l.out), fp8(l.out)});
+        if (l.fp8) use(time, {fp8(l.x1)});
     };
     // The sampler and the loss also use the network's input and output, before the first layer and after the last one.
     use(0, {data(net->input)});
@@ -2834,8 +2955,9 @@ static void plan_lifetimes(UNet* net) {
         if (kind.backward_reads & LayerKind::EMB) use(back, {data(l.emb)});
         if (kind.backward_reads & LayerKind::OUTPUT) use(back, {data(l.out)});
         use(back, {l.saved, l.demb});
-        use(back, {l.d1.d, l.d1.add1, l.d1.add2});
-        use(back, {l.d2.d, l.d2.add1, l.d2.add2});
+        use(back, {l.d1.d, l.d1.add1, l.d1.add2, l.d1.fp8});
+        use(back, {l.d2.d, l.d2.add1, l.d2.add2, l.d2.fp8});
+        use(back, {l.dout_fp8});
         if (l.out == net->output) use(L + 1, {l.dout}); // the loss writes it
         const bool again = l.block_end >= 0;
         if (again) use_forward(l, 2 * L + 1 - l.block_end); // just before the backward pass of its block
@@ -2875,10 +2997,10 @@ static void place_buffers(UNet* net, int B) {
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
-    // gradient, two moments, an average, and copies of the weight and of the average.
+    // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8.
     const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
-    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sampling_bytes;
+    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() + 2 * fp8_bytes : sampling_bytes;
     const double weights = net->flat_size * param_bytes / GIB;
     const double available = device_available() / GIB;
     const double needed = weights + net->arena_bytes / GIB;
@@ -2904,8 +3026,10 @@ static void plan_memory(UNet* net, int B, bool training) {
             B, net->config.image_size.c_str());
     // Each step of the plan needs the ones before it.
     net->B = B;
+    plan_fp8(net, training);
     if (training) {
         plan_gradients(net);
+        plan_fp8_gradients(net);
         plan_waits(net);
     }
     plan_fusions(net);
@@ -5172,10 +5296,10 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to FP8. weight,
+// --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to FP8. weight,
 // bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard deviation of
 // 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32 times the largest
-// of these estimates still fits in FP8. Larger values become FP8_MAX. (The 32 also leaves room for the embedding's
+// of these estimates still fits in FP8. Larger values become the largest number. (The 32 also leaves room for the embedding's
 // scale, which is not known here.) Small values keep their precision, because FP8 is a floating-point format: its
 // largest number is almost 2^15 times its smallest normal number. The factor is a power of 2, so multiplying by it
 // rounds nothing.
@@ -5184,14 +5308,14 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
     if (size == 0) return 1;
     int exponent;
-    std::frexp(FP8_MAX / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
+    std::frexp(E4M3.largest / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
     return (float)std::ldexp(1.0, exponent - 1);
 }
 
-// --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in which parameters
+// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in which parameters
 // have the same places as in a flat array:
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
-//             |weight| of the channel becomes FP8_MAX
+//             |weight| of the channel becomes the largest number
 //   factors   only the part of a flat array that is read in fp32. The place of a norm's first weight holds the norm's
 //             factor (fp8_factor). The place of a bias of a convolution holds scale / factor, which turns the sums of
 //             that output channel into values
@@ -5200,7 +5324,7 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
     std::vector<uint8_t> weights(net.flat_size);
     std::vector<float> factors(net.plain_size);
     for (const Layer& conv : net.layers) {
-        if (conv.kind != &CONV || net.tensors[conv.x1].element != Element::FP8) continue;
+        if (!conv.fp8) continue;
         const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
         const Param* const norm_params = &net.params[norm.weight]; // [0]: the norm's weight, [1]: its bias
         const Param* const conv_params = &net.params[conv.weight]; // [0]: the weight, [1]: the bias
@@ -5214,12 +5338,53 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
             const size_t row = conv_params->offset + c * inputs;
             float largest = 0;
             for (size_t i = row; i < row + inputs; i++) largest = std::max(largest, std::fabs(flat[i]));
-            const float scale = largest > 0 ? largest / FP8_MAX : 1;
+            const float scale = largest > 0 ? largest / E4M3.largest : 1;
             for (size_t i = row; i < row + inputs; i++) weights[i] = fp8_bits(flat[i] / scale);
             factors[conv_params[1].offset + c] = scale / factor;
         }
     }
     return {device_copy(weights), device_copy(factors)};
+}
+
+// Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8. The
+// loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is a power of 2, about
+// 2^8 n. With it, the largest number of FP8 stands for gradients of 224 / n to 448 / n. It depends only on the
+// configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
+static float gradient_factor(const Config& c) {
+    const double n = (double)c.batch_size * c.H * c.W * c.in_channels;
+    return (float)std::ldexp(1.0, 8 + std::ilogb(n));
+}
+
+// Training with --precision fp8: returns memory for the weights of the chosen convolutions in FP8, and their factors.
+// Each step fills the memory (round_weights). The factors have the places that make_fp8_weights describes.
+static Fp8Weights make_fp8_training(const UNet& net) {
+    if (net.config.precision != "fp8") return {};
+    std::vector<float> factors(net.plain_size);
+    int most = 0; // the largest number of input channels
+    for (const Layer& conv : net.layers) {
+        if (!conv.fp8) continue;
+        const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
+        factors[net.params[norm.weight].offset] = FP8_VALUE_FACTOR;
+        const Param& bias = net.params[conv.weight + 1];
+        std::fill_n(&factors[bias.offset], bias.size, 1 / (FP8_VALUE_FACTOR * FP8_WEIGHT_FACTOR));
+        most = std::max(most, net.tensors[conv.x1].C);
+    }
+    const float factor = gradient_factor(net.config);
+    const std::vector<float> dx_factors(most, 1 / (factor * FP8_WEIGHT_FACTOR));
+    return {.weights = device_alloc<uint8_t>(net.flat_size),
+            .factors = device_copy(factors),
+            .turned = device_alloc<uint8_t>(net.flat_size),
+            .gradient_factor = device_copy(std::vector<float>{factor}),
+            .dx_factors = device_copy(dx_factors)};
+}
+
+// Returns the works of round_weights: all chosen convolutions.
+static std::vector<WeightRounding> weights_to_round(const UNet& net) {
+    std::vector<WeightRounding> works;
+    for (const Layer& conv : net.layers)
+        if (conv.fp8)
+            works.push_back({net.params[conv.weight].offset, net.tensors[conv.out].C, net.tensors[conv.x1].C});
+    return works;
 }
 
 // Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
@@ -5385,7 +5550,9 @@ struct Trainer {
     float* params;
     float* grads;         // the gradients of the current microbatch
     act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
-    float* received;      // the other ranks' gradients of this rank's slice (RankGradients); null: there is one rank
+    Fp8Weights fp8;       // --precision fp8: copies of the weights that training steps read
+    std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
+    float* received; // the other ranks' gradients of this rank's slice (RankGradients); null: there is one rank
     // A flat array with the sum of all gradients of the step, at the places of this rank's slice. With several ranks
     // `sum` is the same array as `received`: the other ranks' gradients lie at the other ranks' places, where the sum
     // has nothing. With one rank it is an array of its own or, if the batch is one microbatch, `grads`.
@@ -5457,6 +5624,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + stretches;
     tr.copy = weights_have_copy() ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
+    tr.fp8 = make_fp8_training(tr.net);
+    tr.fp8_works = weights_to_round(tr.net);
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
     if (N > 1) tr.sum = tr.received;
     else if (c.batch_size > c.micro()) tr.sum = device_alloc<float>(whole);
@@ -5546,8 +5715,8 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
 // Computes the loss of samples first .. first + B - 1 of a step. images: their images; bytes: the size of a value.
 // Before the call, their levels have been drawn, and their labels and numbers have been set in net. Writes the losses
 // to tr->loss + first, and the gradient of the loss to output_gradient. In training, that is the gradient of the mean
-// over the step's whole batch. Validation uses other random draws, and neither dropout nor flips. With --objective ect,
-// the teacher's answer is computed first, with the same draws.
+// over the step's whole batch. Validation uses other random draws, and neither dropout nor flips nor FP8. With
+// --objective ect, the teacher's answer is computed first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -5567,7 +5736,7 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
         q_sample_forward(x, tr->target, levels, teacher, images, // the next line begins with the random draws
                          flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
         net->t = t;
-        unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
+        unet_forward(net, Weights{tr->params, tr->copy, training ? tr->fp8 : Fp8Weights{}}, dropout, B);
     };
     const bool tunes = o.tuning.on();
     if (tunes) {
@@ -5646,6 +5815,11 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
     int* const labels = (int*)(batch.device + tr->data.labels_at(images));
     float* const values = (float*)(batch.device + tr->data.values_at(images));
+    if (!tr->fp8_works.empty()) {
+        mark({"weights to FP8"});
+        round_weights((uint8_t*)tr->fp8.weights, (uint8_t*)tr->fp8.turned, tr->copy, tr->fp8_works);
+        mark({"draw t, noise; q_sample"});
+    }
     for (int k = 0; k < images / B; k++) { // the microbatches
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
@@ -5682,7 +5856,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         };
         // With NCCL the gradients are sent after the backward pass, because NCCL would take multiprocessors from the
         // kernels of that pass.
-        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B,
+        unet_backward(&tr->net, Weights{tr->params, tr->copy, tr->fp8}, grads, dropout, B,
                       world.direct ? send_gradients : nullptr);
         if (N > 1) {
             mark({"gradients to their ranks"});
@@ -7497,8 +7671,6 @@ static void check_contradictions(const Config& c) {
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (c.given("data_file") && c.given("data_dir"))
         die("--data_file and --data_dir: a run trains on one of them; leave the other out");
-    if (c.precision == "fp8" && !c.sample)
-        die("--precision fp8: is for --sample alone; a run trains and draws its grids in bf16, so leave it out");
 }
 
 // Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
