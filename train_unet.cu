@@ -347,7 +347,7 @@ struct Fp8Copy {
 // --precision fp8, in training: the factors of values and weights, before they are rounded to FP8 (e4m3). They are
 // powers of 2, so multiplying by them rounds nothing. A value larger than 28, and a weight larger than 3.5, becomes the
 // largest number of FP8. gradient_factor returns the factor of gradients.
-constexpr float FP8_VALUE_FACTOR = 16;
+constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
 // Convolutions whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
@@ -5364,9 +5364,9 @@ static Fp8Weights make_fp8_training(const UNet& net) {
     for (const Layer& conv : net.layers) {
         if (!conv.fp8) continue;
         const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
-        factors[net.params[norm.weight].offset] = FP8_VALUE_FACTOR;
+        factors[net.params[norm.weight].offset] = FP8_X_FACTOR;
         const Param& bias = net.params[conv.weight + 1];
-        std::fill_n(&factors[bias.offset], bias.size, 1 / (FP8_VALUE_FACTOR * FP8_WEIGHT_FACTOR));
+        std::fill_n(&factors[bias.offset], bias.size, 1 / (FP8_X_FACTOR * FP8_WEIGHT_FACTOR));
         most = std::max(most, net.tensors[conv.x1].C);
     }
     const float factor = gradient_factor(net.config);
@@ -8037,7 +8037,8 @@ template <class F> static auto with_act(F f) {
     switch (act_element) {
     case Element::FP32: return f(float());
     case Element::BF16: return f(bf16());
-    case Element::FP8: break; // act_element is never FP8
+    case Element::FP8:
+    case Element::FP8_GRADIENT: break; // act_element is never FP8
     }
     ALL_CASES_RETURN
 }
@@ -8216,19 +8217,33 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     return r;
 }
 
-// Converts 4 or 8 floats to FP8, with the same rounding as fp8_bits.
-INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
+// Converts 4 or 8 floats to FP8, with the same rounding as fp8_bits. TO: FP8 (e4m3) or FP8_GRADIENT (e5m2).
+template <Element TO = Element::FP8> INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
+    static_assert(is_fp8(TO));
     uint32_t r = 0;
 #if __CUDA_ARCH__ >= 900
-    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
-        "mov.b32 %0, {low, high};}"
-        : "=r"(r)
-        : "f"(a), "f"(b), "f"(c), "f"(d));
+    if constexpr (TO == Element::FP8) {
+        asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
+            "mov.b32 %0, {low, high};}"
+            : "=r"(r)
+            : "f"(a), "f"(b), "f"(c), "f"(d));
+    } else {
+        asm("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3; "
+            "mov.b32 %0, {low, high};}"
+            : "=r"(r)
+            : "f"(a), "f"(b), "f"(c), "f"(d));
+    }
 #endif
     return r;
 }
-INLINE uint2 pack_fp8(const float (&v)[8]) {
-    return make_uint2(pack_fp8(v[0], v[1], v[2], v[3]), pack_fp8(v[4], v[5], v[6], v[7]));
+template <Element TO = Element::FP8> INLINE uint2 pack_fp8(const float (&v)[8]) {
+    return make_uint2(pack_fp8<TO>(v[0], v[1], v[2], v[3]), pack_fp8<TO>(v[4], v[5], v[6], v[7]));
+}
+// Multiplies 8 floats by a factor, and converts them.
+template <Element TO = Element::FP8> INLINE uint2 scaled_to_fp8(const float (&v)[8], float factor) {
+    float scaled[8];
+    UNROLL_FOR (int i = 0; i < 8; i++) scaled[i] = v[i] * factor;
+    return pack_fp8<TO>(scaled);
 }
 
 INLINE float4 operator+(float4 a, float4 b) {
@@ -8295,6 +8310,15 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
         if (add) add_piece<T>(v, load16(add + i));
     }
     *(uint4*)(g.dx + i) = pack<T>(v);
+}
+
+// A gradient that is also written in FP8 (e5m2), unless fp8.bytes is null. The FP8 numbers are made from the values as
+// T stores them, so it does not matter which kernel makes them.
+template <class T> struct Fp8GradOf : GradOf<T> { Fp8Copy fp8; };
+template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t i, float (&v)[VEC<T>], float factor) {
+    if (!g.fp8.bytes) return;
+    unpack<T>(v, pack<T>(v));
+    store_whole(g.fp8.bytes + i, scaled_to_fp8<Element::FP8_GRADIENT>(v, factor));
 }
 
 // These are the hardware's approximations of 2^x and 1 / x. Their errors are one or two units in the last place.
@@ -8738,17 +8762,21 @@ WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
 // WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; in FP8,
-// wgmma does not accept MN_MAJOR operands. The tensor cores keep only 14 bits of such sums, which is enough here
-// (docs/LEARNT.md).
-template <int N> struct WgmmaFp8;
-#define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
-    template <> struct WgmmaFp8<N> {                                                                                \
+// wgmma does not accept MN_MAJOR operands. One of the two may hold gradients (e5m2). The tensor cores keep only 14 bits
+// of such sums, which is enough here (docs/LEARNT.md).
+template <int N, Element A, Element B> struct WgmmaFp8;
+#define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, A, B, ...)                                                  \
+    template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                        \
         INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                         \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " A ", " B ", 1, 1, 1;" \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, " A ", " B ", 1, 1, 1;" \
                          : __VA_ARGS__                                                                              \
                          : "l"(a), "l"(b));                                                                         \
         }                                                                                                           \
     };
+#define WGMMA_FP8(N, D, A, B, ...)                                        \
+    WGMMA_FP8_OF(N, FP8, FP8, "e4m3.e4m3", D, A, B, __VA_ARGS__)          \
+    WGMMA_FP8_OF(N, FP8, FP8_GRADIENT, "e4m3.e5m2", D, A, B, __VA_ARGS__) \
+    WGMMA_FP8_OF(N, FP8_GRADIENT, FP8, "e5m2.e4m3", D, A, B, __VA_ARGS__)
 WGMMA_FP8(32, D16, "%16", "%17", SIXTEEN(0))
 WGMMA_FP8(64, D32, "%32", "%33", SIXTEEN(0), SIXTEEN(16))
 WGMMA_FP8(128, D64, "%64", "%65", SUMS_64)
@@ -8850,7 +8878,8 @@ static CUtensorMapDataType tma_type(Element element) {
     switch (element) {
     case Element::FP32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     case Element::BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    case Element::FP8: return CU_TENSOR_MAP_DATA_TYPE_UINT8; // TMA copies bytes
+    case Element::FP8:
+    case Element::FP8_GRADIENT: return CU_TENSOR_MAP_DATA_TYPE_UINT8; // TMA copies bytes
     }
     ALL_CASES_RETURN
 }
@@ -9138,12 +9167,13 @@ template <int OUT_SLICES, int N> struct Accumulators {
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Does the same as multiply in FP8. Here each product sums over 32 input channels, not 16.
-    template <int STEPS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
+    // Does the same as multiply in FP8. Here each product sums over 32 input channels, not 16. PIXELS: their element.
+    template <int STEPS, Element PIXELS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
+        using Product = WgmmaFp8<N, Element::FP8, PIXELS>;
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
-            UNROLL_FOR (int b = 0; b < OUT_SLICES; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
+            UNROLL_FOR (int b = 0; b < OUT_SLICES; b++) Product::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
     // Multiplies the sums of the thread's two channels of slice b by factors, and then adds v.
@@ -10486,16 +10516,33 @@ struct LaneShare {
     int columns = 8 % n; // and so many columns to the right
 };
 
-// Where a norm's output is written if it is FP8. Each value is multiplied by *factor, and then rounded.
-struct Fp8Out {
-    uint8_t* p;
-    const float* factor;
+// Where a norm's output is written: T* (as T), Fp8Copy (in FP8), or BothOut<T> (in both forms).
+template <class T> struct BothOut {
+    T* p;
+    Fp8Copy fp8;
 };
+// Returns where element i is written.
 template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
-INLINE uint8_t* place_of(const Fp8Out& out, size_t i) { return out.p + i; }
+INLINE uint8_t* place_of(const Fp8Copy& out, size_t i) { return out.bytes + i; }
+template <class T> INLINE BothOut<T> place_of(const BothOut<T>& out, size_t i) {
+    return {out.p + i, {out.fp8.bytes + i, out.fp8.factor}};
+}
+template <class T> INLINE void operator+=(BothOut<T>& out, int n) {
+    out.p += n;
+    out.fp8.bytes += n;
+}
+INLINE float factor_of(const Fp8Copy& out) { return *out.factor; }
+template <class T> INLINE float factor_of(const BothOut<T>& out) { return *out.fp8.factor; }
+// Stores the VEC<T> elements of a piece.
+template <class T> INLINE void store_out(T* to, const float (&v)[VEC<T>], float) { store_whole(to, pack<T>(v)); }
+INLINE void store_out(uint8_t* to, const float (&v)[8], float factor) { store_whole(to, scaled_to_fp8(v, factor)); }
+template <class T> INLINE void store_out(const BothOut<T>& to, const float (&v)[VEC<T>], float factor) {
+    store_out(to.p, v, factor);
+    store_out(to.fp8.bytes, v, factor);
+}
 
 // grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
-// OUT: T*, or Fp8Out.
+// OUT: T*, Fp8Copy, or BothOut<T>.
 // Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
 //   1. Every thread starts the loads of its first pixels.
 //   2. For each group of the slab, eight threads add up the sums of the group's channels, over all parts of Stats. Mean
@@ -10524,7 +10571,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     };
     const NormParameters<V> parameters(a, t.b, t.c);
     float factor = 1; // the factor of FP8 outputs
-    if constexpr (std::is_same_v<OUT, Fp8Out>) factor = *out.factor;
+    if constexpr (!std::is_same_v<OUT, T*>) factor = factor_of(out);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
     const int c0 = g * a.Cg;                             // the group's first channel
@@ -10584,7 +10631,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         scale[i] = q.x;
         shift[i] = q.y;
     }
-    auto* to = place_of(out, t.at_out);
+    auto to = place_of(out, t.at_out);
     t.walk([&](int slot, int p, bool more) {
         float v[V];
         unpack<T>(v, loads[slot][threadIdx.x]);
@@ -10598,10 +10645,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             }
         });
         if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
-        if constexpr (std::is_same_v<OUT, Fp8Out>) {
-            UNROLL_FOR (int i = 0; i < V; i++) v[i] *= factor;
-            store_whole(to, pack_fp8(v));
-        } else store_whole(to, pack<T>(v));
+        store_out(to, v, factor);
         to += t.stride_out;
     });
 }
@@ -10696,7 +10740,7 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
     return make_float2(x_factor, (float)sum * rstd - x_factor * mean);
 }
 
-// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD].
+// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD]. GRAD: GradOf<T>, or Fp8GradOf<T>.
 // The grid is that of groupnorm_forward_kernel. Each thread works on the channels and pixels of its NormColumn.
 // `chunks` is the number of chunks in the first pass; this pass may divide the pixels into another number of chunks.
 // Shared memory: each thread's next PIXELS pieces of x, dout and an addend; the coefficients of the slab's channels
@@ -10705,9 +10749,9 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
 //   2. For each group of the slab, eight threads add up the chunks' sums. x_factor and offset follow from these sums.
 //   3. The blocks of the first chunk also compute this image's part of the parameters' gradients.
 //   4. Each thread walks down its pixels. For each pixel it computes dz again, and then dx.
-template <class T, bool DROPOUT, bool ADD>
+template <class T, bool DROPOUT, bool ADD, class GRAD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
-    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2,
+    groupnorm_backward_kernel(GRAD dx1, GRAD dx2,
                               const float2* partial, // (B, chunks, C): the first pass's sums
                               int chunks,            //
                               const T* dout,         // (B, HW, C)
@@ -10718,7 +10762,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
     NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // images in reverse order, as in the forward pass
-    const GradOf<T> to = t.in_x1 ? dx1 : dx2;
+    const GRAD to = t.in_x1 ? dx1 : dx2;
     if (!to.dx) t.end = 0; // then nobody needs the gradient of this tensor
     const uint64_t policy = last_read();
     const T* next_x = t.x;
@@ -10774,6 +10818,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     float scale[V], shift[V], x_factor[V], offset[V];
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     load_pairs(x_factor, offset, terms + (t.c - t.slab0));
+    float factor = 0; // of FP8
+    if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
     size_t at = t.at;
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
@@ -10788,6 +10834,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
         if (ADD) add_piece<T>(dz, add1);
         store_gradient(GradOf<T>{to.dx, nullptr, ADD ? to.add2 : nullptr}, at, dz);
+        if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) store_gradient_fp8<T>(to, at, dz, factor);
         at += t.stride;
     });
 }
@@ -11005,7 +11052,9 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
     }
     // dx = scale dz - (x_factor x + offset) + addends, for all pixels of a thread
-    INLINE void store_dx(const GradOf<T>& to, float (&scale)[V]) {
+    template <class GRAD> INLINE void store_dx(const GRAD& to, float (&scale)[V]) {
+        float factor = 0; // of FP8
+        if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
         float x_factor[V], offset[V];
         load_pairs(x_factor, offset, coefficients + (c - slab0));
         UNROLL_FOR (int i = 0; i < V; i++) { // scale was multiplied by Z_FACTOR
@@ -11025,16 +11074,18 @@ template <class T, bool DROPOUT> struct NormSlab {
                 if (to.add1) add_piece<T>(dz, add1[j]);
                 if (to.add2) add_piece<T>(dz, add2[j]);
                 store_whole(to.dx + at, pack<T>(dz));
+                if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) store_gradient_fp8<T>(to, at, dz, factor);
             }
         }
     }
 };
 
 // grid (chunks of pixels, slabs of channels, images). The chunks of an image form a cluster. NormSlab describes what a
-// thread works on and what lies in shared memory. The head of this section lists the phases.
-template <class T, bool DROPOUT>
+// thread works on and what lies in shared memory. The head of this section lists the phases. GRAD: GradOf<T>, or
+// Fp8GradOf<T>.
+template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
-    groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, const T* dout, NormArgs a, NormWhole w) {
+    groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
     // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`, and 128 bytes of a row would
     // lie in two rows of banks.
@@ -11068,7 +11119,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     float v[2 * V] = {}; // sums of dz and dz x of each channel
     load_pairs(scale, shift, slab.coefficients + (slab.c - slab.slab0));
     slab.sum_pixels(v, scale, shift, step);
-    const GradOf<T> to = slab.in_x1 ? dx1 : dx2;
+    const GRAD to = slab.in_x1 ? dx1 : dx2;
     slab.begin_addends(to);
     slab.fold(v);
     __syncthreads();
@@ -11154,19 +11205,22 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
 
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
                               Stats stats2, const float* weight, const float* bias, const float* scale_shift,
-                              int ss_stride, Dropout dropout, NormShape s, const float* factor) {
+                              int ss_stride, Dropout dropout, NormShape s, Fp8Copy fp8) {
     const bool drop = dropout.p > 0;
     NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s};
     const dim3 grid = norm_grid(a, norm_forward_blocks(drop), s.HW);
-    if (factor) {
-        if (drop || !act_has_wgmma()) die("internal error: FP8 is for sampling on Hopper");
-        const Fp8Out to{(uint8_t*)out, factor};
-        return launch(groupnorm_forward_kernel<bf16, false, Fp8Out>, grid, NORM_THREADS, 0, to, mean, rstd, stats1,
-                      stats2, a);
+    auto run = [&](auto kernel, auto to) { launch(kernel, grid, NORM_THREADS, 0, to, mean, rstd, stats1, stats2, a); };
+    if (fp8.bytes) {
+        if (!act_has_wgmma() || (drop && !out)) die("internal error: FP8 is for Hopper, and alone for sampling");
+        using Both = BothOut<bf16>;
+        const Both both{(bf16*)out, fp8};
+        if (!out) run(groupnorm_forward_kernel<bf16, false, Fp8Copy>, fp8);
+        else if (drop) run(groupnorm_forward_kernel<bf16, true, Both>, both);
+        else run(groupnorm_forward_kernel<bf16, false, Both>, both);
+        return;
     }
     with_act([&]<class T>(T) {
-        auto kernel = drop ? groupnorm_forward_kernel<T, true, T*> : groupnorm_forward_kernel<T, false, T*>;
-        launch(kernel, grid, NORM_THREADS, 0, out, mean, rstd, stats1, stats2, a);
+        run(drop ? groupnorm_forward_kernel<T, true, T*> : groupnorm_forward_kernel<T, false, T*>, (T*)out);
     });
 }
 
@@ -12715,7 +12769,7 @@ struct ConvCall {
     int slices = 0;               // slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // (Cout), used only if s.in is FP8 (then x1 and weight are FP8, too). The sums of channel c are multiplied by
+    // (Cout), used only if s.in is FP8 or FP8_GRADIENT (then weight is FP8). The sums of channel c are multiplied by
     // factors[c].
     const float* factors = nullptr;
 };
@@ -13767,7 +13821,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
-static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && s.in != Element::FP8) || s.C1 % 32; }
+static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && !is_fp8(s.in)) || s.C1 % 32; }
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
@@ -14500,7 +14554,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
     constexpr int CHANNELS = SLICE_CHANNELS;
-    const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // the element of x and weight
+    const Element in = is_fp8(p.s.in) ? Element::FP8 : Element::BF16; // the element of x and weight: one byte, or two
     const int width = slice_channels(in);
     t.x = tma_parts(p.x1, p.x2, p.Cin1, p.Cin2, p, width, box.columns + borders, box.rows + borders, box.images, in);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
@@ -14550,7 +14604,8 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  pixels of two tiles, one tile for each warpgroup.
 //     ELEMENT      the element of pixels and weights: BF16, or FP8. In FP8 (3x3, forward) a slice has 128 channels; the
 //                  last slice has 64 or 128. Sums begin as 0. They are scaled after the last product of x. The skip
-//                  connection stays in bf16, so its products come after the scaling.
+//                  connection stays in bf16, so its products come after the scaling. FP8_GRADIENT: pixels are
+//                  gradients in e5m2, and weights are in e4m3 (see conv_backward_input_fp8).
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply for
 //   each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
 // Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
@@ -14564,9 +14619,10 @@ struct ConvTiles {
     static constexpr int STEPS = STEPS_;
     static constexpr bool RESIDENT = RESIDENT_;
     static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr bool FP8 = ELEMENT_ == Element::FP8;
-    static constexpr int WIDTH = slice_channels(ELEMENT_); // channels of a slice of x
-    static constexpr bool CAN_SKIP = RESIDENT && !BACKWARD && TAPS == 9;
+    static constexpr Element ELEMENT = ELEMENT_;
+    static constexpr bool FP8 = is_fp8(ELEMENT);
+    static constexpr int WIDTH = slice_channels(ELEMENT); // channels of a slice of x
+    static constexpr bool CAN_SKIP = RESIDENT && !BACKWARD && TAPS == 9 && ELEMENT != Element::FP8_GRADIENT;
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
@@ -14940,8 +14996,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 const uint32_t weight =
                     T::RESIDENT ? weights.kept(s * T::TAPS + tap, is_first_tile) : weights.arrived();
                 if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
-                else if (half_slice) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
-                else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
+                else if (half_slice) acc.template multiply_fp8<2, T::ELEMENT>(weight, halo.shifted(tap));
+                else acc.template multiply_fp8<4, T::ELEMENT>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
                 // earlier products have ended. So the stages that the earlier products have read are released, except
                 // the stages for results.
@@ -15015,13 +15071,14 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //   warpgroups call multiply_small, which calls Wgmma<N>::add STEP_TAPS x K times for each step.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
-// ELEMENT: the type of pixels and weights, BF16 or FP8.
+// ELEMENT: the type of pixels and weights, BF16 or FP8. FP8_GRADIENT: pixels are in e5m2, and weights in e4m3.
 template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
           Element ELEMENT_ = Element::BF16>
 struct SmallTile {
     static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr bool FP8 = ELEMENT_ == Element::FP8;
-    static constexpr int WIDTH = slice_channels(ELEMENT_); // channels of a slice
+    static constexpr Element ELEMENT = ELEMENT_;
+    static constexpr bool FP8 = is_fp8(ELEMENT);
+    static constexpr int WIDTH = slice_channels(ELEMENT); // channels of a slice
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int N = N_;
     static constexpr int IMAGES = IMAGES_;
@@ -15151,16 +15208,17 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(step_of_slice * T::STEP_TAPS);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
-        // In FP8 each of the two branches below has its own wgmma_fence and wgmma_commit. If they shared one pair, the
-        // compiler would insert a wait after each product.
-        auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
-            wgmma_fence();
-            UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
-                UNROLL_FOR (int k = 0; k < STEPS; k++)
-                    WgmmaFp8<T::N>::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
-            wgmma_commit();
-        };
         if constexpr (T::FP8) {
+            using ProductFp8 = WgmmaFp8<T::N, T::ELEMENT, Element::FP8>;
+            auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
+                wgmma_fence();
+                UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
+                    UNROLL_FOR (int k = 0; k < STEPS; k++)
+                        ProductFp8::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
+                wgmma_commit();
+            };
+            // Each of the two branches has its own wgmma_fence and wgmma_commit. If they shared one pair, the compiler
+            // would insert a wait after each product.
             if (work.p.x.is_half_slice(step / T::SLICE_STEPS)) multiply_fp8(std::integral_constant<int, 2>{});
             else multiply_fp8(std::integral_constant<int, 4>{});
         } else {
@@ -15725,6 +15783,106 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 #endif
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --- FP8 in training: weights and gradients are rounded
+// Used when: with --precision fp8, round_weights at the beginning of each step. round_gradient before an input gradient,
+//   if the kernel that wrote dout did not write its FP8 form, too.
+// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. It writes the
+//   tile in the order of the weights at once. For the other order the tile goes through shared memory. One launch rounds
+//   the weights of all layers.
+// Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written.
+
+constexpr int ROUNDING_TILE = 64;
+constexpr int MAX_ROUNDINGS = 96; // of a launch; adm64 has 62 such convolutions
+struct RoundingList {
+    struct Work : WeightRounding {
+        int first_tile; // the number of its first tile
+        HD int tiles_in() const { return (Cin + ROUNDING_TILE - 1) / ROUNDING_TILE; }
+        HD int tiles_out() const { return (Cout + ROUNDING_TILE - 1) / ROUNDING_TILE; }
+        int tiles() const { return tiles_out() * 9 * tiles_in(); }
+    } works[MAX_ROUNDINGS];
+    int count = 0;
+    int tiles = 0; // of all works
+};
+
+// There is one block for each tile. list is a __grid_constant__, so it stays in constant memory.
+static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat
+                                                                   const bf16* copy,                  // flat
+                                                                   const __grid_constant__ RoundingList list) {
+    constexpr int TILE = ROUNDING_TILE;
+    constexpr int PITCH = TILE + 8;
+    __shared__ __align__(8) uint8_t tile[TILE][PITCH]; // (output channel, input channel)
+    // The work to which the tile belongs is found by halving.
+    int low = 0;
+    for (int end = list.count; end - low > 1;) {
+        const int middle = (low + end) / 2;
+        if ((int)blockIdx.x < list.works[middle].first_tile) end = middle;
+        else low = middle;
+    }
+    const RoundingList::Work& work = list.works[low];
+    const int index = blockIdx.x - work.first_tile; // (tile of output channels, tap, tile of input channels)
+    const int ci0 = index % work.tiles_in() * TILE;
+    const int tap = index / work.tiles_in() % 9;
+    const int co0 = index / work.tiles_in() / 9 * TILE;
+    await_previous_kernel();
+
+    // A thread rounds 8 neighbouring input channels of two output channels.
+    const int column = threadIdx.x % 8 * 8;
+    UNROLL_FOR (int i = 0; i < 2; i++) {
+        const int row = threadIdx.x / 8 + i * 32;
+        const int co = co0 + row;
+        const int ci = ci0 + column;
+        if (co >= work.Cout || ci >= work.Cin) continue;
+        const size_t at = work.offset + ((size_t)co * 9 + tap) * work.Cin + ci;
+        float v[8];
+        unpack<bf16>(v, load16(copy + at));
+        const uint2 rounded = scaled_to_fp8(v, FP8_WEIGHT_FACTOR);
+        store_whole(weights + at, rounded);
+        *(uint2*)&tile[row][column] = rounded;
+    }
+    __syncthreads();
+    // A thread writes 16 neighbouring output channels of one input channel.
+    const int ci = ci0 + (int)threadIdx.x / 4;
+    const int co = co0 + (int)threadIdx.x % 4 * 16;
+    if (ci >= work.Cin || co >= work.Cout) return;
+    uint32_t words[4];
+    UNROLL_FOR (int i = 0; i < 4; i++) {
+        words[i] = 0;
+        UNROLL_FOR (int k = 0; k < 4; k++) {
+            words[i] |= (uint32_t)tile[co - co0 + 4 * i + k][ci - ci0] << 8 * k;
+        }
+    }
+    store_whole(turned + work.offset + ((size_t)ci * 9 + 8 - tap) * work.Cout + co,
+                make_uint4(words[0], words[1], words[2], words[3]));
+}
+
+static void round_weights(uint8_t* weights, uint8_t* turned, const act* copy,
+                          const std::vector<WeightRounding>& works) {
+    if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
+    RoundingList list;
+    for (const WeightRounding& w : works) {
+        list.works[list.count] = {w, list.tiles};
+        list.tiles += list.works[list.count].tiles();
+        list.count++;
+        if (list.count < MAX_ROUNDINGS && &w != &works.back()) continue;
+        launch(round_weights_kernel, list.tiles, 256, 0, weights, turned, copy, list);
+        list = {};
+    }
+}
+
+// A thread rounds 16 numbers; n is a multiple of 16.
+static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
+    each(n / 16, [=] __device__(size_t i) {
+        uint2 rounded[2];
+        UNROLL_FOR (int k = 0; k < 2; k++) {
+            float v[8];
+            unpack<bf16>(v, load16((const bf16*)dout + i * 16 + k * 8));
+            rounded[k] = scaled_to_fp8<Element::FP8_GRADIENT>(v, *fp8.factor);
+        }
+        store_whole(fp8.bytes + i * 16, make_uint4(rounded[0].x, rounded[0].y, rounded[1].x, rounded[1].y));
+    });
+}
+
 // =====================================================================================================================
 // 21. The optimiser
 
@@ -15858,7 +16016,8 @@ static void cast_params(act* copy, const float* params, size_t n) {
     switch (act_element) {
     case Element::FP32: return; // the weights have no copy
     case Element::BF16: return cast_params((bf16*)copy, params, n);
-    case Element::FP8: return; // act_element is never FP8
+    case Element::FP8:
+    case Element::FP8_GRADIENT: return; // act_element is never FP8
     }
 }
 
@@ -15940,6 +16099,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     switch (act_element) {
     case Element::FP32: // the weights have no copy
     case Element::FP8:  // act_element is never FP8
+    case Element::FP8_GRADIENT:
     case Element::BF16: // the kernel writes the copy, in bf16 alone: another element needs a template parameter there
         return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
     }
@@ -16053,9 +16213,10 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
 }
 
 // Returns the kernel of the second pass. Each combination of dropout and addends has a version of its own.
-template <class T> static auto norm_second_pass(bool drop, bool addends) {
-    if (addends) return drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
-    return drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
+template <class T, class GRAD> static auto norm_second_pass(bool drop, bool addends) {
+    if (addends && drop) return groupnorm_backward_kernel<T, true, true, GRAD>;
+    if (addends) return groupnorm_backward_kernel<T, false, true, GRAD>;
+    return drop ? groupnorm_backward_kernel<T, true, false, GRAD> : groupnorm_backward_kernel<T, false, false, GRAD>;
 }
 
 static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 and x2
@@ -16065,7 +16226,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
                                const act* x1, const act* x2,         // (B, HW, C1), (B, HW, C2)
                                const float* mean, const float* rstd, // (B, groups)
                                const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                               Dropout dropout, NormShape s) {
+                               Dropout dropout, NormShape s, Fp8Copy dx1_fp8, Fp8Copy dx2_fp8) {
     const bool drop = dropout.p > 0;
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
 
@@ -16079,11 +16240,10 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 
     NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, mean, rstd, dscale_shift, sums};
     const NormWhole w = plan_norm_whole(s, addends);
-    with_act([&]<class T>(T) {
-        const GradOf<T> to1 = typed<T>(dx1);
-        const GradOf<T> to2 = typed<T>(dx2);
+    auto run = [&]<class T, class GRAD>(T, GRAD to1, GRAD to2) {
         if (w.chunks) {
-            auto kernel = drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
+            auto kernel =
+                drop ? groupnorm_backward_whole_kernel<T, true, GRAD> : groupnorm_backward_whole_kernel<T, false, GRAD>;
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
@@ -16091,14 +16251,20 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
         // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
         // second pass divides the pixels into other chunks than the first pass.
         auto first_pass = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
-        auto second_pass = norm_second_pass<T>(drop, addends);
+        auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
         float2* const partial = (float2*)device.workspace;
         dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64);
         const int chunks = grid.x;
         launch(first_pass, grid, NORM_THREADS, 0, partial, dout, a);
         if (addends) grid = norm_grid(a, norm_backward_blocks(true), s.HW);
         launch(second_pass, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
-    });
+    };
+    if (dx1_fp8.bytes || dx2_fp8.bytes) {
+        if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
+        using GradFp8 = Fp8GradOf<bf16>;
+        return run(bf16(), GradFp8{typed<bf16>(dx1), dx1_fp8}, GradFp8{typed<bf16>(dx2), dx2_fp8});
+    }
+    with_act([&]<class T>(T) { run(T(), typed<T>(dx1), typed<T>(dx2)); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -16322,7 +16488,7 @@ struct SmallCosts {
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
 // as long as in bf16, and sums over twice as many channels. A last slice of up to 64 channels needs half the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
-    constexpr bool FP8 = E == Element::FP8;
+    constexpr bool FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
     const int taps = FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
@@ -16452,8 +16618,8 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // the tile on images of any size.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.Cin1, slice_channels(E));
-    const bool skip = c.out.skip.weight;                       // only tiles with RESIDENT weights can compute it
-    const bool half_slice = c.Cin1 <= 64 && E == Element::FP8; // half a slice has too few products for tiles of 32 rows
+    const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute it
+    const bool half_slice = c.Cin1 <= 64 && is_fp8(E); // half a slice has too few products for tiles of 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
@@ -16525,13 +16691,13 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Decides the same for a forward convolution whose input is FP8. Such a convolution is 3x3, has one input and stride 1,
-// and runs on Hopper.
-static void conv_product_fp8(const ConvCall& c) {
+// Decides the same for a forward convolution whose input is FP8 or FP8_GRADIENT. Such a convolution is 3x3, has one
+// input and stride 1, and runs on Hopper.
+template <Element E> static void conv_product_fp8(const ConvCall& c) {
     const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
     if (!known) die("internal error: no kernel of FP8 for this convolution");
-    if (conv_is_small(c)) pick_conv_small<false, Element::FP8>(c);
-    else pick_conv_tiles_3x3<false, Element::FP8>(c);
+    if (conv_is_small(c)) pick_conv_small<false, E>(c);
+    else pick_conv_tiles_3x3<false, E>(c);
 }
 
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // x2: 1x1 only
@@ -16576,7 +16742,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     call.weight = weight;
     call.out = o;
     call.factors = factors;
-    if (s.in == Element::FP8) conv_product_fp8(call);
+    if (s.in == Element::FP8) conv_product_fp8<Element::FP8>(call);
     else conv_product<false>(call);
 }
 
@@ -16592,7 +16758,27 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
 }
 
-static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
+// The input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both (K_MAJOR). So the
+// weights can't be transposed on their way to the tensor cores, and round_weights has turned them before. With turned
+// weights, (C1, 8 - tap, Cout), the input gradient is a forward convolution of dout.
+static void conv_backward_input_fp8(Grad dx, const act* dout, const act* turned, ConvShape s, const float* factors) {
+    if (s.C2 || dx.add1 || dx.add2) die("internal error: in FP8 an input gradient has one input and no addends");
+    std::swap(s.C1, s.Cout);
+    s.in = Element::FP8_GRADIENT;
+    s.out = act_element;
+    ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
+    call.Cin1 = s.C1;
+    call.Cout = s.Cout;
+    call.x1 = dout;
+    call.weight = turned;
+    call.out = ConvOut{.part1 = dx, .Cout1 = s.Cout, .B = s.B};
+    call.factors = factors;
+    conv_product_fp8<Element::FP8_GRADIENT>(call);
+}
+
+static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s,
+                                const float* factors) {
+    if (s.out == Element::FP8_GRADIENT) return conv_backward_input_fp8(dx1, dout, weight, s, factors);
     act* const workspace = device.workspace;
     if (s.upsample) { // on any GPU: first the upsampled input's gradient, then sums of 2 x 2 pixels
         conv_backward_input(Grad{workspace}, Grad{}, dout, weight, conv_without_detour(s));
