@@ -295,8 +295,8 @@ static void conv_check_fp8(Arrays& io) {
         io.takes(skip.weight ? "skip" : "residual");
     }
     conv_forward(io.activation_output("out", {s.B, s.H, s.W, s.Cout}), io.stats("stats", s.B, s.H, s.W, s.Cout),
-                 fp8_input(io, "fp8_x"), nullptr, fp8_input(io, "fp8_weight"), io.input<float>("fp8_bias"), emb, io.dim("fp8_emb", 1),
-                 residual, s, skip, io.input<float>("fp8_factors"));
+                 fp8_input(io, "fp8_x"), nullptr, fp8_input(io, "fp8_weight"), io.input<float>("fp8_bias"), emb,
+                 io.dim("fp8_emb", 1), residual, s, skip, io.input<float>("fp8_factors"));
 }
 
 static void conv_check(Arrays& io) {

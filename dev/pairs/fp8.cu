@@ -52,8 +52,9 @@ static void bench() {
         const auto bytes = a.copy([&] { return a.memory.poisoned<uint8_t>(n); });
         const float one = 1;
         const float* const factor = a.memory.upload(&one, 1);
-        bench_row(text("n=%zu", n), "gradient", Work{0, (act_bytes() + 1.0) * n}, a,
-                  [&](int k) { round_gradient({bytes[k], factor}, dout[k], n); });
+        bench_row(text("n=%zu", n), "gradient", Work{0, (act_bytes() + 1.0) * n}, a, [&](int k) {
+            round_gradient({bytes[k], factor}, dout[k], n);
+        });
     }
 }
 

@@ -201,7 +201,8 @@ static void check(Arrays& io) {
         uint8_t* const bytes = io.memory.poisoned<uint8_t>(n);
         io.out.push_back({name, [=] {
                               std::vector<float> values;
-                              for (const uint8_t b : download(bytes, n)) values.push_back(fp8_value(b, format) / factor);
+                              for (const uint8_t b : download(bytes, n))
+                                  values.push_back(fp8_value(b, format) / factor);
                               return Arrays::packed(values, dims);
                           }});
         return Fp8Copy{bytes, io.memory.upload(&factor, 1)};
