@@ -4,117 +4,120 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    210  Part I. The program
-//    213     1. Types at the interface: what operations are called with
-//    619     2. The interface: all that the program asks of a device
-//    945     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1044     4. Configuration: flags, presets, help, what can work and what cannot
-//   1785     5. The network: a list of layers, made of guided-diffusion's flags
-//   2680     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2932     7. Forward and backward: two walks over the list
-//   3054     8. Diffusion: noise schedules, objectives, samplers
-//   3336         the level of a training sample, drawn, and its share of the loss
-//   3793         samplers
-//   4345     9. Data: .bin files that may be larger than memory, the order of their images
-//   4872    10. Model files: weights and checkpoints, initial weights
-//   5268    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5283         the learning rate, the verdict on a step, averages of the weights
-//   5370         what a trainer holds
-//   5505         a step
-//   5804    12. A run: log, guard, checkpoints, resume, samples
-//   5829         the log in memory, as the page shows it
-//   5941         what a run holds
-//   6009         the log and the status line
-//   6199         checkpoints, snapshots and grids
-//   6465         the start of a run: new, from a file's weights, or resumed
-//   6665         the loop over the steps
-//   6781         a run from its first to its last line
-//   6951         samples, without a run
-//   7110    13. main: the command line, then a run or samples
-//   7391         what ranks must have in common
-//   7462         main
-//   7587  Part II. The device
-//   7590    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7670    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7740    16. The GPU: what all kernels share
-//   7805         Launches, which may overlap
-//   7849         Decisions: what kernels are chosen with
-//   7897         Single instructions: shared memory, mbarriers, clusters
-//   7982         Activations: pieces of 16 bytes
-//   8279         each_kernel: a thread for an element
-//   8293         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8456         Swizzle: how rows lie in shared memory
-//   8474         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8719         building blocks of Hopper's kernels (sm_90a)
-//   9017    17. Small operations: resampling, embeddings, diffusion
-//   9020         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9221         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9578         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10087    18. Group norm
-//  10090         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10624         groupnorm_backward_whole: an image's slab in shared memory
-//  11002    19. Attention
-//  11108         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11653         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11791         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12472    20. Convolution
-//  12512         ConvOut: results, 4 channels of a pixel at a time
-//  12750         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12813         conv_halo: 3x3, stride 1, any GPU
-//  13219         conv_gather: any kernel size and stride, any GPU
-//  13482         conv_few: the first and the last layer
-//  13654         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14234         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14353         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14822         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15266         conv_weight_tma: weight gradients (sm_90a)
-//  15557    21. The optimiser
-//  15560         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15792    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15795         groupnorm_backward
-//  15933         attention: forward and, where a has dout, backward
-//  15995         convolution: forward and input gradient
-//  16455         convolution: weight gradients
-//  16804    23. The GPU: memory, copies, repeated work
-//  17027    24. Between ranks: from device to device
+//    213  Part I. The program
+//    216     1. Types at the interface: what operations are called with
+//    660     2. The interface: all that the program asks of a device
+//    997     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1096     4. Configuration: flags, presets, help, what can work and what cannot
+//   1837     5. The network: a list of layers, made of guided-diffusion's flags
+//   2777     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3070     7. Forward and backward: two walks over the list
+//   3192     8. Diffusion: noise schedules, objectives, samplers
+//   3474         the level of a training sample, drawn, and its share of the loss
+//   3931         samplers
+//   4483     9. Data: .bin files that may be larger than memory, the order of their images
+//   5010    10. Model files: weights and checkpoints, initial weights
+//   5447    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5462         the learning rate, the verdict on a step, averages of the weights
+//   5549         what a trainer holds
+//   5688         a step
+//   5992    12. A run: log, guard, checkpoints, resume, samples
+//   6017         the log in memory, as the page shows it
+//   6129         what a run holds
+//   6197         the log and the status line
+//   6387         checkpoints, snapshots and grids
+//   6653         the start of a run: new, from a file's weights, or resumed
+//   6878         the loop over the steps
+//   6994         a run from its first to its last line
+//   7164         samples, without a run
+//   7323    13. main: the command line, then a run or samples
+//   7604         what ranks must have in common
+//   7675         main
+//   7798  Part II. The device
+//   7801    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7881    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7951    16. The GPU: what all kernels share
+//   8016         Launches, which may overlap
+//   8060         Decisions: what kernels are chosen with
+//   8109         Single instructions: shared memory, mbarriers, clusters
+//   8194         Activations: pieces of 16 bytes
+//   8514         each_kernel: a thread for an element
+//   8528         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8691         Swizzle: how rows lie in shared memory
+//   8709         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8959         building blocks of Hopper's kernels (sm_90a)
+//   9258    17. Small operations: resampling, embeddings, diffusion
+//   9261         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9462         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9819         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10328    18. Group norm
+//  10331         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10882         groupnorm_backward_whole: an image's slab in shared memory
+//  11267    19. Attention
+//  11373         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11918         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12056         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12737    20. Convolution
+//  12779         ConvOut: results, 4 channels of a pixel at a time
+//  13017         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13080         conv_halo: 3x3, stride 1, any GPU
+//  13486         conv_gather: any kernel size and stride, any GPU
+//  13749         conv_few: the first and the last layer
+//  13921         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14501         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14621         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15092         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15538         conv_weight_tma: weight gradients (sm_90a)
+//  15829         FP8 in training: weights and gradients are rounded
+//  15929    21. The optimiser
+//  15932         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16166    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16169         groupnorm_backward
+//  16313         attention: forward and, where a has dout, backward
+//  16375         convolution: forward and input gradient
+//  16856         convolution: weight gradients
+//  17205    23. The GPU: memory, copies, repeated work
+//  17428    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7583, run_program 7523, train 6907, run_step 6715, train_step 5738, load_batch 4829;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16935):
-//     step_gradients 5637: draw_levels 9592, forward_and_loss 5551, q_sample_forward 9783, unet_forward 2959,
-//     forward_layer 2945 (a function of the layer's kind), loss_forward_backward 9894, unet_backward 3025,
-//     conv_backward_weights 16797 (weight gradients, on the side stream); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 15607;
-//     judge_step 15654, update_slice 5703, adamw_update 15765, next_step 15660, record_step 15666;
-//     later collect_steps 6669
-//   pictures, from noise: sample_batch 4260, plan_route 4025, device_step 4069, euler_step 3823 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16330 draws all of its roads):
-//     forward_conv 2178; conv_forward 16365, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16281 above that; conv_tiles 14807, with conv_tiles_kernel above it;
-//     Accumulators 8950; Wgmma 8538;
-//     on any other GPU pick_conv_halo_bf16 16069; conv_halo 13206, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8344
-//   why several GPUs compute the bits of one: step_gradients 5637
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 331, Silu 7633, with_nonlinearity 7643 (a case);
-//     BEHIND_NORMS, in front of add_norm 2392, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3265
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 446, and beside each other edm_question 3108,
-//     ask 3143, frame_of 3153, sigma_draws 3159, has_steps_of_t 3165; the head of their section lists the changes
-//   a kind of layer: forward_linear 2098 and what stands beside it, with a list of all places in front of
-//     LayerKind 2070; add_resblock 2443 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7794, run_program 7734, train 7120, run_step 6928, train_step 5926, load_batch 4967;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17336):
+//     step_gradients 5820: draw_levels 9833, forward_and_loss 5734, q_sample_forward 10024, unet_forward 3097,
+//     forward_layer 3083 (a function of the layer's kind), loss_forward_backward 10135, unet_backward 3163,
+//     conv_backward_weights 17198 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 15979;
+//     judge_step 16026, update_slice 5891, adamw_update 16138, next_step 16032, record_step 16038;
+//     later collect_steps 6882
+//   pictures, from noise: sample_batch 4398, plan_route 4163, device_step 4207, euler_step 3961 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16711 draws all of its roads):
+//     forward_conv 2265; conv_forward 16746, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16661 above that; conv_tiles 15077, with conv_tiles_kernel above it;
+//     Accumulators 9190; Wgmma 8773;
+//     on any other GPU pick_conv_halo_bf16 16449; conv_halo 13473, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8579
+//   why several GPUs compute the bits of one: step_gradients 5820
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 372, Silu 7844, with_nonlinearity 7854 (a case);
+//     BEHIND_NORMS, in front of add_norm 2492, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3403
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 487, and beside each other edm_question 3246,
+//     ask 3281, frame_of 3291, sigma_draws 3297, has_steps_of_t 3303; the head of their section lists the changes
+//   a kind of layer: forward_linear 2185 and what stands beside it, with a list of all places in front of
+//     LayerKind 2157; add_resblock 2543 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 274, with a list of all places in front of it
-//   samples in FP8 (--precision fp8): choose_fp8 2620 chooses the convolutions, make_fp8_weights 5198 rounds their
-//     weights, pack_fp8 8058 rounds what a norm writes, conv_product_fp8 16358 picks the kernel, WgmmaFp8 8573
-//     multiplies
+//   an element type beside bf16: Element 277, with a list of all places in front of it
+//   FP8 (--precision fp8): choose_fp8 2720 chooses the convolutions, plan_fp8 2788 and plan_fp8_gradients 2805 plan
+//     what they read; make_fp8_weights 5336 rounds the weights for samples; in training round_weights 15901 does it, once
+//     a step, and make_fp8_training 5374 makes the factors; pack_fp8 8278 rounds what a norm writes, and gradients;
+//     forward_conv 2265 and backward_conv 2276 choose between the forms; conv_product_fp8 16739 picks the kernel, and
+//     WgmmaFp8 8808 multiplies; print_fp8 6829 says whether it pays
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
-//     or must (host/files.h), of wrong 1258 (a flag's value), or of a function beside it whose name ends in _unless.
-//     unknown_word 1172 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1178.
-//     Two functions print a message while the run goes on: report_bad_step 6453 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6243 that a file could not be written yet.
-//     stop_run 6217 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     or must (host/files.h), of wrong 1310 (a flag's value), or of a function beside it whose name ends in _unless.
+//     unknown_word 1224 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1230.
+//     Two functions print a message while the run goes on: report_bad_step 6641 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6431 that a file could not be written yet.
+//     stop_run 6405 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -240,7 +243,7 @@ static const char* const PRESET_ELSE = "fashion32";
 #define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch
 
 // What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. With --precision fp8
-// some tensors are FP8: see choose_fp8.
+// some tensors are FP8, or have a copy in FP8: see choose_fp8. The copies of gradients are FP8_GRADIENT.
 //
 // To store activations as a new element type, change these places. (The CPU build knows fp32 alone.)
 //
@@ -671,8 +674,8 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 // skip, the convolution also computes a skip connection and adds its result; conv_takes_skip returns whether this is
 // possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and
 // out = factors * conv(x1, weight) + the same addends (bias and so on).
-// If s.out is FP8_GRADIENT, conv_backward_input reads dout in FP8 (e5m2), and the weights in FP8 (e4m3) as round_weights
-// has turned them. Then dx1 = factors * (the sum of products), and there is one input, without addends.
+// If s.out is FP8_GRADIENT, conv_backward_input reads dout in e5m2, and the weights in e4m3 as round_weights has turned
+// them. Then dx1 = factors * (the sum of products). There is one input, without addends.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -1879,7 +1882,7 @@ struct Tensor {
     bool needs_grad = false;         // the layer that writes it has a backward pass
 };
 
-// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: the layer also writes d in FP8.
+// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: d in FP8, if it is written.
 struct GradPlan {
     int d = -1, add1 = -1, add2 = -1, fp8 = -1;
 };
@@ -2030,6 +2033,37 @@ struct LayerArgs {
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
+// Returns where a tensor's buffer lies. If the tensor was computed again (--use_checkpoint), a backward walk reads the
+// new copy.
+static act* memory_of(const Walk& walk, int buffer) {
+    const bool again = walk.grads && buffer >= 0;
+    return buffer_data(walk.net, again ? walk.net->buffers[buffer].again : buffer);
+}
+
+// Looks up what the functions of a convolution or a norm need of FP8.
+static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
+    const UNet* const net = walk.net;
+    const Fp8Weights& fp8 = walk.weights.fp8;
+    const Tensor out = net->tensor(layer.out);
+    if (layer.fp8) {
+        const size_t weight = net->params[layer.weight].offset;
+        const size_t bias = net->params[layer.weight + 1].offset;
+        a->x_fp8 = memory_of(walk, net->tensor(layer.x1).fp8);
+        a->weight_fp8 = (const act*)(fp8.weights + weight);
+        a->factors_fp8 = fp8.factors + bias;
+        if (fp8.turned) a->turned_fp8 = (const act*)(fp8.turned + weight);
+        a->dx_factors_fp8 = fp8.dx_factors;
+    }
+    if (out.fp8 >= 0) { // the layer is a norm; the place of its weight holds its factor
+        const float* const factor = fp8.factors + net->params[layer.weight].offset;
+        a->out_fp8 = {(uint8_t*)memory_of(walk, out.fp8), factor};
+    }
+    auto gradient = [&](int buffer) { return Fp8Copy{buffer_data<uint8_t>(net, buffer), fp8.gradient_factor}; };
+    a->dout_fp8 = gradient(layer.dout_fp8);
+    a->d1_fp8 = gradient(layer.d1.fp8);
+    a->d2_fp8 = gradient(layer.d2.fp8);
+}
+
 // Looks up all that a layer's functions need. If the network has no memory yet (plan_memory), the pointers to tensors
 // and gradients are null. If the walk has no weights, the pointers to weights are null. The shapes are right even then.
 static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
@@ -2049,14 +2083,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.Wout = out.W;
     a.Cout = out.C;
 
-    // Tensors are looked up in the arena. If a tensor was computed again (--use_checkpoint), a backward walk reads the
-    // new copy.
-    auto memory_of = [&](int buffer) {
-        const bool again = walk.grads && buffer >= 0;
-        return buffer_data(net, again ? net->buffers[buffer].again : buffer);
-    };
-    auto tensor = [&](int t) { return memory_of(net->tensor(t).buffer); };
-    auto stats = [&](int t) { return Stats{(double*)memory_of(net->tensor(t).stats), net->tensor(t).parts}; };
+    auto tensor = [&](int t) { return memory_of(walk, net->tensor(t).buffer); };
+    auto stats = [&](int t) { return Stats{(double*)memory_of(walk, net->tensor(t).stats), net->tensor(t).parts}; };
     a.x1 = tensor(layer.x1);
     a.x2 = tensor(layer.x2);
     a.residual = tensor(layer.residual);
@@ -2076,15 +2104,6 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
             a.bias = walk.weights.fp32 + bias;
         }
         if (walk.weights.copy) a.copy = (const act*)((const char*)walk.weights.copy + weight * act_bytes());
-        const Fp8Weights& fp8 = walk.weights.fp8;
-        if (fp8.weights && layer.fp8) {
-            a.x_fp8 = memory_of(x.fp8);
-            a.weight_fp8 = (const act*)(fp8.weights + weight);
-            a.factors_fp8 = fp8.factors + bias;
-            if (fp8.turned) a.turned_fp8 = (const act*)(fp8.turned + weight);
-            a.dx_factors_fp8 = fp8.dx_factors;
-        }
-        if (fp8.weights && out.fp8 >= 0) a.out_fp8 = {(uint8_t*)memory_of(out.fp8), fp8.factors + weight};
         if (walk.grads) {
             a.dweight = walk.grads + weight;
             a.dbias = walk.grads + bias;
@@ -2113,12 +2132,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.dout = buffer_data(net, layer.dout);
     a.d1 = grad(layer.d1);
     a.d2 = grad(layer.d2);
-    auto gradient_fp8 = [&](int buffer) {
-        return Fp8Copy{buffer_data<uint8_t>(net, buffer), walk.weights.fp8.gradient_factor};
-    };
-    a.dout_fp8 = gradient_fp8(layer.dout_fp8);
-    a.d1_fp8 = gradient_fp8(layer.d1.fp8);
-    a.d2_fp8 = gradient_fp8(layer.d2.fp8);
+    if (walk.weights.fp8.weights) add_fp8_args(&a, walk, layer);
     return a;
 }
 
@@ -5296,13 +5310,13 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to FP8. weight,
-// bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard deviation of
-// 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32 times the largest
-// of these estimates still fits in FP8. Larger values become the largest number. (The 32 also leaves room for the embedding's
-// scale, which is not known here.) Small values keep their precision, because FP8 is a floating-point format: its
-// largest number is almost 2^15 times its smallest normal number. The factor is a power of 2, so multiplying by it
-// rounds nothing.
+// --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to
+// FP8. weight, bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard
+// deviation of 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32
+// times the largest of these estimates still fits in FP8. Larger values become FP8's largest number. (The 32 also
+// leaves room for the embedding's scale, which is not known here.) Small values keep their precision, because FP8 is a
+// floating-point format: its largest number is almost 2^15 times its smallest normal number. The factor is a power of
+// 2, so multiplying by it rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
@@ -5312,10 +5326,10 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
     return (float)std::ldexp(1.0, exponent - 1);
 }
 
-// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in which parameters
-// have the same places as in a flat array:
+// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in
+// which parameters have the same places as in a flat array:
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
-//             |weight| of the channel becomes the largest number
+//             |weight| of the channel becomes FP8's largest number
 //   factors   only the part of a flat array that is read in fp32. The place of a norm's first weight holds the norm's
 //             factor (fp8_factor). The place of a bias of a convolution holds scale / factor, which turns the sums of
 //             that output channel into values
@@ -5346,10 +5360,10 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
     return {device_copy(weights), device_copy(factors)};
 }
 
-// Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8. The
-// loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is a power of 2, about
-// 2^8 n. With it, the largest number of FP8 stands for gradients of 224 / n to 448 / n. It depends only on the
-// configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
+// Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
+// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power of
+// 2 from 128 n to 256 n. (With it, FP8's largest number stands for a gradient of 224 / n or more.) It depends only on
+// the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
 static float gradient_factor(const Config& c) {
     const double n = (double)c.batch_size * c.H * c.W * c.in_channels;
     return (float)std::ldexp(1.0, 8 + std::ilogb(n));
@@ -6776,8 +6790,10 @@ static void print_memory(const Config& c, const UNet& net) {
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // With bf16 there are copies of two arrays: of the weights, and of their first average.
-    const double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
+    // With bf16 there are copies of two arrays: of the weights, and of their first average. With FP8 there are two more
+    // of the weights, with a byte for each.
+    double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
+    if (c.precision == "fp8") copies += 2.0 * net.flat_size * bytes_of(Element::FP8) / GIB;
 
     // What the allocated memory is used for. `rest` is the memory that belongs to none of the other uses.
     const double all = device_bytes / GIB;
@@ -6808,6 +6824,28 @@ static std::string preset_in_force(const Config& c) {
     return kept;
 }
 
+// --precision fp8: says how much of the work is in FP8, and whether that pays. Rounding takes time, too, which small
+// convolutions do not save.
+static void print_fp8(const Config& c, const UNet& net) {
+    if (c.precision != "fp8") return;
+    int convs = 0;
+    double flops = 0; // of one image
+    for (const Layer& l : net.layers) {
+        if (!l.fp8) continue;
+        convs++;
+        const Tensor& out = net.tensors[l.out];
+        flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as conv_flops
+    }
+    const double gflops = flops * c.micro() / convs * 1e-9; // of one convolution, in a forward pass
+    const double SMALL = 16; // with fewer, a step of unet64 or quick64 takes at most 4 % less time (docs/LEARNT.md)
+    const char* const advice =
+        gflops < SMALL
+            ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
+            : "";
+    printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each%s\n", convs, 100 * flops / net.flops,
+           gflops, advice);
+}
+
 // Prints what is about to be trained, on which data, and in which folder.
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     printf("preset %s:%s\n", c.preset.c_str(), preset_in_force(c).c_str());
@@ -6818,6 +6856,7 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     // The model, the memory, the ranks, the data.
     printf("%s\n", describe(net).c_str());
     print_memory(c, net);
+    print_fp8(c, net);
     if (world.size > 1)
         printf("processes: %d, which share a step's batch of %d, %d images at a time; "
                "each keeps its part of the moments and averages\n",
@@ -12722,12 +12761,14 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //                                Elements are bf16 or floats. A float is split into two fp16 numbers, and a product of
 //                                two floats into three products (take_apart_places).
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
-//                                FP8 in a 3x3 forward convolution. The stride is 1, and the input is not upsampled.
+//                                FP8 in a 3x3 convolution or its input gradient. The stride is 1, and the input is not
+//                                upsampled.
 //   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
 // An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
 // its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights stay in memory as
-// they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
+// they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (In FP8 there
+// is another copy of the weights, and no BACKWARD.)
 //
 // All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
 // Then the result is rounded, once. Before a tile is written to global memory, it is written to shared memory: there
@@ -14457,7 +14498,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+// --- Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
 // The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read the same
 // copy of it in shared memory. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel.
 // Pixels outside the image become zeros, which is the padding.
@@ -14483,8 +14524,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //
 // In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
 // instruction is wgmma.m64nNk32. FP8 numbers are scaled: a number of x is `factor` times the value that it stands for,
-// and a weight is divided by `scale` (make_fp8_weights). So the sums are multiplied by ConvTma::factors, which are
-// scale / factor, before anything is added to them.
+// and a weight is divided by `scale` (make_fp8_weights, make_fp8_training). So the sums are multiplied by
+// ConvTma::factors, which are scale / factor, before anything is added to them. An input gradient in FP8 is a forward
+// convolution (conv_backward_input_fp8).
 
 // A tensor of one part or two parts (concatenated inputs, and their gradients). It is divided into slices of 64
 // channels (in FP8, of 128). A slice belongs to only one part.
@@ -15785,11 +15827,11 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8 in training: weights and gradients are rounded
-// Used when: with --precision fp8, round_weights at the beginning of each step. round_gradient before an input gradient,
-//   if the kernel that wrote dout did not write its FP8 form, too.
-// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. It writes the
-//   tile in the order of the weights at once. For the other order the tile goes through shared memory. One launch rounds
-//   the weights of all layers.
+// Used when: round_weights at the beginning of each step. round_gradient before an input gradient, if the kernel that
+//   wrote dout did not write its FP8 form, too.
+// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. It writes
+//   the tile in the order of the weights at once. For the other order the tile goes through shared memory. One launch
+//   rounds the weights of all layers.
 // Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written.
 
 constexpr int ROUNDING_TILE = 64;
@@ -16664,7 +16706,8 @@ static bool conv_is_small(const ConvCall& c) {
 //   Wgmma<N>::add (WgmmaFp8)     Wgmma<N>::add (WgmmaFp8)     mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
 //   wgmma m64nNk16 (k32)         wgmma m64nNk16 (k32)         mma.sync m16n8k16            mma.sync m16n8k16
 //
-// An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true.
+// An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true. In FP8 it goes
+// through conv_backward_input_fp8 and conv_product_fp8, with BACKWARD = false.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;

@@ -87,7 +87,8 @@ def tolerance(case: Case, name: str) -> float:
     dz and dz * xhat inherit the errors of their terms.
     """
     offset = abs(case.get("mean", 0.5)) / 2
-    if name in ("fp8", "fp8_alone"):  # half of a last place is 2^-4 of a number at most, of which error() takes half; of all numbers it is some 2^-3 / 12^0.5
+    # FP8: half of a last place is 2^-4 of a number at most, of which error() takes half; of all numbers it is some 2^-3 / 12^0.5
+    if name in ("fp8", "fp8_alone"):
         return 2.0**-5
     if name == "dx1_fp8":  # it has a bit less of mantissa
         return 2.0**-4
