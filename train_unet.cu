@@ -107,7 +107,7 @@
 //     dev/reference.h
 //   an element type beside bf16: Element 277, with a list of all places in front of it
 //   FP8 (--precision fp8): choose_fp8 2720 chooses the convolutions, plan_fp8 2788 and plan_fp8_gradients 2805 plan
-//     what they read; make_fp8_weights 5336 rounds the weights for samples; in training round_weights 15901 does it, once
+//     what they read; make_fp8_weights 5336 rounds the weights for samples; in training round_weights 15901 does once
 //     a step, and make_fp8_training 5374 makes the factors; pack_fp8 8278 rounds what a norm writes, and gradients;
 //     forward_conv 2265 and backward_conv 2276 choose between the forms; conv_product_fp8 16739 picks the kernel, and
 //     WgmmaFp8 8808 multiplies; print_fp8 6829 says whether it pays
