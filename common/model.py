@@ -199,7 +199,7 @@ FP8_MAX = 448.0  # of e4m3
 FP8_SPARED = 4  # of how many 3x3 convolutions at each end of the network the operands stay as they are
 
 # Training multiplies by these factors before it rounds. (Samples have factors of their own: fp8_factor and fp8_weight.)
-FP8_VALUE_FACTOR = 16.0  # what a norm has written: up to 28 fits in e4m3
+FP8_X_FACTOR = 16.0  # what a norm has written: up to 28 fits in e4m3
 FP8_WEIGHT_FACTOR = 128.0  # weights: up to 3.5 fits
 FP8_GRADIENT_MAX = 57344.0  # of e5m2
 
@@ -285,7 +285,7 @@ class Fp8Products(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gradient_factor: float) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gradient_factor = gradient_factor
-        rounded_x = to_fp8(x * FP8_VALUE_FACTOR) / FP8_VALUE_FACTOR
+        rounded_x = to_fp8(x * FP8_X_FACTOR) / FP8_X_FACTOR
         return F.conv2d(rounded_x, Fp8Products.rounded_weight(weight), bias, padding=1)
 
     @staticmethod
