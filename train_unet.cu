@@ -4,117 +4,120 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    210  Part I. The program
-//    213     1. Types at the interface: what operations are called with
-//    619     2. The interface: all that the program asks of a device
-//    945     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1044     4. Configuration: flags, presets, help, what can work and what cannot
-//   1785     5. The network: a list of layers, made of guided-diffusion's flags
-//   2680     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2932     7. Forward and backward: two walks over the list
-//   3054     8. Diffusion: noise schedules, objectives, samplers
-//   3336         the level of a training sample, drawn, and its share of the loss
-//   3793         samplers
-//   4345     9. Data: .bin files that may be larger than memory, the order of their images
-//   4872    10. Model files: weights and checkpoints, initial weights
-//   5268    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5283         the learning rate, the verdict on a step, averages of the weights
-//   5370         what a trainer holds
-//   5505         a step
-//   5804    12. A run: log, guard, checkpoints, resume, samples
-//   5829         the log in memory, as the page shows it
-//   5941         what a run holds
-//   6009         the log and the status line
-//   6199         checkpoints, snapshots and grids
-//   6465         the start of a run: new, from a file's weights, or resumed
-//   6665         the loop over the steps
-//   6781         a run from its first to its last line
-//   6951         samples, without a run
-//   7110    13. main: the command line, then a run or samples
-//   7391         what ranks must have in common
-//   7462         main
-//   7587  Part II. The device
-//   7590    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7670    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7740    16. The GPU: what all kernels share
-//   7805         Launches, which may overlap
-//   7849         Decisions: what kernels are chosen with
-//   7897         Single instructions: shared memory, mbarriers, clusters
-//   7982         Activations: pieces of 16 bytes
-//   8279         each_kernel: a thread for an element
-//   8293         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8456         Swizzle: how rows lie in shared memory
-//   8474         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8719         building blocks of Hopper's kernels (sm_90a)
-//   9017    17. Small operations: resampling, embeddings, diffusion
-//   9020         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9221         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9578         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10087    18. Group norm
-//  10090         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10624         groupnorm_backward_whole: an image's slab in shared memory
-//  11002    19. Attention
-//  11108         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11653         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  11791         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12472    20. Convolution
-//  12512         ConvOut: results, 4 channels of a pixel at a time
-//  12750         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  12813         conv_halo: 3x3, stride 1, any GPU
-//  13219         conv_gather: any kernel size and stride, any GPU
-//  13482         conv_few: the first and the last layer
-//  13654         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14234         Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
-//  14353         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  14822         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15266         conv_weight_tma: weight gradients (sm_90a)
-//  15557    21. The optimiser
-//  15560         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  15792    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  15795         groupnorm_backward
-//  15933         attention: forward and, where a has dout, backward
-//  15995         convolution: forward and input gradient
-//  16455         convolution: weight gradients
-//  16804    23. The GPU: memory, copies, repeated work
-//  17027    24. Between ranks: from device to device
+//    213  Part I. The program
+//    216     1. Types at the interface: what operations are called with
+//    660     2. The interface: all that the program asks of a device
+//    997     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1096     4. Configuration: flags, presets, help, what can work and what cannot
+//   1837     5. The network: a list of layers, made of guided-diffusion's flags
+//   2777     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3070     7. Forward and backward: two walks over the list
+//   3192     8. Diffusion: noise schedules, objectives, samplers
+//   3474         the level of a training sample, drawn, and its share of the loss
+//   3931         samplers
+//   4483     9. Data: .bin files that may be larger than memory, the order of their images
+//   5010    10. Model files: weights and checkpoints, initial weights
+//   5447    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5462         the learning rate, the verdict on a step, averages of the weights
+//   5549         what a trainer holds
+//   5688         a step
+//   5992    12. A run: log, guard, checkpoints, resume, samples
+//   6017         the log in memory, as the page shows it
+//   6129         what a run holds
+//   6197         the log and the status line
+//   6387         checkpoints, snapshots and grids
+//   6653         the start of a run: new, from a file's weights, or resumed
+//   6878         the loop over the steps
+//   6994         a run from its first to its last line
+//   7164         samples, without a run
+//   7323    13. main: the command line, then a run or samples
+//   7604         what ranks must have in common
+//   7675         main
+//   7798  Part II. The device
+//   7801    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7881    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7951    16. The GPU: what all kernels share
+//   8016         Launches, which may overlap
+//   8060         Decisions: what kernels are chosen with
+//   8109         Single instructions: shared memory, mbarriers, clusters
+//   8194         Activations: pieces of 16 bytes
+//   8514         each_kernel: a thread for an element
+//   8528         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8691         Swizzle: how rows lie in shared memory
+//   8709         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8959         building blocks of Hopper's kernels (sm_90a)
+//   9258    17. Small operations: resampling, embeddings, diffusion
+//   9261         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9462         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9819         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10328    18. Group norm
+//  10331         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10882         groupnorm_backward_whole: an image's slab in shared memory
+//  11267    19. Attention
+//  11373         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11918         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12056         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12737    20. Convolution
+//  12779         ConvOut: results, 4 channels of a pixel at a time
+//  13017         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13080         conv_halo: 3x3, stride 1, any GPU
+//  13486         conv_gather: any kernel size and stride, any GPU
+//  13749         conv_few: the first and the last layer
+//  13921         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14501         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14621         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15092         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15538         conv_weight_tma: weight gradients (sm_90a)
+//  15829         FP8 in training: weights and gradients are rounded
+//  15929    21. The optimiser
+//  15932         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16166    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16169         groupnorm_backward
+//  16313         attention: forward and, where a has dout, backward
+//  16375         convolution: forward and input gradient
+//  16856         convolution: weight gradients
+//  17205    23. The GPU: memory, copies, repeated work
+//  17428    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7583, run_program 7523, train 6907, run_step 6715, train_step 5738, load_batch 4829;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 16935):
-//     step_gradients 5637: draw_levels 9592, forward_and_loss 5551, q_sample_forward 9783, unet_forward 2959,
-//     forward_layer 2945 (a function of the layer's kind), loss_forward_backward 9894, unet_backward 3025,
-//     conv_backward_weights 16797 (weight gradients, on the side stream); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 15607;
-//     judge_step 15654, update_slice 5703, adamw_update 15765, next_step 15660, record_step 15666;
-//     later collect_steps 6669
-//   pictures, from noise: sample_batch 4260, plan_route 4025, device_step 4069, euler_step 3823 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16330 draws all of its roads):
-//     forward_conv 2178; conv_forward 16365, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16281 above that; conv_tiles 14807, with conv_tiles_kernel above it;
-//     Accumulators 8950; Wgmma 8538;
-//     on any other GPU pick_conv_halo_bf16 16069; conv_halo 13206, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8344
-//   why several GPUs compute the bits of one: step_gradients 5637
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 331, Silu 7633, with_nonlinearity 7643 (a case);
-//     BEHIND_NORMS, in front of add_norm 2392, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3265
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 446, and beside each other edm_question 3108,
-//     ask 3143, frame_of 3153, sigma_draws 3159, has_steps_of_t 3165; the head of their section lists the changes
-//   a kind of layer: forward_linear 2098 and what stands beside it, with a list of all places in front of
-//     LayerKind 2070; add_resblock 2443 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7794, run_program 7734, train 7120, run_step 6928, train_step 5926, load_batch 4967;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17336):
+//     step_gradients 5820: draw_levels 9833, forward_and_loss 5734, q_sample_forward 10024, unet_forward 3097,
+//     forward_layer 3083 (a function of the layer's kind), loss_forward_backward 10135, unet_backward 3163,
+//     conv_backward_weights 17198 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 15979;
+//     judge_step 16026, update_slice 5891, adamw_update 16138, next_step 16032, record_step 16038;
+//     later collect_steps 6882
+//   pictures, from noise: sample_batch 4398, plan_route 4163, device_step 4207, euler_step 3961 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16711 draws all of its roads):
+//     forward_conv 2265; conv_forward 16746, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16661 above that; conv_tiles 15077, with conv_tiles_kernel above it;
+//     Accumulators 9190; Wgmma 8773;
+//     on any other GPU pick_conv_halo_bf16 16449; conv_halo 13473, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8579
+//   why several GPUs compute the bits of one: step_gradients 5820
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 372, Silu 7844, with_nonlinearity 7854 (a case);
+//     BEHIND_NORMS, in front of add_norm 2492, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3403
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 487, and beside each other edm_question 3246,
+//     ask 3281, frame_of 3291, sigma_draws 3297, has_steps_of_t 3303; the head of their section lists the changes
+//   a kind of layer: forward_linear 2185 and what stands beside it, with a list of all places in front of
+//     LayerKind 2157; add_resblock 2543 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 274, with a list of all places in front of it
-//   samples in FP8 (--precision fp8): choose_fp8 2620 chooses the convolutions, make_fp8_weights 5198 rounds their
-//     weights, pack_fp8 8058 rounds what a norm writes, conv_product_fp8 16358 picks the kernel, WgmmaFp8 8573
-//     multiplies
+//   an element type beside bf16: Element 277, with a list of all places in front of it
+//   FP8 (--precision fp8): choose_fp8 2720 chooses the convolutions, plan_fp8 2788 and plan_fp8_gradients 2805 plan
+//     what they read; make_fp8_weights 5336 rounds the weights for samples; in training round_weights 15901 does once
+//     a step, and make_fp8_training 5374 makes the factors; pack_fp8 8278 rounds what a norm writes, and gradients;
+//     forward_conv 2265 and backward_conv 2276 choose between the forms; conv_product_fp8 16739 picks the kernel, and
+//     WgmmaFp8 8808 multiplies; print_fp8 6829 says whether it pays
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
-//     or must (host/files.h), of wrong 1258 (a flag's value), or of a function beside it whose name ends in _unless.
-//     unknown_word 1172 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1178.
-//     Two functions print a message while the run goes on: report_bad_step 6453 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6243 that a file could not be written yet.
-//     stop_run 6217 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     or must (host/files.h), of wrong 1310 (a flag's value), or of a function beside it whose name ends in _unless.
+//     unknown_word 1224 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1230.
+//     Two functions print a message while the run goes on: report_bad_step 6641 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6431 that a file could not be written yet.
+//     stop_run 6405 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -240,7 +243,7 @@ static const char* const PRESET_ELSE = "fashion32";
 #define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch
 
 // What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. With --precision fp8
-// some tensors are FP8: see choose_fp8.
+// some tensors are FP8, or have a copy in FP8: see choose_fp8. The copies of gradients are FP8_GRADIENT.
 //
 // To store activations as a new element type, change these places. (The CPU build knows fp32 alone.)
 //
@@ -271,9 +274,9 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              true once Hopper's kernels know the type: conv_tiles and conv_small have the element as
 //                              a template parameter, and all others are written for bf16
 //   pick_conv_gather           Only bf16 has its widest tile
-enum class Element : uint8_t { FP32, BF16, FP8 };
+enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
-    const char* name; // its word for --precision
+    const char* name; // its word for --precision, if it has one
     size_t bytes;
 };
 constexpr ElementFacts facts_of(Element e) {
@@ -281,11 +284,13 @@ constexpr ElementFacts facts_of(Element e) {
     case Element::FP32: return {"fp32", 4};
     case Element::BF16: return {"bf16", 2};
     case Element::FP8: return {"fp8", 1};
+    case Element::FP8_GRADIENT: return {"fp8 of a gradient", 1};
     }
     ALL_CASES_RETURN
 }
 constexpr const char* name_of(Element e) { return facts_of(e).name; }
 constexpr size_t bytes_of(Element e) { return facts_of(e).bytes; }
+constexpr bool is_fp8(Element e) { return e == Element::FP8 || e == Element::FP8_GRADIENT; }
 
 // The element of activations, and of the copy of the convolutions' weights that kernels read. start_device sets it. It
 // is never FP8. All other weights, and all gradients of weights, are in fp32.
@@ -294,30 +299,66 @@ static size_t act_bytes() { return bytes_of(act_element); }
 // If activations are fp32, there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
 
-// FP8 is the format e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): a sign, four bits of exponent, and three of
-// mantissa. Its largest number is FP8_MAX. Below 2^-6 its numbers are the multiples of 2^-9. There is no infinity.
-constexpr float FP8_MAX = 448;
-constexpr uint8_t FP8_NAN = 0x7F;
-// Rounds to the nearest FP8 number, ties to even. If |v| is larger than FP8_MAX, it is rounded to FP8_MAX. Kernels
-// round in the same way (pack_fp8).
-static inline uint8_t fp8_bits(float v) {
+// FP8 has two formats (Micikevicius et al. 2022, arXiv:2209.05433). Both have a sign, an exponent and a mantissa, and
+// the exponent is stored plus a bias:
+//   Element::FP8            e4m3: four bits of exponent, three of mantissa. For values: activations and weights.
+//   Element::FP8_GRADIENT   e5m2: five bits of exponent, two of mantissa. For gradients of activations, whose sizes
+//                           differ more.
+struct Fp8Format {
+    int mantissa;         // bits of the mantissa
+    int bias;             // of the exponent
+    float largest;        // the largest number
+    uint8_t largest_bits; // its bits
+};
+constexpr Fp8Format E4M3{.mantissa = 3, .bias = 7, .largest = 448, .largest_bits = 0x7E};
+constexpr Fp8Format E5M2{.mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B};
+constexpr uint8_t FP8_NAN = 0x7F; // in both formats
+// Rounds to the nearest FP8 number, ties to even. If |v| is larger than the largest number, it is rounded to that.
+// Kernels round in the same way (pack_fp8).
+static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     const uint8_t sign = std::signbit(v) ? 0x80 : 0;
     const float size = std::fabs(v);
     if (std::isnan(v)) return FP8_NAN;
-    if (size >= FP8_MAX) return sign | (FP8_NAN - 1);
-    if (size < 0x1p-6f) return sign | (uint8_t)std::lrintf(size * 0x1p9f);
-    uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa; the FP8 number keeps 3 of the 23
+    if (size >= f.largest) return sign | f.largest_bits;
+    uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa
     memcpy(&bits, &size, sizeof bits);
-    bits += 0x7FFFF + (bits >> 20 & 1);
-    return sign | (uint8_t)((bits >> 20) - ((127 - 7) << 3)); // fp32 stores its exponent plus 127, FP8 plus 7
+    // fp32 stores its exponent plus 127. Below the smallest normal number, FP8 numbers are multiples of one step.
+    const int smallest_normal = 127 + 1 - f.bias; // its exponent, as fp32 stores it
+    if ((int)(bits >> 23) < smallest_normal)
+        return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
+    const int dropped = 23 - f.mantissa; // the FP8 number keeps the other bits of the mantissa
+    bits += (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
+    return sign | (uint8_t)((bits >> dropped) - ((127 - f.bias) << f.mantissa));
 }
-[[maybe_unused]] static inline float fp8_value(uint8_t bits) { // only the CPU build calls this
-    const int exponent = bits >> 3 & 15;
-    const int mantissa = bits & 7;
-    if ((bits & 0x7F) == FP8_NAN) return NAN;
-    const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+// e5m2 has infinities, too. fp8_bits does not make them.
+[[maybe_unused]] static inline float fp8_value(uint8_t bits, const Fp8Format& f = E4M3) {
+    const int exponent = (bits & 0x7F) >> f.mantissa;
+    const int mantissa = bits & ((1 << f.mantissa) - 1);
+    if ((bits & 0x7F) > f.largest_bits) return NAN;
+    const int of_step = std::max(exponent, 1) - f.bias - f.mantissa; // the last bit of the mantissa is worth 2^of_step
+    const float size = std::ldexp((float)(mantissa + (exponent ? 1 << f.mantissa : 0)), of_step);
     return bits & 0x80 ? -size : size;
 }
+
+// Where an operation also writes its result in FP8: each value is multiplied by *factor and then rounded. If bytes is
+// null, there is no such copy.
+struct Fp8Copy {
+    uint8_t* bytes = nullptr;
+    const float* factor = nullptr;
+};
+
+// --precision fp8, in training: the factors of values and weights, before they are rounded to FP8 (e4m3). They are
+// powers of 2, so multiplying by them rounds nothing. A value larger than 28, and a weight larger than 3.5, becomes the
+// largest number of FP8. gradient_factor returns the factor of gradients.
+constexpr float FP8_X_FACTOR = 16;
+constexpr float FP8_WEIGHT_FACTOR = 128;
+
+// Convolutions whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
+// lie in a flat array
+struct WeightRounding {
+    size_t offset;
+    int Cout, Cin;
+};
 
 // A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array, or two arrays of C1 and
 // C2 channels. With upsample = 1 the convolution is 3x3, its stride is 1, and it reads its input enlarged to 2H x 2W.
@@ -633,6 +674,8 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 // skip, the convolution also computes a skip connection and adds its result; conv_takes_skip returns whether this is
 // possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and
 // out = factors * conv(x1, weight) + the same addends (bias and so on).
+// If s.out is FP8_GRADIENT, conv_backward_input reads dout in e5m2, and the weights in e4m3 as round_weights has turned
+// them. Then dx1 = factors * (the sum of products). There is one input, without addends.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -645,7 +688,8 @@ static void conv_forward(act* out,                            // (B, Ho, Wo, Cou
                          const float* factors = nullptr); // [(Cout)]: only with FP8
 static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
-                                const act* weight, ConvShape s);
+                                const act* weight, ConvShape s,
+                                const float* factors = nullptr); // [(C1)]: only with FP8
 // Computes the weight gradients of several layers together. conv_weight_load returns what fraction of the device the
 // weight gradient of one layer keeps busy; 1 or more: it needs no other layer beside it.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream);
@@ -653,24 +697,32 @@ static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
 // with xhat = (x - mean) rstd. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). The columns [0, C)
-// of scale_shift are scale, and the columns [C, 2C) are shift. With a factor, the result is multiplied by the factor
-// and rounded to FP8.
-static void groupnorm_forward(act* out,                    // (B, HW, C)
+// of scale_shift are scale, and the columns [C, 2C) are shift. The result is written to out, to fp8, or to both.
+// groupnorm_backward also writes dx1 and dx2, with their addends, in FP8 (e5m2), if dx1_fp8 and dx2_fp8 are given.
+static void groupnorm_forward(act* out,                    // [(B, HW, C)]
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
                               const act* x2, Stats stats2, // [(B, HW, C2)], and its sums
                               const float* weight,         // (C)
                               const float* bias,           // (C)
                               const float* scale_shift,    // [(B, ss_stride)]
-                              int ss_stride, Dropout dropout, NormShape s,
-                              const float* factor = nullptr); // [(1)]: of FP8
-static void groupnorm_backward(Grad dx1, Grad dx2,            // as x1 and x2
-                               float* dweight, float* dbias,  // (C): they may be incomplete until finish_gradients
-                               float* dscale_shift,           // [as scale_shift]
-                               const act* dout,               // as out
+                              int ss_stride, Dropout dropout, NormShape s, Fp8Copy fp8 = {});
+static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
+                               float* dweight, float* dbias, // (C): they may be incomplete until finish_gradients
+                               float* dscale_shift,          // [as scale_shift]
+                               const act* dout,              // as out
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
-                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout,
-                               NormShape s);
+                               const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s,
+                               Fp8Copy dx1_fp8 = {}, Fp8Copy dx2_fp8 = {});
+
+// --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. They have the same
+// places as in a flat array, and each weight is multiplied by FP8_WEIGHT_FACTOR. `turned` has the order that input
+// gradients read. round_gradient writes n numbers in e5m2.
+static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution
+                          uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
+                          const act* copy,  // flat: the weights as other convolutions read them
+                          const std::vector<WeightRounding>& works);
+static void round_gradient(Fp8Copy fp8, const act* dout, size_t n);
 
 // Attention of T pixels to each other: out = softmax(q k^T / sqrt(d)) v, with C = heads * d channels.
 static void attention_forward(act* out,         // (B, T, C)
@@ -1825,13 +1877,14 @@ struct Tensor {
     Element element = Element::FP32; // act_element; or FP32: input, output, embeddings, patches; or FP8: see choose_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
+    int fp8 = -1;                    // if a convolution reads it in FP8: the buffer of the FP8 numbers (plan_fp8)
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
     bool needs_grad = false;         // the layer that writes it has a backward pass
 };
 
-// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2.
+// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: d in FP8, if it is written.
 struct GradPlan {
-    int d = -1, add1 = -1, add2 = -1;
+    int d = -1, add1 = -1, add2 = -1, fp8 = -1;
 };
 
 struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...: see "The kinds of layers" below
@@ -1843,6 +1896,7 @@ struct Layer {
     int residual = -1;              // CONV: a tensor that is added to the result, unless there is a skip
     int emb = -1, emb_offset = 0;   // the tensor of embedding projections, and this layer's first column in it
     int kernel = 1, stride = 1, upsample = 0;       // CONV
+    bool fp8 = false;                               // CONV: --precision fp8 has chosen it (choose_fp8)
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
@@ -1852,6 +1906,8 @@ struct Layer {
     // The plan (see plan_gradients, plan_waits, plan_fusions).
     GradPlan d1{}, d2{};      // the gradients of x1 and x2
     int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
+    int dout_fp8 = -1;        // CONV with FP8: the buffer of dout in FP8
+    bool rounds_dout = false; // CONV with FP8: it writes dout_fp8 itself, because the layer that writes dout does not
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
     int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
     bool fused = false;       // forward: the next layer's operation also computes this layer
@@ -1898,10 +1954,15 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
-// With --precision fp8: weights in FP8, and the factors that belong to them (see make_fp8_weights).
+// With --precision fp8: weights in FP8, and the factors that belong to them (make_fp8_weights, make_fp8_training).
+// Without `weights`, a walk has no FP8. Without `turned`, it is a walk of sampling.
 struct Fp8Weights {
     const uint8_t* weights = nullptr;
     const float* factors = nullptr;
+    // Training:
+    const uint8_t* turned = nullptr;
+    const float* gradient_factor = nullptr; // (1): what gradients are multiplied by before they are rounded
+    const float* dx_factors = nullptr;      // (C), all the same: what turns the sums of an input gradient into values
 };
 // The parameters of a network: in fp32, and the convolutions' weights once more in the type of the activations.
 struct Weights {
@@ -1937,10 +1998,8 @@ struct LayerArgs {
     act* out;
     Stats stats1, stats2, out_stats;
     const float *weight, *bias;
-    const act* copy; // the weight in the activations' type
-    const uint8_t* fp8_weight;
-    const float *fp8_factors, *fp8_factor; // fp8_factors: of a convolution that reads FP8; fp8_factor: of a norm
-    const float* emb;                      // (B, emb_stride), from this layer's first column on
+    const act* copy;  // the weight in the activations' type
+    const float* emb; // (B, emb_stride), from this layer's first column on
     int emb_stride;
     float* saved;
     Dropout dropout; // the dropout that follows this layer
@@ -1950,6 +2009,13 @@ struct LayerArgs {
     const act* dout;
     Grad d1, d2;
     float *dweight, *dbias, *demb;
+
+    // FP8; null if this walk or this layer has none.
+    const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, and its weights in both orders
+    const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of out and of the input gradient
+    Fp8Copy out_fp8;                            // GROUPNORM
+    Fp8Copy dout_fp8;                           // CONV
+    Fp8Copy d1_fp8, d2_fp8;                     // GROUPNORM
 
     int tokens() const { return H * W; } // attention's T
     Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
@@ -1966,6 +2032,37 @@ struct LayerArgs {
     const float* dout_fp32() const { return (const float*)dout; }
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
+
+// Returns where a tensor's buffer lies. If the tensor was computed again (--use_checkpoint), a backward walk reads the
+// new copy.
+static act* memory_of(const Walk& walk, int buffer) {
+    const bool again = walk.grads && buffer >= 0;
+    return buffer_data(walk.net, again ? walk.net->buffers[buffer].again : buffer);
+}
+
+// Looks up what the functions of a convolution or a norm need of FP8.
+static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
+    const UNet* const net = walk.net;
+    const Fp8Weights& fp8 = walk.weights.fp8;
+    const Tensor out = net->tensor(layer.out);
+    if (layer.fp8) {
+        const size_t weight = net->params[layer.weight].offset;
+        const size_t bias = net->params[layer.weight + 1].offset;
+        a->x_fp8 = memory_of(walk, net->tensor(layer.x1).fp8);
+        a->weight_fp8 = (const act*)(fp8.weights + weight);
+        a->factors_fp8 = fp8.factors + bias;
+        if (fp8.turned) a->turned_fp8 = (const act*)(fp8.turned + weight);
+        a->dx_factors_fp8 = fp8.dx_factors;
+    }
+    if (out.fp8 >= 0) { // the layer is a norm; the place of its weight holds its factor
+        const float* const factor = fp8.factors + net->params[layer.weight].offset;
+        a->out_fp8 = {(uint8_t*)memory_of(walk, out.fp8), factor};
+    }
+    auto gradient = [&](int buffer) { return Fp8Copy{buffer_data<uint8_t>(net, buffer), fp8.gradient_factor}; };
+    a->dout_fp8 = gradient(layer.dout_fp8);
+    a->d1_fp8 = gradient(layer.d1.fp8);
+    a->d2_fp8 = gradient(layer.d2.fp8);
+}
 
 // Looks up all that a layer's functions need. If the network has no memory yet (plan_memory), the pointers to tensors
 // and gradients are null. If the walk has no weights, the pointers to weights are null. The shapes are right even then.
@@ -1986,14 +2083,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.Wout = out.W;
     a.Cout = out.C;
 
-    // Tensors are looked up in the arena. If a tensor was computed again (--use_checkpoint), a backward walk reads the
-    // new copy.
-    auto memory_of = [&](int buffer) {
-        const bool again = walk.grads && buffer >= 0;
-        return buffer_data(net, again ? net->buffers[buffer].again : buffer);
-    };
-    auto tensor = [&](int t) { return memory_of(net->tensor(t).buffer); };
-    auto stats = [&](int t) { return Stats{(double*)memory_of(net->tensor(t).stats), net->tensor(t).parts}; };
+    auto tensor = [&](int t) { return memory_of(walk, net->tensor(t).buffer); };
+    auto stats = [&](int t) { return Stats{(double*)memory_of(walk, net->tensor(t).stats), net->tensor(t).parts}; };
     a.x1 = tensor(layer.x1);
     a.x2 = tensor(layer.x2);
     a.residual = tensor(layer.residual);
@@ -2013,11 +2104,6 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
             a.bias = walk.weights.fp32 + bias;
         }
         if (walk.weights.copy) a.copy = (const act*)((const char*)walk.weights.copy + weight * act_bytes());
-        if (x.element == Element::FP8) {
-            a.fp8_weight = walk.weights.fp8.weights + weight;
-            a.fp8_factors = walk.weights.fp8.factors + bias;
-        }
-        if (out.element == Element::FP8) a.fp8_factor = walk.weights.fp8.factors + weight;
         if (walk.grads) {
             a.dweight = walk.grads + weight;
             a.dbias = walk.grads + bias;
@@ -2046,6 +2132,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.dout = buffer_data(net, layer.dout);
     a.d1 = grad(layer.d1);
     a.d2 = grad(layer.d2);
+    if (walk.weights.fp8.weights) add_fp8_args(&a, walk, layer);
     return a;
 }
 
@@ -2053,8 +2140,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
 // (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. There are a few
 // exceptions, for what only a convolution or a norm needs. There the code asks for the kind itself, as in
-// `kind == &CONV` (check_conv_params, choose_fp8, plan_waits, plan_fusions, plan_lifetimes, WeightGradients,
-// unet_backward, make_fp8_weights).
+// `kind == &CONV` (check_conv_params, choose_fp8, plan_fp8, plan_waits, plan_fusions, plan_lifetimes, WeightGradients,
+// unet_backward).
 //
 // A new kind must keep three promises. Its backward_reads names every tensor that its backward function reads, or their
 // memory is used again too early. Its backward function adds the addends (add1, add2) to each gradient that it writes,
@@ -2176,11 +2263,23 @@ constexpr LayerKind VALUES{
 // Its backward function only computes the input's gradient: the weight gradients of several layers are computed
 // together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
-    const act* const weight = a.fp8_weight ? (const act*)a.fp8_weight : a.copy;
+    ConvShape s = a.conv();
+    const act *x1 = a.x1, *weight = a.copy;
+    if (a.weight_fp8) {
+        x1 = a.x_fp8;
+        weight = a.weight_fp8;
+        s.in = Element::FP8;
+    }
     conv_forward(a.out, a.stats(), // what it writes
-                 a.x1, a.x2, weight, a.bias, a.emb, a.emb_stride, a.residual, a.conv(), a.skip, a.fp8_factors);
+                 x1, a.x2, weight, a.bias, a.emb, a.emb_stride, a.residual, s, a.skip, a.factors_fp8);
 }
-static void backward_conv(LayerArgs& a) { conv_backward_input(a.d1, a.d2, a.dout, a.copy, a.conv()); }
+static void backward_conv(LayerArgs& a) {
+    ConvShape s = a.conv();
+    if (!a.turned_fp8) return conv_backward_input(a.d1, a.d2, a.dout, a.copy, s);
+    if (a.layer->rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)a.B * a.Hout * a.Wout * a.Cout);
+    s.out = Element::FP8_GRADIENT;
+    conv_backward_input(a.d1, a.d2, (const act*)a.dout_fp8.bytes, a.turned_fp8, s, a.dx_factors_fp8);
+}
 static double conv_flops(const LayerArgs& a) {
     const double weights = (double)a.net->params[a.layer->weight].size;
     return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
@@ -2201,15 +2300,16 @@ constexpr LayerKind CONV{
 // A group norm, with the nonlinearity and the dropout that follow it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
-    groupnorm_forward(a.out, mean, a.rstd(),          // what it writes
-                      a.x1, a.stats1, a.x2, a.stats2, // its input and the sums of it
-                      a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.fp8_factor);
+    const bool fp8_alone = a.net->tensor(a.layer->out).element == Element::FP8; // when sampling
+    groupnorm_forward(fp8_alone ? nullptr : a.out, mean, a.rstd(),              // what it writes
+                      a.x1, a.stats1, a.x2, a.stats2,                           // its input and the sums of it
+                      a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.out_fp8);
 }
 static void backward_norm(LayerArgs& a) {
     const float* const mean = a.saved;
     groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, // what it writes
                        a.dout, a.x1, a.x2, mean, a.rstd(),     // dout, and what the forward pass read and left
-                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm());
+                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.d1_fp8, a.d2_fp8);
 }
 static Workspace norm_workspace(const LayerArgs& a) {
     return {.main = groupnorm_backward_workspace(a.norm()), .sums = norm_sums_bytes(a.norm())};
@@ -2615,21 +2715,18 @@ static void place_params(UNet* net) {
 constexpr int FP8_SPARED = 4;
 
 // --precision fp8: chooses the 3x3 convolutions that multiply in FP8. Such a convolution reads what a group norm has
-// written. The size of the norm's values is estimated from the norm's weight and bias (fp8_factor), so the norm itself
-// can write FP8. All other tensors keep their element, and so do the convolutions' results.
+// written. The size of the norm's values is about known, so their factor is known before them, and the norm itself can
+// write FP8. All other tensors keep their element, and so do the convolutions' results.
 static void choose_fp8(UNet* net) {
-    std::vector<const Layer*> convs; // all 3x3 ones, from the first to the last
-    for (const Layer& l : net->layers)
+    std::vector<Layer*> convs; // all 3x3 ones, from the first to the last
+    for (Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
     for (int i = FP8_SPARED; i < last; i++) { // convs has at least 12, so at least 3 of middle_block are chosen
-        const Layer& conv = *convs[i];
+        Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        if (!reads_norm || conv.stride > 1 || conv.upsample) continue;
-        Tensor& x = net->tensors[conv.x1];
-        x.element = Element::FP8;
-        net->buffers[x.buffer].bytes = (size_t)x.H * x.W * x.C * bytes_of(x.element);
+        conv.fp8 = reads_norm && conv.stride == 1 && !conv.upsample;
     }
 }
 
@@ -2683,8 +2780,44 @@ static UNet build_unet(const Config& c) {
 // batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of
 // layer i.
 //
-// In the order in which they run: plan_memory calls plan_gradients, plan_waits, plan_fusions, plan_lifetimes and
-// place_buffers.
+// In the order in which they run: plan_memory calls plan_fp8, plan_gradients, plan_waits, plan_fusions, plan_lifetimes
+// and place_buffers.
+
+// --precision fp8: plans the inputs of the chosen convolutions in FP8. When sampling, the norm writes nothing but FP8.
+// In training it writes both forms, because the weight gradient reads the usual one.
+static void plan_fp8(UNet* net, bool training) {
+    for (const Layer& conv : net->layers) {
+        if (!conv.fp8) continue;
+        Tensor& x = net->tensors[conv.x1];
+        const size_t bytes = (size_t)x.H * x.W * x.C * bytes_of(Element::FP8);
+        if (training) {
+            x.fp8 = add_buffer(net, bytes);
+        } else {
+            x.element = Element::FP8;
+            x.fp8 = x.buffer;
+            net->buffers[x.buffer].bytes = bytes;
+        }
+    }
+}
+
+// --precision fp8, in training: plans the gradients that chosen convolutions read in FP8. If a group norm writes the
+// gradient of the convolution's output, it also writes the FP8 form. Otherwise the convolution makes it.
+static void plan_fp8_gradients(UNet* net) {
+    for (Layer& conv : net->layers) {
+        if (!conv.fp8 || conv.dout < 0) continue;
+        const Tensor& out = net->tensors[conv.out];
+        conv.dout_fp8 = add_buffer(net, (size_t)out.H * out.W * out.C * bytes_of(Element::FP8_GRADIENT));
+        conv.rounds_dout = true;
+        for (Layer& l : net->layers) {
+            if (l.kind != &GROUPNORM) continue;
+            for (GradPlan* g : {&l.d1, &l.d2}) {
+                if (g->d != conv.dout) continue;
+                g->fp8 = conv.dout_fp8;
+                conv.rounds_dout = false;
+            }
+        }
+    }
+}
 
 // A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
 // reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
@@ -2725,7 +2858,7 @@ static void plan_gradients(UNet* net) {
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
         const Tensor& out = net->tensors[l.out];
-        for (int b : {out.buffer, out.stats}) {
+        for (int b : {out.buffer, out.stats, out.fp8}) {
             if (b < 0) continue;
             const int again = add_buffer(net, net->buffers[b].bytes); // this may move net->buffers
             net->buffers[b].again = again;
@@ -2807,11 +2940,13 @@ static void plan_lifetimes(UNet* net) {
     };
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
     auto stats = [&](int tensor) { return net->tensor(tensor).stats; };
+    auto fp8 = [&](int tensor) { return net->tensor(tensor).fp8; };
     // What the forward pass of a layer reads and writes. A fused layer leaves nothing in memory.
     auto use_forward = [&](const Layer& l, int time) {
         use(time, {data(l.x1), data(l.x2), data(l.residual), data(l.emb), l.saved});
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
-        if (!l.fused) use(time, {data(l.out), stats(l.out)});
+        if (!l.fused) use(time, {data(l.out), stats(l.out), fp8(l.out)});
+        if (l.fp8) use(time, {fp8(l.x1)});
     };
     // The sampler and the loss also use the network's input and output, before the first layer and after the last one.
     use(0, {data(net->input)});
@@ -2834,8 +2969,9 @@ static void plan_lifetimes(UNet* net) {
         if (kind.backward_reads & LayerKind::EMB) use(back, {data(l.emb)});
         if (kind.backward_reads & LayerKind::OUTPUT) use(back, {data(l.out)});
         use(back, {l.saved, l.demb});
-        use(back, {l.d1.d, l.d1.add1, l.d1.add2});
-        use(back, {l.d2.d, l.d2.add1, l.d2.add2});
+        use(back, {l.d1.d, l.d1.add1, l.d1.add2, l.d1.fp8});
+        use(back, {l.d2.d, l.d2.add1, l.d2.add2, l.d2.fp8});
+        use(back, {l.dout_fp8});
         if (l.out == net->output) use(L + 1, {l.dout}); // the loss writes it
         const bool again = l.block_end >= 0;
         if (again) use_forward(l, 2 * L + 1 - l.block_end); // just before the backward pass of its block
@@ -2875,10 +3011,10 @@ static void place_buffers(UNet* net, int B) {
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
-    // gradient, two moments, an average, and copies of the weight and of the average.
+    // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8.
     const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
-    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() : sampling_bytes;
+    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() + 2 * fp8_bytes : sampling_bytes;
     const double weights = net->flat_size * param_bytes / GIB;
     const double available = device_available() / GIB;
     const double needed = weights + net->arena_bytes / GIB;
@@ -2904,8 +3040,10 @@ static void plan_memory(UNet* net, int B, bool training) {
             B, net->config.image_size.c_str());
     // Each step of the plan needs the ones before it.
     net->B = B;
+    plan_fp8(net, training);
     if (training) {
         plan_gradients(net);
+        plan_fp8_gradients(net);
         plan_waits(net);
     }
     plan_fusions(net);
@@ -5172,26 +5310,26 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to FP8. weight,
-// bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard deviation of
-// 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32 times the largest
-// of these estimates still fits in FP8. Larger values become FP8_MAX. (The 32 also leaves room for the embedding's
-// scale, which is not known here.) Small values keep their precision, because FP8 is a floating-point format: its
-// largest number is almost 2^15 times its smallest normal number. The factor is a power of 2, so multiplying by it
-// rounds nothing.
+// --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to
+// FP8. weight, bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard
+// deviation of 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32
+// times the largest of these estimates still fits in FP8. Larger values become FP8's largest number. (The 32 also
+// leaves room for the embedding's scale, which is not known here.) Small values keep their precision, because FP8 is a
+// floating-point format: its largest number is almost 2^15 times its smallest normal number. The factor is a power of
+// 2, so multiplying by it rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
     if (size == 0) return 1;
     int exponent;
-    std::frexp(FP8_MAX / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
+    std::frexp(E4M3.largest / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
     return (float)std::ldexp(1.0, exponent - 1);
 }
 
-// --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in which parameters
-// have the same places as in a flat array:
+// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in
+// which parameters have the same places as in a flat array:
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
-//             |weight| of the channel becomes FP8_MAX
+//             |weight| of the channel becomes FP8's largest number
 //   factors   only the part of a flat array that is read in fp32. The place of a norm's first weight holds the norm's
 //             factor (fp8_factor). The place of a bias of a convolution holds scale / factor, which turns the sums of
 //             that output channel into values
@@ -5200,7 +5338,7 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
     std::vector<uint8_t> weights(net.flat_size);
     std::vector<float> factors(net.plain_size);
     for (const Layer& conv : net.layers) {
-        if (conv.kind != &CONV || net.tensors[conv.x1].element != Element::FP8) continue;
+        if (!conv.fp8) continue;
         const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
         const Param* const norm_params = &net.params[norm.weight]; // [0]: the norm's weight, [1]: its bias
         const Param* const conv_params = &net.params[conv.weight]; // [0]: the weight, [1]: the bias
@@ -5214,12 +5352,53 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
             const size_t row = conv_params->offset + c * inputs;
             float largest = 0;
             for (size_t i = row; i < row + inputs; i++) largest = std::max(largest, std::fabs(flat[i]));
-            const float scale = largest > 0 ? largest / FP8_MAX : 1;
+            const float scale = largest > 0 ? largest / E4M3.largest : 1;
             for (size_t i = row; i < row + inputs; i++) weights[i] = fp8_bits(flat[i] / scale);
             factors[conv_params[1].offset + c] = scale / factor;
         }
     }
     return {device_copy(weights), device_copy(factors)};
+}
+
+// Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
+// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power of
+// 2 from 128 n to 256 n. (With it, FP8's largest number stands for a gradient of 224 / n or more.) It depends only on
+// the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
+static float gradient_factor(const Config& c) {
+    const double n = (double)c.batch_size * c.H * c.W * c.in_channels;
+    return (float)std::ldexp(1.0, 8 + std::ilogb(n));
+}
+
+// Training with --precision fp8: returns memory for the weights of the chosen convolutions in FP8, and their factors.
+// Each step fills the memory (round_weights). The factors have the places that make_fp8_weights describes.
+static Fp8Weights make_fp8_training(const UNet& net) {
+    if (net.config.precision != "fp8") return {};
+    std::vector<float> factors(net.plain_size);
+    int most = 0; // the largest number of input channels
+    for (const Layer& conv : net.layers) {
+        if (!conv.fp8) continue;
+        const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
+        factors[net.params[norm.weight].offset] = FP8_X_FACTOR;
+        const Param& bias = net.params[conv.weight + 1];
+        std::fill_n(&factors[bias.offset], bias.size, 1 / (FP8_X_FACTOR * FP8_WEIGHT_FACTOR));
+        most = std::max(most, net.tensors[conv.x1].C);
+    }
+    const float factor = gradient_factor(net.config);
+    const std::vector<float> dx_factors(most, 1 / (factor * FP8_WEIGHT_FACTOR));
+    return {.weights = device_alloc<uint8_t>(net.flat_size),
+            .factors = device_copy(factors),
+            .turned = device_alloc<uint8_t>(net.flat_size),
+            .gradient_factor = device_copy(std::vector<float>{factor}),
+            .dx_factors = device_copy(dx_factors)};
+}
+
+// Returns the works of round_weights: all chosen convolutions.
+static std::vector<WeightRounding> weights_to_round(const UNet& net) {
+    std::vector<WeightRounding> works;
+    for (const Layer& conv : net.layers)
+        if (conv.fp8)
+            works.push_back({net.params[conv.weight].offset, net.tensors[conv.out].C, net.tensors[conv.x1].C});
+    return works;
 }
 
 // Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
@@ -5385,7 +5564,9 @@ struct Trainer {
     float* params;
     float* grads;         // the gradients of the current microbatch
     act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
-    float* received;      // the other ranks' gradients of this rank's slice (RankGradients); null: there is one rank
+    Fp8Weights fp8;       // --precision fp8: copies of the weights that training steps read
+    std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
+    float* received; // the other ranks' gradients of this rank's slice (RankGradients); null: there is one rank
     // A flat array with the sum of all gradients of the step, at the places of this rank's slice. With several ranks
     // `sum` is the same array as `received`: the other ranks' gradients lie at the other ranks' places, where the sum
     // has nothing. With one rank it is an array of its own or, if the batch is one microbatch, `grads`.
@@ -5457,6 +5638,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + stretches;
     tr.copy = weights_have_copy() ? (act*)open_alloc(whole * act_bytes()) : (act*)tr.params;
+    tr.fp8 = make_fp8_training(tr.net);
+    tr.fp8_works = weights_to_round(tr.net);
     tr.received = N > 1 ? (float*)open_alloc(whole * sizeof(float)) : nullptr;
     if (N > 1) tr.sum = tr.received;
     else if (c.batch_size > c.micro()) tr.sum = device_alloc<float>(whole);
@@ -5546,8 +5729,8 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
 // Computes the loss of samples first .. first + B - 1 of a step. images: their images; bytes: the size of a value.
 // Before the call, their levels have been drawn, and their labels and numbers have been set in net. Writes the losses
 // to tr->loss + first, and the gradient of the loss to output_gradient. In training, that is the gradient of the mean
-// over the step's whole batch. Validation uses other random draws, and neither dropout nor flips. With --objective ect,
-// the teacher's answer is computed first, with the same draws.
+// over the step's whole batch. Validation uses other random draws, and neither dropout nor flips nor FP8. With
+// --objective ect, the teacher's answer is computed first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -5567,7 +5750,7 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
         q_sample_forward(x, tr->target, levels, teacher, images, // the next line begins with the random draws
                          flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
         net->t = t;
-        unet_forward(net, Weights{tr->params, tr->copy}, dropout, B);
+        unet_forward(net, Weights{tr->params, tr->copy, training ? tr->fp8 : Fp8Weights{}}, dropout, B);
     };
     const bool tunes = o.tuning.on();
     if (tunes) {
@@ -5646,6 +5829,11 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
     int* const labels = (int*)(batch.device + tr->data.labels_at(images));
     float* const values = (float*)(batch.device + tr->data.values_at(images));
+    if (!tr->fp8_works.empty()) {
+        mark({"weights to FP8"});
+        round_weights((uint8_t*)tr->fp8.weights, (uint8_t*)tr->fp8.turned, tr->copy, tr->fp8_works);
+        mark({"draw t, noise; q_sample"});
+    }
     for (int k = 0; k < images / B; k++) { // the microbatches
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
@@ -5682,7 +5870,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         };
         // With NCCL the gradients are sent after the backward pass, because NCCL would take multiprocessors from the
         // kernels of that pass.
-        unet_backward(&tr->net, Weights{tr->params, tr->copy}, grads, dropout, B,
+        unet_backward(&tr->net, Weights{tr->params, tr->copy, tr->fp8}, grads, dropout, B,
                       world.direct ? send_gradients : nullptr);
         if (N > 1) {
             mark({"gradients to their ranks"});
@@ -6602,8 +6790,10 @@ static void print_memory(const Config& c, const UNet& net) {
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // With bf16 there are copies of two arrays: of the weights, and of their first average.
-    const double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
+    // With bf16 there are copies of two arrays: of the weights, and of their first average. With FP8 there are two more
+    // of the weights, with a byte for each.
+    double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
+    if (c.precision == "fp8") copies += 2.0 * net.flat_size * bytes_of(Element::FP8) / GIB;
 
     // What the allocated memory is used for. `rest` is the memory that belongs to none of the other uses.
     const double all = device_bytes / GIB;
@@ -6634,6 +6824,28 @@ static std::string preset_in_force(const Config& c) {
     return kept;
 }
 
+// --precision fp8: says how much of the work is in FP8, and whether that pays. Rounding takes time, too, which small
+// convolutions do not save.
+static void print_fp8(const Config& c, const UNet& net) {
+    if (c.precision != "fp8") return;
+    int convs = 0;
+    double flops = 0; // of one image
+    for (const Layer& l : net.layers) {
+        if (!l.fp8) continue;
+        convs++;
+        const Tensor& out = net.tensors[l.out];
+        flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as conv_flops
+    }
+    const double gflops = flops * c.micro() / convs * 1e-9; // of one convolution, in a forward pass
+    const double SMALL = 16; // with fewer, a step of unet64 or quick64 takes at most 4 % less time (docs/LEARNT.md)
+    const char* const advice =
+        gflops < SMALL
+            ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
+            : "";
+    printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each%s\n", convs, 100 * flops / net.flops,
+           gflops, advice);
+}
+
 // Prints what is about to be trained, on which data, and in which folder.
 static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     printf("preset %s:%s\n", c.preset.c_str(), preset_in_force(c).c_str());
@@ -6644,6 +6856,7 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     // The model, the memory, the ranks, the data.
     printf("%s\n", describe(net).c_str());
     print_memory(c, net);
+    print_fp8(c, net);
     if (world.size > 1)
         printf("processes: %d, which share a step's batch of %d, %d images at a time; "
                "each keeps its part of the moments and averages\n",
@@ -7497,8 +7710,6 @@ static void check_contradictions(const Config& c) {
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (c.given("data_file") && c.given("data_dir"))
         die("--data_file and --data_dir: a run trains on one of them; leave the other out");
-    if (c.precision == "fp8" && !c.sample)
-        die("--precision fp8: is for --sample alone; a run trains and draws its grids in bf16, so leave it out");
 }
 
 // Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
@@ -7865,7 +8076,8 @@ template <class F> static auto with_act(F f) {
     switch (act_element) {
     case Element::FP32: return f(float());
     case Element::BF16: return f(bf16());
-    case Element::FP8: break; // act_element is never FP8
+    case Element::FP8:
+    case Element::FP8_GRADIENT: break; // act_element is never FP8
     }
     ALL_CASES_RETURN
 }
@@ -8044,19 +8256,33 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     return r;
 }
 
-// Converts 4 or 8 floats to FP8, with the same rounding as fp8_bits.
-INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
+// Converts 4 or 8 floats to FP8, with the same rounding as fp8_bits. TO: FP8 (e4m3) or FP8_GRADIENT (e5m2).
+template <Element TO = Element::FP8> INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
+    static_assert(is_fp8(TO));
     uint32_t r = 0;
 #if __CUDA_ARCH__ >= 900
-    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
-        "mov.b32 %0, {low, high};}"
-        : "=r"(r)
-        : "f"(a), "f"(b), "f"(c), "f"(d));
+    if constexpr (TO == Element::FP8) {
+        asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
+            "mov.b32 %0, {low, high};}"
+            : "=r"(r)
+            : "f"(a), "f"(b), "f"(c), "f"(d));
+    } else {
+        asm("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3; "
+            "mov.b32 %0, {low, high};}"
+            : "=r"(r)
+            : "f"(a), "f"(b), "f"(c), "f"(d));
+    }
 #endif
     return r;
 }
-INLINE uint2 pack_fp8(const float (&v)[8]) {
-    return make_uint2(pack_fp8(v[0], v[1], v[2], v[3]), pack_fp8(v[4], v[5], v[6], v[7]));
+template <Element TO = Element::FP8> INLINE uint2 pack_fp8(const float (&v)[8]) {
+    return make_uint2(pack_fp8<TO>(v[0], v[1], v[2], v[3]), pack_fp8<TO>(v[4], v[5], v[6], v[7]));
+}
+// Multiplies 8 floats by a factor, and converts them.
+template <Element TO = Element::FP8> INLINE uint2 scaled_to_fp8(const float (&v)[8], float factor) {
+    float scaled[8];
+    UNROLL_FOR (int i = 0; i < 8; i++) scaled[i] = v[i] * factor;
+    return pack_fp8<TO>(scaled);
 }
 
 INLINE float4 operator+(float4 a, float4 b) {
@@ -8123,6 +8349,15 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
         if (add) add_piece<T>(v, load16(add + i));
     }
     *(uint4*)(g.dx + i) = pack<T>(v);
+}
+
+// A gradient that is also written in FP8 (e5m2), unless fp8.bytes is null. The FP8 numbers are made from the values as
+// T stores them, so it does not matter which kernel makes them.
+template <class T> struct Fp8GradOf : GradOf<T> { Fp8Copy fp8; };
+template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t i, float (&v)[VEC<T>], float factor) {
+    if (!g.fp8.bytes) return;
+    unpack<T>(v, pack<T>(v));
+    store_whole(g.fp8.bytes + i, scaled_to_fp8<Element::FP8_GRADIENT>(v, factor));
 }
 
 // These are the hardware's approximations of 2^x and 1 / x. Their errors are one or two units in the last place.
@@ -8566,17 +8801,21 @@ WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
 // WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; in FP8,
-// wgmma does not accept MN_MAJOR operands. The tensor cores keep only 14 bits of such sums, which is enough here
-// (docs/LEARNT.md).
-template <int N> struct WgmmaFp8;
-#define WGMMA_FP8(N, D, A, B, ...)                                                                                  \
-    template <> struct WgmmaFp8<N> {                                                                                \
+// wgmma does not accept MN_MAJOR operands. One of the two may hold gradients (e5m2). The tensor cores keep only 14 bits
+// of such sums, which is enough here (docs/LEARNT.md).
+template <int N, Element A, Element B> struct WgmmaFp8;
+#define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, A, B, ...)                                                  \
+    template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                        \
         INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                         \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, " A ", " B ", 1, 1, 1;" \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, " A ", " B ", 1, 1, 1;" \
                          : __VA_ARGS__                                                                              \
                          : "l"(a), "l"(b));                                                                         \
         }                                                                                                           \
     };
+#define WGMMA_FP8(N, D, A, B, ...)                                        \
+    WGMMA_FP8_OF(N, FP8, FP8, "e4m3.e4m3", D, A, B, __VA_ARGS__)          \
+    WGMMA_FP8_OF(N, FP8, FP8_GRADIENT, "e4m3.e5m2", D, A, B, __VA_ARGS__) \
+    WGMMA_FP8_OF(N, FP8_GRADIENT, FP8, "e5m2.e4m3", D, A, B, __VA_ARGS__)
 WGMMA_FP8(32, D16, "%16", "%17", SIXTEEN(0))
 WGMMA_FP8(64, D32, "%32", "%33", SIXTEEN(0), SIXTEEN(16))
 WGMMA_FP8(128, D64, "%64", "%65", SUMS_64)
@@ -8678,7 +8917,8 @@ static CUtensorMapDataType tma_type(Element element) {
     switch (element) {
     case Element::FP32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     case Element::BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    case Element::FP8: return CU_TENSOR_MAP_DATA_TYPE_UINT8; // TMA copies bytes
+    case Element::FP8:
+    case Element::FP8_GRADIENT: return CU_TENSOR_MAP_DATA_TYPE_UINT8; // TMA copies bytes
     }
     ALL_CASES_RETURN
 }
@@ -8966,12 +9206,13 @@ template <int OUT_SLICES, int N> struct Accumulators {
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Does the same as multiply in FP8. Here each product sums over 32 input channels, not 16.
-    template <int STEPS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
+    // Does the same as multiply in FP8. Here each product sums over 32 input channels, not 16. PIXELS: their element.
+    template <int STEPS, Element PIXELS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
+        using Product = WgmmaFp8<N, Element::FP8, PIXELS>;
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
-            UNROLL_FOR (int b = 0; b < OUT_SLICES; b++) WgmmaFp8<N>::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
+            UNROLL_FOR (int b = 0; b < OUT_SLICES; b++) Product::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
     // Multiplies the sums of the thread's two channels of slice b by factors, and then adds v.
@@ -10314,16 +10555,33 @@ struct LaneShare {
     int columns = 8 % n; // and so many columns to the right
 };
 
-// Where a norm's output is written if it is FP8. Each value is multiplied by *factor, and then rounded.
-struct Fp8Out {
-    uint8_t* p;
-    const float* factor;
+// Where a norm's output is written: T* (as T), Fp8Copy (in FP8), or BothOut<T> (in both forms).
+template <class T> struct BothOut {
+    T* p;
+    Fp8Copy fp8;
 };
+// Returns where element i is written.
 template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
-INLINE uint8_t* place_of(const Fp8Out& out, size_t i) { return out.p + i; }
+INLINE uint8_t* place_of(const Fp8Copy& out, size_t i) { return out.bytes + i; }
+template <class T> INLINE BothOut<T> place_of(const BothOut<T>& out, size_t i) {
+    return {out.p + i, {out.fp8.bytes + i, out.fp8.factor}};
+}
+template <class T> INLINE void operator+=(BothOut<T>& out, int n) {
+    out.p += n;
+    out.fp8.bytes += n;
+}
+INLINE float factor_of(const Fp8Copy& out) { return *out.factor; }
+template <class T> INLINE float factor_of(const BothOut<T>& out) { return *out.fp8.factor; }
+// Stores the VEC<T> elements of a piece.
+template <class T> INLINE void store_out(T* to, const float (&v)[VEC<T>], float) { store_whole(to, pack<T>(v)); }
+INLINE void store_out(uint8_t* to, const float (&v)[8], float factor) { store_whole(to, scaled_to_fp8(v, factor)); }
+template <class T> INLINE void store_out(const BothOut<T>& to, const float (&v)[VEC<T>], float factor) {
+    store_out(to.p, v, factor);
+    store_out(to.fp8.bytes, v, factor);
+}
 
 // grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
-// OUT: T*, or Fp8Out.
+// OUT: T*, Fp8Copy, or BothOut<T>.
 // Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
 //   1. Every thread starts the loads of its first pixels.
 //   2. For each group of the slab, eight threads add up the sums of the group's channels, over all parts of Stats. Mean
@@ -10352,7 +10610,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     };
     const NormParameters<V> parameters(a, t.b, t.c);
     float factor = 1; // the factor of FP8 outputs
-    if constexpr (std::is_same_v<OUT, Fp8Out>) factor = *out.factor;
+    if constexpr (!std::is_same_v<OUT, T*>) factor = factor_of(out);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
     const int c0 = g * a.Cg;                             // the group's first channel
@@ -10412,7 +10670,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         scale[i] = q.x;
         shift[i] = q.y;
     }
-    auto* to = place_of(out, t.at_out);
+    auto to = place_of(out, t.at_out);
     t.walk([&](int slot, int p, bool more) {
         float v[V];
         unpack<T>(v, loads[slot][threadIdx.x]);
@@ -10426,10 +10684,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             }
         });
         if (DROPOUT) apply_dropout(v, a, step, t.b, (size_t)p * a.C + t.c);
-        if constexpr (std::is_same_v<OUT, Fp8Out>) {
-            UNROLL_FOR (int i = 0; i < V; i++) v[i] *= factor;
-            store_whole(to, pack_fp8(v));
-        } else store_whole(to, pack<T>(v));
+        store_out(to, v, factor);
         to += t.stride_out;
     });
 }
@@ -10524,7 +10779,7 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
     return make_float2(x_factor, (float)sum * rstd - x_factor * mean);
 }
 
-// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD].
+// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD]. GRAD: GradOf<T>, or Fp8GradOf<T>.
 // The grid is that of groupnorm_forward_kernel. Each thread works on the channels and pixels of its NormColumn.
 // `chunks` is the number of chunks in the first pass; this pass may divide the pixels into another number of chunks.
 // Shared memory: each thread's next PIXELS pieces of x, dout and an addend; the coefficients of the slab's channels
@@ -10533,9 +10788,9 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
 //   2. For each group of the slab, eight threads add up the chunks' sums. x_factor and offset follow from these sums.
 //   3. The blocks of the first chunk also compute this image's part of the parameters' gradients.
 //   4. Each thread walks down its pixels. For each pixel it computes dz again, and then dx.
-template <class T, bool DROPOUT, bool ADD>
+template <class T, bool DROPOUT, bool ADD, class GRAD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
-    groupnorm_backward_kernel(GradOf<T> dx1, GradOf<T> dx2,
+    groupnorm_backward_kernel(GRAD dx1, GRAD dx2,
                               const float2* partial, // (B, chunks, C): the first pass's sums
                               int chunks,            //
                               const T* dout,         // (B, HW, C)
@@ -10546,7 +10801,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
     NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // images in reverse order, as in the forward pass
-    const GradOf<T> to = t.in_x1 ? dx1 : dx2;
+    const GRAD to = t.in_x1 ? dx1 : dx2;
     if (!to.dx) t.end = 0; // then nobody needs the gradient of this tensor
     const uint64_t policy = last_read();
     const T* next_x = t.x;
@@ -10602,6 +10857,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     float scale[V], shift[V], x_factor[V], offset[V];
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     load_pairs(x_factor, offset, terms + (t.c - t.slab0));
+    float factor = 0; // of FP8
+    if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
     size_t at = t.at;
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
@@ -10616,6 +10873,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
         if (ADD) add_piece<T>(dz, add1);
         store_gradient(GradOf<T>{to.dx, nullptr, ADD ? to.add2 : nullptr}, at, dz);
+        if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) store_gradient_fp8<T>(to, at, dz, factor);
         at += t.stride;
     });
 }
@@ -10833,7 +11091,9 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
     }
     // dx = scale dz - (x_factor x + offset) + addends, for all pixels of a thread
-    INLINE void store_dx(const GradOf<T>& to, float (&scale)[V]) {
+    template <class GRAD> INLINE void store_dx(const GRAD& to, float (&scale)[V]) {
+        float factor = 0; // of FP8
+        if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
         float x_factor[V], offset[V];
         load_pairs(x_factor, offset, coefficients + (c - slab0));
         UNROLL_FOR (int i = 0; i < V; i++) { // scale was multiplied by Z_FACTOR
@@ -10853,16 +11113,18 @@ template <class T, bool DROPOUT> struct NormSlab {
                 if (to.add1) add_piece<T>(dz, add1[j]);
                 if (to.add2) add_piece<T>(dz, add2[j]);
                 store_whole(to.dx + at, pack<T>(dz));
+                if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) store_gradient_fp8<T>(to, at, dz, factor);
             }
         }
     }
 };
 
 // grid (chunks of pixels, slabs of channels, images). The chunks of an image form a cluster. NormSlab describes what a
-// thread works on and what lies in shared memory. The head of this section lists the phases.
-template <class T, bool DROPOUT>
+// thread works on and what lies in shared memory. The head of this section lists the phases. GRAD: GradOf<T>, or
+// Fp8GradOf<T>.
+template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
-    groupnorm_backward_whole_kernel(GradOf<T> dx1, GradOf<T> dx2, const T* dout, NormArgs a, NormWhole w) {
+    groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
     // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`, and 128 bytes of a row would
     // lie in two rows of banks.
@@ -10896,7 +11158,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     float v[2 * V] = {}; // sums of dz and dz x of each channel
     load_pairs(scale, shift, slab.coefficients + (slab.c - slab.slab0));
     slab.sum_pixels(v, scale, shift, step);
-    const GradOf<T> to = slab.in_x1 ? dx1 : dx2;
+    const GRAD to = slab.in_x1 ? dx1 : dx2;
     slab.begin_addends(to);
     slab.fold(v);
     __syncthreads();
@@ -10982,19 +11244,22 @@ static size_t groupnorm_backward_workspace(const NormShape& s) {
 
 static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1, Stats stats1, const act* x2,
                               Stats stats2, const float* weight, const float* bias, const float* scale_shift,
-                              int ss_stride, Dropout dropout, NormShape s, const float* factor) {
+                              int ss_stride, Dropout dropout, NormShape s, Fp8Copy fp8) {
     const bool drop = dropout.p > 0;
     NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s};
     const dim3 grid = norm_grid(a, norm_forward_blocks(drop), s.HW);
-    if (factor) {
-        if (drop || !act_has_wgmma()) die("internal error: FP8 is for sampling on Hopper");
-        const Fp8Out to{(uint8_t*)out, factor};
-        return launch(groupnorm_forward_kernel<bf16, false, Fp8Out>, grid, NORM_THREADS, 0, to, mean, rstd, stats1,
-                      stats2, a);
+    auto run = [&](auto kernel, auto to) { launch(kernel, grid, NORM_THREADS, 0, to, mean, rstd, stats1, stats2, a); };
+    if (fp8.bytes) {
+        if (!act_has_wgmma() || (drop && !out)) die("internal error: FP8 is for Hopper, and alone for sampling");
+        using Both = BothOut<bf16>;
+        const Both both{(bf16*)out, fp8};
+        if (!out) run(groupnorm_forward_kernel<bf16, false, Fp8Copy>, fp8);
+        else if (drop) run(groupnorm_forward_kernel<bf16, true, Both>, both);
+        else run(groupnorm_forward_kernel<bf16, false, Both>, both);
+        return;
     }
     with_act([&]<class T>(T) {
-        auto kernel = drop ? groupnorm_forward_kernel<T, true, T*> : groupnorm_forward_kernel<T, false, T*>;
-        launch(kernel, grid, NORM_THREADS, 0, out, mean, rstd, stats1, stats2, a);
+        run(drop ? groupnorm_forward_kernel<T, true, T*> : groupnorm_forward_kernel<T, false, T*>, (T*)out);
     });
 }
 
@@ -12496,12 +12761,14 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //                                Elements are bf16 or floats. A float is split into two fp16 numbers, and a product of
 //                                two floats into three products (take_apart_places).
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
-//                                FP8 in a 3x3 forward convolution. The stride is 1, and the input is not upsampled.
+//                                FP8 in a 3x3 convolution or its input gradient. The stride is 1, and the input is not
+//                                upsampled.
 //   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
 // An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
 // its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights stay in memory as
-// they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores.
+// they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (In FP8 there
+// is another copy of the weights, and no BACKWARD.)
 //
 // All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
 // Then the result is rounded, once. Before a tile is written to global memory, it is written to shared memory: there
@@ -12543,7 +12810,7 @@ struct ConvCall {
     int slices = 0;               // slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // (Cout), used only if s.in is FP8 (then x1 and weight are FP8, too). The sums of channel c are multiplied by
+    // (Cout), used only if s.in is FP8 or FP8_GRADIENT (then weight is FP8). The sums of channel c are multiplied by
     // factors[c].
     const float* factors = nullptr;
 };
@@ -13595,7 +13862,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
-static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && s.in != Element::FP8) || s.C1 % 32; }
+static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && !is_fp8(s.in)) || s.C1 % 32; }
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
@@ -14231,7 +14498,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Hopper's convolutions (sm_90a, bf16; 3x3 forward also FP8): what they share: TMA, mbarriers, wgmma
+// --- Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
 // The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read the same
 // copy of it in shared memory. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel.
 // Pixels outside the image become zeros, which is the padding.
@@ -14257,8 +14524,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //
 // In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
 // instruction is wgmma.m64nNk32. FP8 numbers are scaled: a number of x is `factor` times the value that it stands for,
-// and a weight is divided by `scale` (make_fp8_weights). So the sums are multiplied by ConvTma::factors, which are
-// scale / factor, before anything is added to them.
+// and a weight is divided by `scale` (make_fp8_weights, make_fp8_training). So the sums are multiplied by
+// ConvTma::factors, which are scale / factor, before anything is added to them. An input gradient in FP8 is a forward
+// convolution (conv_backward_input_fp8).
 
 // A tensor of one part or two parts (concatenated inputs, and their gradients). It is divided into slices of 64
 // channels (in FP8, of 128). A slice belongs to only one part.
@@ -14328,7 +14596,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
     constexpr int CHANNELS = SLICE_CHANNELS;
-    const Element in = p.s.in == Element::FP8 ? Element::FP8 : Element::BF16; // the element of x and weight
+    const Element in = is_fp8(p.s.in) ? Element::FP8 : Element::BF16; // the element of x and weight: one byte, or two
     const int width = slice_channels(in);
     t.x = tma_parts(p.x1, p.x2, p.Cin1, p.Cin2, p, width, box.columns + borders, box.rows + borders, box.images, in);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
@@ -14378,7 +14646,8 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  pixels of two tiles, one tile for each warpgroup.
 //     ELEMENT      the element of pixels and weights: BF16, or FP8. In FP8 (3x3, forward) a slice has 128 channels; the
 //                  last slice has 64 or 128. Sums begin as 0. They are scaled after the last product of x. The skip
-//                  connection stays in bf16, so its products come after the scaling.
+//                  connection stays in bf16, so its products come after the scaling. FP8_GRADIENT: pixels are
+//                  gradients in e5m2, and weights are in e4m3 (see conv_backward_input_fp8).
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply for
 //   each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
 // Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
@@ -14392,9 +14661,10 @@ struct ConvTiles {
     static constexpr int STEPS = STEPS_;
     static constexpr bool RESIDENT = RESIDENT_;
     static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr bool FP8 = ELEMENT_ == Element::FP8;
-    static constexpr int WIDTH = slice_channels(ELEMENT_); // channels of a slice of x
-    static constexpr bool CAN_SKIP = RESIDENT && !BACKWARD && TAPS == 9;
+    static constexpr Element ELEMENT = ELEMENT_;
+    static constexpr bool FP8 = is_fp8(ELEMENT);
+    static constexpr int WIDTH = slice_channels(ELEMENT); // channels of a slice of x
+    static constexpr bool CAN_SKIP = RESIDENT && !BACKWARD && TAPS == 9 && ELEMENT != Element::FP8_GRADIENT;
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
@@ -14768,8 +15038,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 const uint32_t weight =
                     T::RESIDENT ? weights.kept(s * T::TAPS + tap, is_first_tile) : weights.arrived();
                 if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
-                else if (half_slice) acc.template multiply_fp8<2>(weight, halo.shifted(tap));
-                else acc.template multiply_fp8<4>(weight, halo.shifted(tap));
+                else if (half_slice) acc.template multiply_fp8<2, T::ELEMENT>(weight, halo.shifted(tap));
+                else acc.template multiply_fp8<4, T::ELEMENT>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
                 // earlier products have ended. So the stages that the earlier products have read are released, except
                 // the stages for results.
@@ -14843,13 +15113,14 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //   warpgroups call multiply_small, which calls Wgmma<N>::add STEP_TAPS x K times for each step.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
-// ELEMENT: the type of pixels and weights, BF16 or FP8.
+// ELEMENT: the type of pixels and weights, BF16 or FP8. FP8_GRADIENT: pixels are in e5m2, and weights in e4m3.
 template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
           Element ELEMENT_ = Element::BF16>
 struct SmallTile {
     static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr bool FP8 = ELEMENT_ == Element::FP8;
-    static constexpr int WIDTH = slice_channels(ELEMENT_); // channels of a slice
+    static constexpr Element ELEMENT = ELEMENT_;
+    static constexpr bool FP8 = is_fp8(ELEMENT);
+    static constexpr int WIDTH = slice_channels(ELEMENT); // channels of a slice
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int N = N_;
     static constexpr int IMAGES = IMAGES_;
@@ -14979,16 +15250,17 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(step_of_slice * T::STEP_TAPS);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
-        // In FP8 each of the two branches below has its own wgmma_fence and wgmma_commit. If they shared one pair, the
-        // compiler would insert a wait after each product.
-        auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
-            wgmma_fence();
-            UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
-                UNROLL_FOR (int k = 0; k < STEPS; k++)
-                    WgmmaFp8<T::N>::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
-            wgmma_commit();
-        };
         if constexpr (T::FP8) {
+            using ProductFp8 = WgmmaFp8<T::N, T::ELEMENT, Element::FP8>;
+            auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
+                wgmma_fence();
+                UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
+                    UNROLL_FOR (int k = 0; k < STEPS; k++)
+                        ProductFp8::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
+                wgmma_commit();
+            };
+            // Each of the two branches has its own wgmma_fence and wgmma_commit. If they shared one pair, the compiler
+            // would insert a wait after each product.
             if (work.p.x.is_half_slice(step / T::SLICE_STEPS)) multiply_fp8(std::integral_constant<int, 2>{});
             else multiply_fp8(std::integral_constant<int, 4>{});
         } else {
@@ -15553,6 +15825,106 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 #endif
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --- FP8 in training: weights and gradients are rounded
+// Used when: round_weights at the beginning of each step. round_gradient before an input gradient, if the kernel that
+//   wrote dout did not write its FP8 form, too.
+// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. It writes
+//   the tile in the order of the weights at once. For the other order the tile goes through shared memory. One launch
+//   rounds the weights of all layers.
+// Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written.
+
+constexpr int ROUNDING_TILE = 64;
+constexpr int MAX_ROUNDINGS = 96; // of a launch; adm64 has 62 such convolutions
+struct RoundingList {
+    struct Work : WeightRounding {
+        int first_tile; // the number of its first tile
+        HD int tiles_in() const { return (Cin + ROUNDING_TILE - 1) / ROUNDING_TILE; }
+        HD int tiles_out() const { return (Cout + ROUNDING_TILE - 1) / ROUNDING_TILE; }
+        int tiles() const { return tiles_out() * 9 * tiles_in(); }
+    } works[MAX_ROUNDINGS];
+    int count = 0;
+    int tiles = 0; // of all works
+};
+
+// There is one block for each tile. list is a __grid_constant__, so it stays in constant memory.
+static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat
+                                                                   const bf16* copy,                  // flat
+                                                                   const __grid_constant__ RoundingList list) {
+    constexpr int TILE = ROUNDING_TILE;
+    constexpr int PITCH = TILE + 8;
+    __shared__ __align__(8) uint8_t tile[TILE][PITCH]; // (output channel, input channel)
+    // The work to which the tile belongs is found by halving.
+    int low = 0;
+    for (int end = list.count; end - low > 1;) {
+        const int middle = (low + end) / 2;
+        if ((int)blockIdx.x < list.works[middle].first_tile) end = middle;
+        else low = middle;
+    }
+    const RoundingList::Work& work = list.works[low];
+    const int index = blockIdx.x - work.first_tile; // (tile of output channels, tap, tile of input channels)
+    const int ci0 = index % work.tiles_in() * TILE;
+    const int tap = index / work.tiles_in() % 9;
+    const int co0 = index / work.tiles_in() / 9 * TILE;
+    await_previous_kernel();
+
+    // A thread rounds 8 neighbouring input channels of two output channels.
+    const int column = threadIdx.x % 8 * 8;
+    UNROLL_FOR (int i = 0; i < 2; i++) {
+        const int row = threadIdx.x / 8 + i * 32;
+        const int co = co0 + row;
+        const int ci = ci0 + column;
+        if (co >= work.Cout || ci >= work.Cin) continue;
+        const size_t at = work.offset + ((size_t)co * 9 + tap) * work.Cin + ci;
+        float v[8];
+        unpack<bf16>(v, load16(copy + at));
+        const uint2 rounded = scaled_to_fp8(v, FP8_WEIGHT_FACTOR);
+        store_whole(weights + at, rounded);
+        *(uint2*)&tile[row][column] = rounded;
+    }
+    __syncthreads();
+    // A thread writes 16 neighbouring output channels of one input channel.
+    const int ci = ci0 + (int)threadIdx.x / 4;
+    const int co = co0 + (int)threadIdx.x % 4 * 16;
+    if (ci >= work.Cin || co >= work.Cout) return;
+    uint32_t words[4];
+    UNROLL_FOR (int i = 0; i < 4; i++) {
+        words[i] = 0;
+        UNROLL_FOR (int k = 0; k < 4; k++) {
+            words[i] |= (uint32_t)tile[co - co0 + 4 * i + k][ci - ci0] << 8 * k;
+        }
+    }
+    store_whole(turned + work.offset + ((size_t)ci * 9 + 8 - tap) * work.Cout + co,
+                make_uint4(words[0], words[1], words[2], words[3]));
+}
+
+static void round_weights(uint8_t* weights, uint8_t* turned, const act* copy,
+                          const std::vector<WeightRounding>& works) {
+    if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
+    RoundingList list;
+    for (const WeightRounding& w : works) {
+        list.works[list.count] = {w, list.tiles};
+        list.tiles += list.works[list.count].tiles();
+        list.count++;
+        if (list.count < MAX_ROUNDINGS && &w != &works.back()) continue;
+        launch(round_weights_kernel, list.tiles, 256, 0, weights, turned, copy, list);
+        list = {};
+    }
+}
+
+// A thread rounds 16 numbers; n is a multiple of 16.
+static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
+    each(n / 16, [=] __device__(size_t i) {
+        uint2 rounded[2];
+        UNROLL_FOR (int k = 0; k < 2; k++) {
+            float v[8];
+            unpack<bf16>(v, load16((const bf16*)dout + i * 16 + k * 8));
+            rounded[k] = scaled_to_fp8<Element::FP8_GRADIENT>(v, *fp8.factor);
+        }
+        store_whole(fp8.bytes + i * 16, make_uint4(rounded[0].x, rounded[0].y, rounded[1].x, rounded[1].y));
+    });
+}
+
 // =====================================================================================================================
 // 21. The optimiser
 
@@ -15686,7 +16058,8 @@ static void cast_params(act* copy, const float* params, size_t n) {
     switch (act_element) {
     case Element::FP32: return; // the weights have no copy
     case Element::BF16: return cast_params((bf16*)copy, params, n);
-    case Element::FP8: return; // act_element is never FP8
+    case Element::FP8:
+    case Element::FP8_GRADIENT: return; // act_element is never FP8
     }
 }
 
@@ -15768,6 +16141,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     switch (act_element) {
     case Element::FP32: // the weights have no copy
     case Element::FP8:  // act_element is never FP8
+    case Element::FP8_GRADIENT:
     case Element::BF16: // the kernel writes the copy, in bf16 alone: another element needs a template parameter there
         return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
     }
@@ -15881,9 +16255,10 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
 }
 
 // Returns the kernel of the second pass. Each combination of dropout and addends has a version of its own.
-template <class T> static auto norm_second_pass(bool drop, bool addends) {
-    if (addends) return drop ? groupnorm_backward_kernel<T, true, true> : groupnorm_backward_kernel<T, false, true>;
-    return drop ? groupnorm_backward_kernel<T, true, false> : groupnorm_backward_kernel<T, false, false>;
+template <class T, class GRAD> static auto norm_second_pass(bool drop, bool addends) {
+    if (addends && drop) return groupnorm_backward_kernel<T, true, true, GRAD>;
+    if (addends) return groupnorm_backward_kernel<T, false, true, GRAD>;
+    return drop ? groupnorm_backward_kernel<T, true, false, GRAD> : groupnorm_backward_kernel<T, false, false, GRAD>;
 }
 
 static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 and x2
@@ -15893,7 +16268,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
                                const act* x1, const act* x2,         // (B, HW, C1), (B, HW, C2)
                                const float* mean, const float* rstd, // (B, groups)
                                const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                               Dropout dropout, NormShape s) {
+                               Dropout dropout, NormShape s, Fp8Copy dx1_fp8, Fp8Copy dx2_fp8) {
     const bool drop = dropout.p > 0;
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
 
@@ -15907,11 +16282,10 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 
     NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, mean, rstd, dscale_shift, sums};
     const NormWhole w = plan_norm_whole(s, addends);
-    with_act([&]<class T>(T) {
-        const GradOf<T> to1 = typed<T>(dx1);
-        const GradOf<T> to2 = typed<T>(dx2);
+    auto run = [&]<class T, class GRAD>(T, GRAD to1, GRAD to2) {
         if (w.chunks) {
-            auto kernel = drop ? groupnorm_backward_whole_kernel<T, true> : groupnorm_backward_whole_kernel<T, false>;
+            auto kernel =
+                drop ? groupnorm_backward_whole_kernel<T, true, GRAD> : groupnorm_backward_whole_kernel<T, false, GRAD>;
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
@@ -15919,14 +16293,20 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
         // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
         // second pass divides the pixels into other chunks than the first pass.
         auto first_pass = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
-        auto second_pass = norm_second_pass<T>(drop, addends);
+        auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
         float2* const partial = (float2*)device.workspace;
         dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64);
         const int chunks = grid.x;
         launch(first_pass, grid, NORM_THREADS, 0, partial, dout, a);
         if (addends) grid = norm_grid(a, norm_backward_blocks(true), s.HW);
         launch(second_pass, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
-    });
+    };
+    if (dx1_fp8.bytes || dx2_fp8.bytes) {
+        if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
+        using GradFp8 = Fp8GradOf<bf16>;
+        return run(bf16(), GradFp8{typed<bf16>(dx1), dx1_fp8}, GradFp8{typed<bf16>(dx2), dx2_fp8});
+    }
+    with_act([&]<class T>(T) { run(T(), typed<T>(dx1), typed<T>(dx2)); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -16150,7 +16530,7 @@ struct SmallCosts {
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
 // as long as in bf16, and sums over twice as many channels. A last slice of up to 64 channels needs half the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
-    constexpr bool FP8 = E == Element::FP8;
+    constexpr bool FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
     const int taps = FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
@@ -16280,8 +16660,8 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // the tile on images of any size.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.Cin1, slice_channels(E));
-    const bool skip = c.out.skip.weight;                       // only tiles with RESIDENT weights can compute it
-    const bool half_slice = c.Cin1 <= 64 && E == Element::FP8; // half a slice has too few products for tiles of 32 rows
+    const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute it
+    const bool half_slice = c.Cin1 <= 64 && is_fp8(E); // half a slice has too few products for tiles of 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
@@ -16326,7 +16706,8 @@ static bool conv_is_small(const ConvCall& c) {
 //   Wgmma<N>::add (WgmmaFp8)     Wgmma<N>::add (WgmmaFp8)     mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
 //   wgmma m64nNk16 (k32)         wgmma m64nNk16 (k32)         mma.sync m16n8k16            mma.sync m16n8k16
 //
-// An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true.
+// An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true. In FP8 it goes
+// through conv_backward_input_fp8 and conv_product_fp8, with BACKWARD = false.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
@@ -16353,13 +16734,13 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Decides the same for a forward convolution whose input is FP8. Such a convolution is 3x3, has one input and stride 1,
-// and runs on Hopper.
-static void conv_product_fp8(const ConvCall& c) {
+// Decides the same for a forward convolution whose input is FP8 or FP8_GRADIENT. Such a convolution is 3x3, has one
+// input and stride 1, and runs on Hopper.
+template <Element E> static void conv_product_fp8(const ConvCall& c) {
     const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
     if (!known) die("internal error: no kernel of FP8 for this convolution");
-    if (conv_is_small(c)) pick_conv_small<false, Element::FP8>(c);
-    else pick_conv_tiles_3x3<false, Element::FP8>(c);
+    if (conv_is_small(c)) pick_conv_small<false, E>(c);
+    else pick_conv_tiles_3x3<false, E>(c);
 }
 
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // x2: 1x1 only
@@ -16404,7 +16785,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     call.weight = weight;
     call.out = o;
     call.factors = factors;
-    if (s.in == Element::FP8) conv_product_fp8(call);
+    if (s.in == Element::FP8) conv_product_fp8<Element::FP8>(call);
     else conv_product<false>(call);
 }
 
@@ -16420,7 +16801,27 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
 }
 
-static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s) {
+// The input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both (K_MAJOR). So the
+// weights can't be transposed on their way to the tensor cores, and round_weights has turned them before. With turned
+// weights, (C1, 8 - tap, Cout), the input gradient is a forward convolution of dout.
+static void conv_backward_input_fp8(Grad dx, const act* dout, const act* turned, ConvShape s, const float* factors) {
+    if (s.C2 || dx.add1 || dx.add2) die("internal error: in FP8 an input gradient has one input and no addends");
+    std::swap(s.C1, s.Cout);
+    s.in = Element::FP8_GRADIENT;
+    s.out = act_element;
+    ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
+    call.Cin1 = s.C1;
+    call.Cout = s.Cout;
+    call.x1 = dout;
+    call.weight = turned;
+    call.out = ConvOut{.part1 = dx, .Cout1 = s.Cout, .B = s.B};
+    call.factors = factors;
+    conv_product_fp8<Element::FP8_GRADIENT>(call);
+}
+
+static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s,
+                                const float* factors) {
+    if (s.out == Element::FP8_GRADIENT) return conv_backward_input_fp8(dx1, dout, weight, s, factors);
     act* const workspace = device.workspace;
     if (s.upsample) { // on any GPU: first the upsampled input's gradient, then sums of 2 x 2 pixels
         conv_backward_input(Grad{workspace}, Grad{}, dout, weight, conv_without_detour(s));

@@ -45,7 +45,7 @@ from common.config import pick_device, pick_precision, space_timesteps, value_ro
 from common.data_files import Data, open_data, with_pictures
 from common.files import DataError
 from common.formats import check_conversion, convert, post_hoc_average, read_model
-from common.model import build_model, initial_weights, parameter_count, to_state_dict
+from common.model import build_model, initial_weights, parameter_count, to_state_dict, train_in_fp8
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, check_model_output, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
 from common.random_numbers import (
@@ -691,7 +691,10 @@ class Trainer:
         self.diffusion, self.history = Diffusion(config, self.device), LossHistory(config, start.history)
         weights, m, v, *self.emas = (torch.tensor(a, device=self.device) for a in (start.weights, start.m, start.v, *start.averages_for(config)))
         self.precision = pick_precision(config, self.device)
-        self.model, self.averaged = (build_model(config, w, self.device, self.precision) for w in (weights, self.emas[0]))
+        usual = pick_precision(dataclasses.replace(config, precision="auto"), self.device) if self.precision == "fp8" else self.precision
+        self.model, self.averaged = (build_model(config, w, self.device, usual) for w in (weights, self.emas[0]))
+        if self.precision == "fp8":  # in training alone: validation and grids are as usual
+            train_in_fp8(self.model, config)
         self.compiled = config.meaning("compile", {"0": False, "1": True, "auto": self.device.type == "cuda"})
         self.forward = torch.compile(self.model) if self.compiled else self.model
         self.weights = nn.Parameter(weights)
@@ -797,6 +800,8 @@ def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
     """Prints what is trained, on what, and where it goes on."""
     config, first_step = trainer.config, trainer.state.step
     print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {trainer.device}, {trainer.precision}{', compiled' * trainer.compiled}")
+    if trainer.precision == "fp8":
+        print("--precision fp8: PyTorch multiplies the rounded numbers in the usual precision, so this shows what FP8 changes, and is not faster")
     unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
     if data.pictures:

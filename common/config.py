@@ -230,8 +230,6 @@ def check_run(config: Config) -> None:
     ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
     check(config, ok, "microbatch", f"must divide --batch_size {config.batch_size}")
     check(config, config.output_dir != "", "output_dir", "must name a folder")
-    ok = config.precision != "fp8" or config.sample > 0
-    check(config, ok, "precision", "is for --sample alone; a run trains and draws its grids in bf16, so leave it out")
     ok = not config.keep_best or config.val_data_file != "" or config.sample > 0
     check(config, ok, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best")
     check(config, config.output.endswith((".png", ".bin")), "output", "must end in .png (one grid) or .bin (float images)")

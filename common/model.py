@@ -193,15 +193,40 @@ class UNetModel(nn.Module):
 
 
 # ======================================================================================================================
-# --precision fp8
+# --precision fp8: some convolutions multiply numbers of 8 bits. Here such numbers stand in float32 or bf16, which hold them exactly.
 
 FP8_MAX = 448.0  # of e4m3
 FP8_SPARED = 4  # of how many 3x3 convolutions at each end of the network the operands stay as they are
 
+# Training multiplies by these factors before it rounds. (Samples have factors of their own: fp8_factor and fp8_weight.)
+FP8_X_FACTOR = 16.0  # what a norm has written: up to 28 fits in e4m3
+FP8_WEIGHT_FACTOR = 128.0  # weights: up to 3.5 fits
+FP8_GRADIENT_MAX = 57344.0  # of e5m2
+
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to the nearest FP8 number; what is larger than FP8_MAX becomes FP8_MAX."""
+    """Rounded to the nearest number of e4m3; what is larger than FP8_MAX becomes FP8_MAX."""
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def to_fp8_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to the nearest number of e5m2; what is larger than FP8_GRADIENT_MAX becomes FP8_GRADIENT_MAX."""
+    return x.float().clamp(-FP8_GRADIENT_MAX, FP8_GRADIENT_MAX).to(torch.float8_e5m2).to(x.dtype)
+
+
+def fp8_layers(model: UNetModel) -> list[nn.Sequential]:
+    """Layers from a norm to a 3x3 convolution whose products are in FP8: the convolutions of train_unet.cu's choose_fp8, in its order."""
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    chosen, found = set(convs[FP8_SPARED : len(convs) - FP8_SPARED]), []
+    for block in [m for m in model.modules() if isinstance(m, ResBlock)]:
+        if isinstance(block.resample, nn.Identity):  # else no norm writes what the first convolution reads
+            found.append(block.in_layers)
+        found.append(block.out_layers)
+    return [layers for layers in found if layers[-1] in chosen]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# samples
 
 
 def fp8_factor(norm: GroupNorm32) -> float:
@@ -218,7 +243,7 @@ def fp8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Fp8Conv(nn.Module):
-    """A 3x3 convolution that multiplies in FP8 what a norm has written. (Here float32 or bf16 numbers, which are FP8's, are multiplied.)"""
+    """A 3x3 convolution that multiplies in FP8 what a norm has written."""
 
     def __init__(self, norm: GroupNorm32, conv: nn.Conv2d):
         super().__init__()
@@ -232,15 +257,63 @@ class Fp8Conv(nn.Module):
         return (F.conv2d(to_fp8(x * self.factor), self.weight, padding=1) * self.scale + self.bias).to(x.dtype)
 
 
-def use_fp8(model: UNetModel) -> None:
-    """The convolutions of train_unet.cu's choose_fp8, in its order."""
-    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
-    chosen = set(convs[FP8_SPARED : len(convs) - FP8_SPARED])
-    for block in [m for m in model.modules() if isinstance(m, ResBlock)]:
-        layers = [block.in_layers] if isinstance(block.resample, nn.Identity) else []  # else no norm writes what the convolution reads
-        for norm, *_, conv in [*layers, block.out_layers]:
-            if conv in chosen:
-                (block.in_layers if conv is block.in_layers[-1] else block.out_layers)[-1] = Fp8Conv(norm, conv)
+def sample_in_fp8(model: UNetModel) -> None:
+    """Rounds the weights of the convolutions that multiply in FP8."""
+    for layers in fp8_layers(model):
+        layers[-1] = Fp8Conv(layers[0], layers[-1])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# training. All factors are powers of two: a number that was multiplied by one, rounded and divided by it again is the number of FP8 in its own scale.
+
+
+def fp8_gradient_factor(config: Config) -> float:
+    """By what gradients are multiplied before they are rounded. The loss is a mean over n numbers, so its gradients go with 1 / n."""
+    n = config.batch_size * config.in_channels * math.prod(config.image_size)
+    return 2.0 ** (8 + n.bit_length() - 1)
+
+
+class Fp8Products(torch.autograd.Function):
+    """A 3x3 convolution whose forward product and whose gradient of x have operands in FP8. The gradients of weight and bias have the operands that
+    they have without FP8."""
+
+    @staticmethod
+    def rounded_weight(weight: torch.Tensor) -> torch.Tensor:
+        return to_fp8(weight * FP8_WEIGHT_FACTOR) / FP8_WEIGHT_FACTOR
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gradient_factor: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gradient_factor = gradient_factor
+        rounded_x = to_fp8(x * FP8_X_FACTOR) / FP8_X_FACTOR
+        return F.conv2d(rounded_x, Fp8Products.rounded_weight(weight), bias, padding=1)
+
+    @staticmethod
+    def backward(ctx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rounded_dout = to_fp8_gradient(dout * ctx.gradient_factor) / ctx.gradient_factor
+        dx = torch.nn.grad.conv2d_input(x.shape, Fp8Products.rounded_weight(weight), rounded_dout, padding=1)
+        dweight = torch.nn.grad.conv2d_weight(x, weight.shape, dout, padding=1)
+        return dx, dweight, dout.sum((0, 2, 3)), None
+
+
+class Fp8TrainedConv(nn.Module):
+    """A 3x3 convolution with the parameters of `conv`, which multiplies in FP8 while it is trained. In eval mode it is as it was."""
+
+    def __init__(self, conv: nn.Conv2d, gradient_factor: float):
+        super().__init__()
+        self.weight, self.bias, self.gradient_factor = conv.weight, conv.bias, gradient_factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return F.conv2d(x, self.weight, self.bias, padding=1)
+        return Fp8Products.apply(x, self.weight.to(x.dtype), self.bias.to(x.dtype), self.gradient_factor)
+
+
+def train_in_fp8(model: UNetModel, config: Config) -> None:
+    """Parameters, their names and their order stay the same. Weights are rounded anew whenever they are read."""
+    for layers in fp8_layers(model):
+        layers[-1] = Fp8TrainedConv(layers[-1], fp8_gradient_factor(config))
 
 
 # ======================================================================================================================
@@ -288,12 +361,13 @@ def initial_weights(config: Config) -> np.ndarray:
 
 
 def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torch.device | str = "cpu", precision: str = "fp32") -> UNetModel:
-    """A model in eval mode whose parameters are views of weights, a flat array (if that is on the device already)."""
+    """A model in eval mode whose parameters are views of weights, a flat array (if that is on the device already). With fp8 it is for samples alone:
+    train_in_fp8 is for training."""
     model = UNetModel(config).to(device)
     model.bf16 = precision == "bf16" or (precision == "fp8" and torch.device(device).type == "cuda")
     flat = torch.as_tensor(weights).to(device)
     for p, part in zip(model.parameters(), to_state_dict(config, flat).values()):
         p.data = part
     if precision == "fp8":
-        use_fp8(model)
+        sample_in_fp8(model)
     return model.eval()

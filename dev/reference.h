@@ -446,8 +446,11 @@ static inline std::vector<int> pixels_by_parity(const ConvShape& s) {
 
 // dx1 (B, H, W, C1), dx2 (B, H, W, C2) from dout (B, Ho, Wo, Cout). A tile has TM input pixels and TN input channels.
 // Each input pixel collects from the output pixels whose taps read it, so no two threads add to the same number.
+static inline void conv_backward_input_fp8(GradOf<float> dx, const float* dout, const float* turned,
+                                           const float* factors, ConvShape s);
 static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // as x1 and x2
-                                       const float* dout, const float* weight, ConvShape s) {
+                                       const float* dout, const float* weight, ConvShape s, const float* factors) {
+    if (s.out == Element::FP8_GRADIENT) return conv_backward_input_fp8(dx1, dout, weight, factors, s);
     const int taps = s.kernel * s.kernel;
     const int Cin = s.C1 + s.C2;
     const int HW = s.H * s.W;
@@ -492,6 +495,45 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // 
             store_row(g.dx + i, acc[m], channels, add1, add2, nullptr);
         }
     });
+}
+
+// The same of one 3x3 convolution in FP8, whose numbers are bytes: what they stand for is multiplied in fp32. The
+// weights are turned (see round_weights): (Cin, 8 - tap, Cout).
+static inline void conv_backward_input_fp8(GradOf<float> dx, const float* dout, const float* turned,
+                                           const float* factors, ConvShape s) {
+    const uint8_t* const dout_bytes = (const uint8_t*)dout;
+    const uint8_t* const turned_bytes = (const uint8_t*)turned;
+    std::vector<float> d((size_t)s.B * s.H * s.W * s.Cout);
+    for (size_t i = 0; i < d.size(); i++) d[i] = fp8_value(dout_bytes[i], E5M2);
+    std::vector<float> w((size_t)s.Cout * 9 * s.C1);
+    for (int ci = 0; ci < s.C1; ci++)
+        for (int tap = 0; tap < 9; tap++)
+            for (int co = 0; co < s.Cout; co++) {
+                const uint8_t byte = turned_bytes[((size_t)ci * 9 + 8 - tap) * s.Cout + co];
+                w[((size_t)co * 9 + tap) * s.C1 + ci] = fp8_value(byte) * factors[ci];
+            }
+    s.out = Element::FP32;
+    conv_backward_input(dx, {}, d.data(), w.data(), s, nullptr);
+}
+
+// weights (Cout, 9, Cin), turned (Cin, 9, Cout) of each convolution, from copy (Cout, 9, Cin)
+static inline void round_weights(uint8_t* weights, uint8_t* turned, const float* copy,
+                                 const std::vector<WeightRounding>& works) {
+    for (const WeightRounding& w : works) {
+#pragma omp parallel for schedule(static)
+        for (int co = 0; co < w.Cout; co++)
+            for (int tap = 0; tap < 9; tap++)
+                for (int ci = 0; ci < w.Cin; ci++) {
+                    const size_t i = w.offset + ((size_t)co * 9 + tap) * w.Cin + ci;
+                    weights[i] = fp8_bits(copy[i] * FP8_WEIGHT_FACTOR);
+                    turned[w.offset + ((size_t)ci * 9 + 8 - tap) * w.Cout + co] = weights[i];
+                }
+    }
+}
+
+static inline void round_gradient(Fp8Copy fp8, const float* dout, size_t n) {
+#pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < n; i++) fp8.bytes[i] = fp8_bits(dout[i] * *fp8.factor, E5M2);
 }
 
 // The gradients of what is added to every pixel.
@@ -791,7 +833,7 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
                                      const float* weight, const float* bias,  // (C)
                                      const float* scale_shift, int ss_stride, // (B, ss_stride), or null
                                      Dropout dropout, NormShape s,
-                                     const float* factor) { // with it, out are bytes of FP8
+                                     Fp8Copy fp8) { // beside out or, if out is null, in place of it
     norm_statistics(mean, rstd, stats1, stats2, s);
     const NormInputs in{x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s};
     const int C = in.C();
@@ -805,7 +847,7 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
                 const float* x = row_of(block.first, p, block.pitch);
                 float unrounded[NORM_CHANNELS];
                 const size_t first = ((size_t)b * s.HW + p) * C + c0;
-                float* z = factor ? unrounded : out + first;
+                float* z = out ? out + first : unrounded;
 #pragma omp simd
                 for (int i = 0; i < NORM_CHANNELS; i++) {
                     z[i] = x[i] * map.slope[i] + map.offset[i];
@@ -817,7 +859,8 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
                     }
                 });
                 if (dropout.p > 0) dropout_block(z, dropout, b, (size_t)p * C + c0);
-                for (int i = 0; factor && i < NORM_CHANNELS; i++) ((uint8_t*)out)[first + i] = fp8_bits(z[i] * *factor);
+                for (int i = 0; fp8.bytes && i < NORM_CHANNELS; i++)
+                    fp8.bytes[first + i] = fp8_bits(z[i] * *fp8.factor);
             }
         }
 }
@@ -913,7 +956,8 @@ static inline void norm_backward_params(float* group_means,           // (B, gro
 
 // Third pass: dx = rstd (w dz - mean(w dz) - xhat mean(w dz xhat)), w = weight (1 + scale), means over a group. Since
 // xhat = (x - mean_g) rstd, and rstd w is the slope of the forward pass, it is dx = slope dz - x_factor x - constant.
-static inline void norm_backward_input(GradOf<float> dx1, GradOf<float> dx2, // as x1 and x2
+static inline void norm_backward_input(GradOf<float> dx1, GradOf<float> dx2,           // as x1 and x2
+                                       const Fp8Copy& dx1_fp8, const Fp8Copy& dx2_fp8, // the same, if it is not null
                                        const float* group_means, const float* dout, const NormInputs& in) {
     const NormShape& s = in.s;
 #pragma omp parallel for collapse(2) schedule(static)
@@ -921,6 +965,7 @@ static inline void norm_backward_input(GradOf<float> dx1, GradOf<float> dx2, // 
         for (int c0 = 0; c0 < in.C(); c0 += NORM_CHANNELS) {
             const bool in_x1 = c0 < s.C1;
             const GradOf<float>& g = in_x1 ? dx1 : dx2;
+            const Fp8Copy& fp8 = in_x1 ? dx1_fp8 : dx2_fp8;
             if (!g.dx) continue;
             const ChannelBlock block = channel_block(in, b, c0);
             const AffineMap map = norm_map(in, b, c0);
@@ -942,6 +987,9 @@ static inline void norm_backward_input(GradOf<float> dx1, GradOf<float> dx2, // 
                 for (int i = 0; i < NORM_CHANNELS; i++) {
                     g.dx[first + i] = with_addends(g, first + i, dz[i]);
                 }
+                for (int i = 0; fp8.bytes && i < NORM_CHANNELS; i++) {
+                    fp8.bytes[first + i] = fp8_bits(g.dx[first + i] * *fp8.factor, E5M2);
+                }
             }
         }
 }
@@ -955,13 +1003,13 @@ static inline void groupnorm_backward(GradOf<float> dx1, GradOf<float> dx2,     
                                       const float* mean, const float* rstd,              //
                                       const float* weight, const float* bias,            //
                                       const float* scale_shift, int ss_stride,           //
-                                      Dropout dropout, NormShape s) {
+                                      Dropout dropout, NormShape s, Fp8Copy dx1_fp8, Fp8Copy dx2_fp8) {
     const NormInputs in{x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s};
     std::vector<double> sums((size_t)s.B * in.C() * 2);
     std::vector<float> group_means((size_t)s.B * s.groups * 2);
     norm_backward_sums(sums.data(), dout, in);
     norm_backward_params(group_means.data(), dweight, dbias, dscale_shift, sums.data(), in);
-    norm_backward_input(dx1, dx2, group_means.data(), dout, in);
+    norm_backward_input(dx1, dx2, dx1_fp8, dx2_fp8, group_means.data(), dout, in);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // bench.cu - how long the steps and forward passes of train_unet take, and where their time goes; all flags of train_unet hold, too.
 //
 //   dev/bench --bench 20 --preset unet64       20 times the milliseconds of a training step and of a forward pass, as one line of JSON
-//   ... --precision fp8                        the milliseconds of a forward pass in bf16 and in FP8, both with the memory of sampling
+//   ... --precision fp8                        the milliseconds of a training step and of a forward pass in bf16 and in FP8, the latter with the memory of sampling
 //   dev/bench --profile 20 --preset unet64     a table of where the time of a step and of a forward pass goes, by operation and shape
 //
 // Images and weights are made up (--init FILE: its model's shape). Without either flag it is train_unet itself, for test_launches.py, which wants one
@@ -121,7 +121,7 @@ static Trainer make_bench_trainer(const Config& c) {
 
 static void forward_pass(Trainer* tr, Graph* graph) {
     replay(graph, [&] {
-        unet_forward(&tr->net, Weights{tr->params, tr->copy}, Dropout{}, tr->net.B);
+        unet_forward(&tr->net, Weights{tr->params, tr->copy, tr->fp8}, Dropout{}, tr->net.B);
         mark({""});
     });
 }
@@ -157,16 +157,34 @@ static std::string time_sampling(Config c, const char* precision, int n) {
     return quantiles(time_work(n, [&] { replay(&graph, [&] { unet_forward(&net, weights, Dropout{}, net.B); }); }));
 }
 
+// The milliseconds of a training step, whose largest arrays are given back.
+static std::string time_training(Config c, const char* precision, int n, double* gibibytes) {
+    c.precision = precision;
+    const size_t before = device_bytes;
+    Trainer tr = make_bench_trainer(c);
+    int64_t step = 0;
+    const std::string ms = quantiles(time_work(n, [&] { train_step(&tr, step++); }));
+    *gibibytes = (device_bytes - before) / 0x1p30;
+    for (Graph& g : tr.graph) free_graph(&g);
+    for (void* p : {(void*)tr.net.arena, (void*)tr.m, (void*)tr.v}) device_free(p);
+    return ms;
+}
+
 static void bench_fp8(const Config& c, int n) {
-    const std::string bf16_ms = time_sampling(c, name_of(act_element), n);
-    const size_t bf16_bytes = device_bytes;
-    const std::string fp8_ms = time_sampling(c, "fp8", n);
-    const double bf16_gibibytes = bf16_bytes / 0x1p30;
-    const double gibibytes = (device_bytes - bf16_bytes) / 0x1p30;
+    const char* const usual = name_of(act_element);
+    double usual_gibibytes, gibibytes;
+    const std::string usual_step = time_training(c, usual, n, &usual_gibibytes);
+    const std::string step = time_training(c, "fp8", n, &gibibytes);
+    const size_t before = device_bytes;
+    const std::string usual_pass = time_sampling(c, usual, n);
+    const size_t between = device_bytes;
+    const std::string pass = time_sampling(c, "fp8", n);
     printf("{\"program\": \"train_unet\", \"model\": \"%s\", \"gpus\": %d, \"batch\": %d, \"precision\": \"fp8\", "
+           "\"step_%s_ms\": %s, \"step_ms\": %s, \"training_%s_gib\": %.3f, \"training_gib\": %.3f, "
            "\"forward_%s_ms\": %s, \"forward_ms\": %s, \"memory_%s_gib\": %.3f, \"memory_gib\": %.3f}\n",
-           c.preset.c_str(), world.size, c.batch_size, name_of(act_element), bf16_ms.c_str(), fp8_ms.c_str(),
-           name_of(act_element), bf16_gibibytes, gibibytes);
+           c.preset.c_str(), world.size, c.batch_size, usual, usual_step.c_str(), step.c_str(), usual, usual_gibibytes,
+           gibibytes, usual, usual_pass.c_str(), pass.c_str(), usual, (between - before) / 0x1p30,
+           (device_bytes - between) / 0x1p30);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -176,6 +194,7 @@ struct OpCost {
     std::string name;
     double bytes, flops; // every input read once, every output written once; 2 for a multiply-add
     bool matrix = false; // flops that tensor cores could do
+    bool fp8 = false;    // ... in FP8
 };
 
 static OpCost layer_cost(const UNet& net, const Operation& op) {
@@ -187,11 +206,14 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
                          &out = net.tensors[l.out];
     auto buffer_bytes = [&](int buffer) { return buffer < 0 ? 0.0 : (double)net.buffers[buffer].bytes * B; };
     auto tensor_bytes = [&](int tensor) { return tensor < 0 ? 0.0 : buffer_bytes(net.tensors[tensor].buffer); };
-    auto addends = [&](const GradPlan& g) { return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2); };
+    auto addends = [&](const GradPlan& g) {
+        return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2) + buffer_bytes(g.fp8);
+    };
     const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
     const double weights = l.weight < 0 ? 0 : (double)net.params[l.weight].size, T = (double)out.H * out.W,
                  pixels = B * T;
     OpCost cost{kind.name, in + tensor_bytes(l.out), 0};
+    if (l.kind == &GROUPNORM) cost.bytes += buffer_bytes(out.fp8);
     if (pass != FORWARD) cost.bytes = (kind.backward_reads & LayerKind::INPUT ? in : 0) + buffer_bytes(l.dout) + grads;
     if (pass != FORWARD && kind.backward_reads & LayerKind::OUTPUT) cost.bytes += tensor_bytes(l.out);
     if (l.kind == &LINEAR) {
@@ -204,6 +226,10 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
         cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual)
                                      : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
         cost.bytes += w;
+        cost.fp8 = l.fp8 && pass != BACKWARD_WEIGHT;
+        if (cost.fp8 && pass == FORWARD) cost.bytes += buffer_bytes(x1.fp8) - in - w / 2;
+        if (cost.fp8 && pass == BACKWARD) cost.bytes += l.rounds_dout ? buffer_bytes(l.dout_fp8) * 2 : 0;
+        if (cost.fp8 && pass == BACKWARD && !l.rounds_dout) cost.bytes -= buffer_bytes(l.dout) / 2;
         cost.name +=
             text("%dx%d", l.kernel, l.kernel) + (l.stride > 1 ? " stride 2" : "") + (l.upsample ? " upsampled" : "");
     } else if (l.kind == &ATTENTION) {
@@ -211,6 +237,7 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
         cost.matrix = true;
         cost.name += text(" %d heads", l.heads);
     }
+    if (cost.fp8) cost.name += " fp8";
     cost.name += text(" %d%s->%d", x1.C, l.x2 < 0 ? "" : text("+%d", x2.C).c_str(), out.C);
     if (out.H > 1) cost.name += text(" @%dx%d", out.H, out.W);
     if (pass == FORWARD && l.skip >= 0) {
@@ -330,7 +357,8 @@ static void print_profile(const char* title, int n, const Trainer& tr, std::vect
     std::map<std::string, Row> by_name;
     for (size_t k = 0; k < ops; k++) {
         OpCost op = marks.ops[k];
-        const double peak = op.matrix && act_element == Element::BF16 ? CEILING_BF16 : CEILING_FP32;
+        double peak = op.matrix && act_element == Element::BF16 ? CEILING_BF16 : CEILING_FP32;
+        if (op.fp8) peak *= 2;
         Row& row = by_name[op.name];
         if (CEILING_BYTES > 0) row.floor += std::max(op.bytes / CEILING_BYTES, op.flops / peak) * 1e6;
         row.us += median(times[k]) - mark_cost;
@@ -350,7 +378,8 @@ static void print_profiles(const Config& c, int n) {
     Trainer tr = make_bench_trainer(c);
     int64_t step = 0;
     Graph forward;
-    printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, name_of(act_element));
+    const char* const precision = c.precision == "fp8" ? "fp8" : name_of(act_element);
+    printf("%s, batch %d, %s\n", c.preset.c_str(), c.batch_size, precision);
     print_profile("a training step", n, tr, {&tr.graph[0], &tr.graph[1]}, [&] { train_step(&tr, step++); });
     print_profile("a forward pass", n, tr, {&forward}, [&] { forward_pass(&tr, &forward); });
 }
@@ -386,8 +415,7 @@ int main(int argc, char** argv) {
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());
     const bool fp8 = c.precision == "fp8";
-    if (fp8 && profiles) die("--precision fp8: --profile shows training steps, which are in bf16; --bench times both");
-    if (fp8) bench_fp8(c, steps);
+    if (fp8 && steps) bench_fp8(c, steps);
     else if (steps) bench(c, steps);
     if (profiles) print_profiles(c, profiles);
 }

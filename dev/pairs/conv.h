@@ -236,6 +236,33 @@ struct CublasConv {
 };
 #endif
 
+// The bytes of an array of numbers that FP8 has.
+static const act* fp8_input(Arrays& io, const char* name, const Fp8Format& format = E4M3) {
+    std::vector<uint8_t> bytes(count_of(io.get(name, "f4").dims));
+    for (size_t i = 0; i < bytes.size(); i++) {
+        bytes[i] = fp8_bits(io.host(name)[i], format);
+        if (fp8_value(bytes[i], format) != io.host(name)[i]) die("%s: holds a number that FP8 does not have", name);
+    }
+    return (const act*)io.memory.upload(bytes.data(), bytes.size());
+}
+
+// The input gradient of a convolution in FP8: fp8_dout is e5m2, and the weights are turned (Cin, 8 - tap, Cout).
+static void conv_check_fp8_gradient(Arrays& io) {
+    const ConvShape s{.B = io.dim("fp8_dout", 0),
+                      .H = io.dim("fp8_dout", 1),
+                      .W = io.dim("fp8_dout", 2),
+                      .C1 = io.dim("fp8_turned", 0),
+                      .C2 = 0,
+                      .Cout = io.dim("fp8_dout", 3),
+                      .kernel = 3,
+                      .stride = 1,
+                      .upsample = 0,
+                      .out = Element::FP8_GRADIENT};
+    const act *dout = fp8_input(io, "fp8_dout", E5M2), *turned = fp8_input(io, "fp8_turned");
+    const Grad dx{io.activation_output("dx", {s.B, s.H, s.W, s.C1})};
+    conv_backward_input(dx, Grad{}, dout, turned, s, io.input<float>("fp8_factors"));
+}
+
 // A convolution whose input and weights are FP8 (arrays of numbers that FP8 has), with or without a skip connection.
 static void conv_check_fp8(Arrays& io) {
     const ConvShape s{.B = io.dim("fp8_x", 0),
@@ -248,14 +275,6 @@ static void conv_check_fp8(Arrays& io) {
                       .stride = 1,
                       .upsample = 0,
                       .in = Element::FP8};
-    auto fp8 = [&](const char* name) {
-        std::vector<uint8_t> bytes(count_of(io.get(name, "f4").dims));
-        for (size_t i = 0; i < bytes.size(); i++) {
-            bytes[i] = fp8_bits(io.host(name)[i]);
-            if (fp8_value(bytes[i]) != io.host(name)[i]) die("%s: holds a number that FP8 does not have", name);
-        }
-        return (const act*)io.memory.upload(bytes.data(), bytes.size());
-    };
     const bool has_emb = io.has("fp8_emb");
     const float* emb = has_emb ? io.input<float>("fp8_emb") + 64 : nullptr;
     const act* residual = io.activation("fp8_residual");
@@ -276,12 +295,13 @@ static void conv_check_fp8(Arrays& io) {
         io.takes(skip.weight ? "skip" : "residual");
     }
     conv_forward(io.activation_output("out", {s.B, s.H, s.W, s.Cout}), io.stats("stats", s.B, s.H, s.W, s.Cout),
-                 fp8("fp8_x"), nullptr, fp8("fp8_weight"), io.input<float>("fp8_bias"), emb, io.dim("fp8_emb", 1),
-                 residual, s, skip, io.input<float>("fp8_factors"));
+                 fp8_input(io, "fp8_x"), nullptr, fp8_input(io, "fp8_weight"), io.input<float>("fp8_bias"), emb,
+                 io.dim("fp8_emb", 1), residual, s, skip, io.input<float>("fp8_factors"));
 }
 
 static void conv_check(Arrays& io) {
     if (io.has("fp8_x")) return conv_check_fp8(io);
+    if (io.has("fp8_dout")) return conv_check_fp8_gradient(io);
     ConvShape s{io.dim("x1", 0),     io.dim("x1", 1),           io.dim("x1", 2),
                 io.dim("x1", 3),     io.dim("x2", 3),           io.dim("weight", 0),
                 io.dim("weight", 1), (int)io.integer("stride"), (int)io.integer("upsample")};
@@ -310,11 +330,13 @@ static void conv_check(Arrays& io) {
     conv_backward_weight(io.parameter_gradient("weight"), io.parameter_gradient("bias"), gradient_of_emb("demb"),
                          emb_stride, dout, x1, x2, s);
 #ifdef __CUDACC__ // nobody needs the gradient of the images, and so no kernel makes it
-    auto* const backward_input = first ? conv_backward_input_v0 : conv_backward_input;
+    const bool naive = first;
 #else
-    auto* const backward_input = conv_backward_input;
+    const bool naive = false;
 #endif
-    backward_input(io.gradient("dx1", x1_dims, s.in), s.C2 ? io.gradient("dx2", x2_dims) : Grad{}, dout, weight, s);
+    const Grad dx1 = io.gradient("dx1", x1_dims, s.in), dx2 = s.C2 ? io.gradient("dx2", x2_dims) : Grad{};
+    if (naive) conv_backward_input_v0(dx1, dx2, dout, weight, s);
+    else conv_backward_input(dx1, dx2, dout, weight, s);
 
     conv_forward_v0(output(".v0"), x1, x2, weight, bias, emb, emb_stride, residual, s);
     conv_forward_v1(output(".v1"), x1, x2, weight, bias, emb, emb_stride, residual, s);

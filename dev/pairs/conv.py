@@ -28,6 +28,8 @@ def inputs(kernel: int, case: Case, rng: np.random.Generator) -> dict[str, Any]:
     out = (B, *out_size(case), Cout)
     K = kernel * kernel * (C1 + C2)
 
+    if case.get("fp8") == "gradient":
+        return inputs_fp8_gradient(s, rng)
     if case.get("fp8"):
         return inputs_fp8(s, rng)
 
@@ -86,7 +88,21 @@ def inputs_fp8(s: Case, rng: np.random.Generator) -> dict[str, Any]:
     return a
 
 
+def inputs_fp8_gradient(s: Case, rng: np.random.Generator) -> dict[str, Any]:
+    """Of a 3x3 convolution: the output's gradient in e5m2, of very different sizes, its factor being 2^10; weights times 128, turned as round_weights does."""
+    B, H, W, C1, Cout = (s[n] for n in ("B", "H", "W", "C1", "Cout"))
+    dout = torch.from_numpy(harness.normal(rng, B, H, W, Cout)) * 2.0 ** torch.from_numpy(rng.integers(-8, 3, (B, H, W, Cout)))
+    turned = torch.from_numpy(harness.normal(rng, C1, 3, 3, Cout, scale=(9 * Cout) ** -0.5)) * 128
+    if s.get("exact"):
+        dout, turned = (torch.from_numpy(whole(rng, *t.shape)) for t in (dout, turned))
+    dout = dout.float().to(torch.float8_e5m2).float()
+    factors = np.full(C1, 2.0**-17, np.float32)
+    return {"fp8_dout": dout.numpy(), "fp8_turned": to_fp8(turned).numpy(), "fp8_factors": factors}
+
+
 def reference_fp8(v: dict[str, Any]) -> Tensors:
+    if "fp8_dout" in v:  # the weights are turned already, so it is the forward convolution
+        return {"dx": nhwc(F.conv2d(nchw(v["fp8_dout"]), oihw(v["fp8_turned"]), padding=1)) * v["fp8_factors"]}
     out = nhwc(F.conv2d(nchw(v["fp8_x"]), oihw(v["fp8_weight"]), padding=1)) * v["fp8_factors"] + v["fp8_bias"]
     if "fp8_emb" in v:
         out = out + v["fp8_emb"][:, None, None, 64:][..., : out.shape[-1]]
@@ -101,7 +117,8 @@ def inside(case: Case, name: str) -> float:
     """What roundings between input and output make, as a relative error. FP8: the tensor cores sum 32 products at a time, and keep 14 bits of a sum; see
     rounding() in harness.py, with EPS 2^-13."""
     if case.get("fp8"):
-        return 2.0**-13 * (9 * case["C1"] / 32) ** 0.5
+        summed = case["Cout"] if case["fp8"] == "gradient" else case["C1"]
+        return 2.0**-13 * (9 * summed / 32) ** 0.5
     return 2.0**-17 if "fp32" in case else 0.0  # which two bf16 numbers add up to
 
 

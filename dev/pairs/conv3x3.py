@@ -79,6 +79,26 @@ FP8 = [
     dict(B=1, H=33, W=18, C1=192, Cout=64, skip=32, sms=1, takes="residual"),
 ]
 
+# The same kernels, for the input gradient: Cout is summed over
+FP8_GRADIENTS = [
+    dict(B=3, H=8, W=8, C1=64, Cout=64),
+    dict(B=2, H=7, W=8, C1=96, Cout=192, sms=2),
+    dict(B=1, H=8, W=8, C1=64, Cout=320, sms=2, exact="clusters"),
+    dict(B=2, H=8, W=8, C1=32, Cout=448, sms=2),
+    dict(B=1, H=8, W=8, C1=320, Cout=96, sms=1),
+    dict(B=2, H=8, W=8, C1=256, Cout=192, sms=1),
+    dict(B=4, H=8, W=8, C1=128, Cout=320, sms=1),
+    dict(B=1, H=8, W=15, C1=192, Cout=192, sms=1),
+    dict(B=1, H=8, W=16, C1=32, Cout=160, sms=1),
+    dict(B=1, H=16, W=24, C1=64, Cout=32, sms=1),
+    dict(B=1, H=35, W=20, C1=32, Cout=32, sms=1),
+    dict(B=1, H=64, W=9, C1=96, Cout=128, sms=1),
+    dict(B=1, H=40, W=12, C1=64, Cout=192, sms=1),
+    dict(B=1, H=33, W=10, C1=64, Cout=288, sms=1),
+    dict(B=1, H=64, W=18, C1=64, Cout=320, sms=1),
+    dict(B=1, H=32, W=32, C1=64, Cout=448, sms=1),
+]
+
 PAIR = conv_pair(
     "conv3x3",
     3,
@@ -101,6 +121,7 @@ PAIR = conv_pair(
         dict(B=1, H=9, W=21, C1=128, Cout=64, emb=True),
         *(LARGE + RINGS if "bf16" in precisions() else []),
         *(case | ON_HOPPER for case in FP8),
+        *(case | ON_HOPPER | {"fp8": "gradient"} for case in FP8_GRADIENTS),
         dict(B=1, H=8, W=8, C1=64, Cout=128, upsample=1, addends=1),
         dict(B=20, H=8, W=8, C1=256, Cout=32, spikes=True, on="A100 fp32"),
         dict(B=1, H=8, W=8, C1=256, Cout=192, spikes=True, on="A100 fp32"),

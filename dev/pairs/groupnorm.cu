@@ -194,23 +194,35 @@ static void check(Arrays& io) {
 #endif
     groupnorm_forward(io.activation_output("out", out_dims), mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
                       Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s);
-    if (io.has("factor")) { // once more, with an output in FP8, which is divided by the factor again
+    // An output in FP8, whose numbers are divided by the factor again.
+    auto fp8_output = [&](const char* name, const Dims& dims, const Fp8Format& format) {
         const float factor = (float)io.real("factor");
-        const size_t n = count_of(out_dims);
+        const size_t n = count_of(dims);
         uint8_t* const bytes = io.memory.poisoned<uint8_t>(n);
-        groupnorm_forward((act*)bytes, mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
-                          Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s,
-                          io.memory.upload(&factor, 1));
-        io.out.push_back({"fp8", [=] {
+        io.out.push_back({name, [=] {
                               std::vector<float> values;
-                              for (const uint8_t b : download(bytes, n)) values.push_back(fp8_value(b) / factor);
-                              return Arrays::packed(values, out_dims);
+                              for (const uint8_t b : download(bytes, n))
+                                  values.push_back(fp8_value(b, format) / factor);
+                              return Arrays::packed(values, dims);
                           }});
+        return Fp8Copy{bytes, io.memory.upload(&factor, 1)};
+    };
+    const bool fp8 = io.has("factor");
+    if (fp8) { // once more, in both forms and (as for samples, which have no dropout) in FP8 alone
+        auto forward = [&](act* out, Fp8Copy copy) {
+            groupnorm_forward(out, mean, rstd, x1, Stats{io.input<double>("stats_x1"), 1}, x2,
+                              Stats{io.input<double>("stats_x2"), 1}, weight, bias, ss, ss_stride, dropout, s, copy);
+        };
+        forward(io.activation_output("out_beside_fp8", out_dims), fp8_output("fp8", out_dims, E4M3));
+        forward(dropout.p > 0 ? io.memory.poisoned_activation(count_of(out_dims)) : nullptr,
+                fp8_output("fp8_alone", out_dims, E4M3));
     }
     do_nothing(); // as in a network, the kernel just before the backward pass is another one
-    groupnorm_backward(io.gradient("dx1", x1_dims), s.C2 ? io.gradient("dx2", x2_dims) : Grad{},
-                       io.parameter_gradient("weight"), io.parameter_gradient("bias"), dss, dout, x1, x2, mean, rstd,
-                       weight, bias, ss, ss_stride, dropout, s);
+    const Grad dx1 = io.gradient("dx1", x1_dims), dx2 = s.C2 ? io.gradient("dx2", x2_dims) : Grad{};
+    // Where there are two inputs, only the first one's gradient is written in FP8, too.
+    groupnorm_backward(dx1, dx2, io.parameter_gradient("weight"), io.parameter_gradient("bias"), dss, dout, x1, x2,
+                       mean, rstd, weight, bias, ss, ss_stride, dropout, s,
+                       fp8 ? fp8_output("dx1_fp8", x1_dims, E5M2) : Fp8Copy{});
 
     // the naive ones, which know no dropout
     if (dropout.p > 0) return;

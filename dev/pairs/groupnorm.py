@@ -71,8 +71,14 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
         out = out * dropout_mask(v["p"], v["seed"], v["step"], v["sample0"], v["layer"], (B, H, W, C))
     groups = x.view(B, H * W, 32, C // 32).transpose(1, 2).flatten(2)
     rstd = 1 / torch.sqrt(groups.var(-1, correction=0) + 1e-5)
-    fp8 = {"fp8": out.detach().clamp(-FP8_MAX / v["factor"], FP8_MAX / v["factor"])} if "factor" in v else {}
-    return {"out": out, "mean": groups.mean(-1), "rstd": rstd, **fp8}
+    return {"out": out, "mean": groups.mean(-1), "rstd": rstd, **(reference_fp8(v, out) if "factor" in v else {})}
+
+
+def reference_fp8(v: dict[str, Any], out: torch.Tensor) -> Tensors:
+    """What is written in FP8, beside other outputs and alone, and so what is written beside it; before it is rounded."""
+    fp8 = out.detach().clamp(-FP8_MAX / v["factor"], FP8_MAX / v["factor"])
+    gradient = torch.autograd.grad((out * v["dout"]).sum(), v["x1"], retain_graph=True)[0]
+    return {"fp8": fp8, "fp8_alone": fp8, "out_beside_fp8": out.detach(), "dx1_fp8": gradient + sum(v[n] for n in ("dx1", "dx1_add") if n in v)}
 
 
 def tolerance(case: Case, name: str) -> float:
@@ -81,11 +87,14 @@ def tolerance(case: Case, name: str) -> float:
     dz and dz * xhat inherit the errors of their terms.
     """
     offset = abs(case.get("mean", 0.5)) / 2
-    if name == "fp8":  # half of a last place is 2^-4 of a number at most, of which error() takes half; of all numbers it is some 2^-3 / 12^0.5
+    # FP8: half of a last place is 2^-4 of a number at most, of which error() takes half; of all numbers it is some 2^-3 / 12^0.5
+    if name in ("fp8", "fp8_alone"):
         return 2.0**-5
+    if name == "dx1_fp8":  # it has a bit less of mantissa
+        return 2.0**-4
     if name in ("mean", "rstd"):
         return rounding(steps=1)
-    return rounding(steps=6 + 2 * offset if name == "out" else 10 + 4 * offset)
+    return rounding(steps=6 + 2 * offset if name.startswith("out") else 10 + 4 * offset)
 
 
 def bench(s: dict[str, int]) -> Timed:
@@ -123,8 +132,14 @@ CASES = [
     *(LARGE if "bf16" in precisions() else []),
     dict(B=32, H=4, W=4, C1=64, silu=True, on="A100 fp32, H200 bf16"),
     # an output in FP8, which some numbers of the second case are too large for
-    dict(B=2, H=12, W=20, C1=96, silu=True, fp8=8.0, only=precisions()[0], on="H200 bf16"),
-    dict(B=2, H=7, W=9, C1=96, C2=64, silu=True, scale_shift=True, fp8=64.0, only=precisions()[0], on="H200 bf16"),
+    *(
+        case | dict(silu=True, only=precisions()[0], on="H200 bf16")
+        for case in (
+            dict(B=2, H=12, W=20, C1=96, fp8=8.0),
+            dict(B=2, H=7, W=9, C1=96, C2=64, scale_shift=True, fp8=64.0),
+            dict(B=2, H=8, W=8, C1=64, fp8=16.0, addends=1, dropout=0.3),
+        )
+    ),
     dict(B=1, H=1, W=3, C1=96, C2=64, silu=True),
 ]
 GRADIENTS = ("x1", "x2", "weight", "bias", "scale_shift")

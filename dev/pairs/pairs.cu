@@ -29,6 +29,9 @@ namespace pair_ddpm_loss {
 namespace pair_downsample {
 #include "downsample.cu"
 }
+namespace pair_fp8 {
+#include "fp8.cu"
+}
 namespace pair_groupnorm {
 #include "groupnorm.cu"
 }
@@ -67,6 +70,7 @@ int main(int argc, char** argv) {
         {"conv3x3", pair_conv3x3::main},
         {"ddpm_loss", pair_ddpm_loss::main},
         {"downsample", pair_downsample::main},
+        {"fp8", pair_fp8::main},
         {"groupnorm", pair_groupnorm::main},
         {"linear", pair_linear::main},
         {"patches", pair_patches::main},

@@ -346,21 +346,27 @@ u16 to_bf16(f32 v) {
     return std::isnan(v) ? 0x7fff : (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 u16 to_fp16(f32 v) { return std::bit_cast<u16>((_Float16)v); }
-f32 e4m3_value(uint8_t v) {
+// FP8: e4m3, whose largest number is code 126, and e5m2, whose largest one is 123 (infinity and NaN follow).
+template <int MANTISSA> f32 fp8_value(uint8_t v) {
+    constexpr int LARGEST = MANTISSA == 3 ? 126 : 123, STEPS = 1 << MANTISSA;
     static const std::vector<f32> all = [] {
         std::vector<f32> values(128, NAN);
-        for (int code = 0; code < 127; code++)
-            values[(size_t)code] = (code < 8 ? (f32)code : (f32)(8 + code % 8) * (f32)(1 << (code / 8 - 1))) / 512;
+        for (int code = 0; code <= LARGEST; code++) {
+            const f32 steps = (f32)(code < STEPS ? code : STEPS + code % STEPS);
+            values[(size_t)code] = std::ldexp(steps, std::max(code / STEPS - 1, 0) - (MANTISSA == 3 ? 9 : 16));
+        }
         return values;
     }();
     return v & 128 ? -all[v & 127] : all[v];
 }
-uint8_t to_e4m3(f32 v) { // the nearest one, of two as near the even one, at most the largest one
+template <int MANTISSA> uint8_t to_fp8(f32 v) { // the nearest one, of two as near the even one, at most the largest one
+    constexpr int LARGEST = MANTISSA == 3 ? 126 : 123;
     if (std::isnan(v)) return 127;
     const f64 size = std::fabs((f64)v);
     uint8_t code = 0;
-    while (code < 126 && e4m3_value(code) < size) code++;
-    const f64 above = e4m3_value(code) - size, below = code ? size - e4m3_value((uint8_t)(code - 1)) : INFINITY;
+    while (code < LARGEST && fp8_value<MANTISSA>(code) < size) code++;
+    const f64 above = fp8_value<MANTISSA>(code) - size,
+              below = code ? size - fp8_value<MANTISSA>((uint8_t)(code - 1)) : INFINITY;
     if (below < above || (below == above && code % 2)) code--;
     return (uint8_t)(code | (std::signbit(v) ? 128 : 0));
 }
@@ -507,7 +513,9 @@ const Forms& forms() {
         f["cvt.rn.bf16x2.f32"] = form<u32, f32, f32>([](f32 a, f32 b) { return (u32)to_bf16(a) << 16 | to_bf16(b); });
         f["cvt.rn.f16x2.f32"] = form<u32, f32, f32>([](f32 a, f32 b) { return (u32)to_fp16(a) << 16 | to_fp16(b); });
         f["cvt.rn.satfinite.e4m3x2.f32"] =
-            form<u16, f32, f32>([](f32 a, f32 b) { return (u16)(to_e4m3(a) << 8 | to_e4m3(b)); });
+            form<u16, f32, f32>([](f32 a, f32 b) { return (u16)(to_fp8<3>(a) << 8 | to_fp8<3>(b)); });
+        f["cvt.rn.satfinite.e5m2x2.f32"] =
+            form<u16, f32, f32>([](f32 a, f32 b) { return (u16)(to_fp8<2>(a) << 8 | to_fp8<2>(b)); });
         f["prmt.b32"] = form<u32, u32, u32, u32>([](u32 a, u32 b, u32 order) {
             u32 v = 0;
             for (int k = 0; k < 4; k++) {
@@ -613,7 +621,7 @@ template <bool BF16> bool mma(Warp& w, const Ins& i, u32) { // list: d0..3, a0..
     return true;
 }
 
-// A matrix of bf16 (or e4m3, which is never turned) in shared memory that wgmma reads: element (row, k) of A (or of B, whose rows are columns).
+// A matrix of bf16 (or FP8, which is never turned) in shared memory that wgmma reads: element (row, k) of A (or of B, whose rows are columns).
 struct Descriptor {
     u32 start, leading, stride, row_bytes;
     bool turned;     // rows lie side by side, not k
@@ -675,24 +683,28 @@ template <int K> void add_product(Warp& w, const Ins& i, const f32 (&a)[16][K], 
         }
     if (!reversed()) hold_back(w, i, values);
 }
-// A warp's 16 of wgmma's 64 rows in e4m3. The tensor cores keep fewer bits of the sums than this.
+// A warp's 16 of wgmma's 64 rows in FP8; imm: bits 3 and 4 say that A, or B, is e5m2. The tensor cores keep fewer bits of the sums than this.
 void quarter_fp8(Warp& w, const Ins& i) {
     const int columns = (int)i.imm[0];
     arrive_late(w, [&](const LateProduct& p) { return p.has(i.list[0]); });
     Descriptor from = descriptor(w, w.reg<u64>(i.op[1])[0], false), to = descriptor(w, w.reg<u64>(i.op[2])[0], false);
     from.element = to.element = 1;
     static f32 a[16][32], b[32][256];
+    auto value = [&](const Descriptor& of, int row, int k, bool e5m2) {
+        const uint8_t byte = *(uint8_t*)shared(w, of.at(row, k), 1);
+        return e5m2 ? fp8_value<2>(byte) : fp8_value<3>(byte);
+    };
     for (int m = 0; m < 16; m++) {
         for (int k = 0; k < 32; k += 16) reads(w, from.at(w.rank % 4 * 16 + m, k));
-        for (int k = 0; k < 32; k++) a[m][k] = e4m3_value(*(uint8_t*)shared(w, from.at(w.rank % 4 * 16 + m, k), 1));
+        for (int k = 0; k < 32; k++) a[m][k] = value(from, w.rank % 4 * 16 + m, k, i.imm[1] & 8);
     }
     for (int n = 0; n < columns; n++) {
         for (int k = 0; k < 32; k += 16) reads(w, to.at(n, k));
-        for (int k = 0; k < 32; k++) b[k][n] = e4m3_value(*(uint8_t*)shared(w, to.at(n, k), 1));
+        for (int k = 0; k < 32; k++) b[k][n] = value(to, n, k, i.imm[1] & 16);
     }
     add_product(w, i, a, b);
 }
-// A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned, e4m3.
+// A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned, FP8.
 void quarter(Warp& w, const Ins& i) {
     if (i.imm[1] & 4) return quarter_fp8(w, i);
     const int columns = (int)i.imm[0], values = columns / 2;
@@ -1397,7 +1409,9 @@ void Decoder::decode_operands(Ins& i, Text m, const std::vector<Text>& o, Text s
         else i.op[1] = operand(o[1], 8, statement);
         i.op[2] = operand(o[2], 8, statement), i.op[0] = operand(o[3], 0, statement);
         if (o[4] != "1" || o[5] != "1") complain("a scale that is not 1", statement);
-        if (contains(".e4m3.e4m3")) return (void)(i.imm[1] = 4); // never turned, both in shared memory
+        const bool e5m2_a = contains(".e5m2.e4m3"), e5m2_b = contains(".e4m3.e5m2");
+        if (e5m2_a || e5m2_b || contains(".e4m3.e4m3")) // FP8: never turned, both in shared memory
+            return (void)(i.imm[1] = 4 | e5m2_a << 3 | e5m2_b << 4);
         i.imm[1] = registers ? (o[6] == "1") * 2 : (o[6] == "1") + (o[7] == "1") * 2;
         return;
     }

@@ -426,7 +426,6 @@ def test_a_part_that_keeps_no_step(run: Callable, data: Path) -> None:
         (["--microbatch", "8"], ["--microbatch 8", "--batch_size 4"]),
         (["--output_dir", ""], ["--output_dir"]),
         (["--precision", "bf16"], ["--precision bf16", "fp32"]),
-        (["--precision", "fp8"], ["--precision fp8", "--sample"]),
         (["--init", "a.bin", "--resume_checkpoint", "b.bin"], ["--init", "--resume_checkpoint"]),
         (["--resume_checkpoint", "latest"], ["--resume_checkpoint latest", "out"]),
         (["--sample", "4"], ["--sample 4", "--init"]),

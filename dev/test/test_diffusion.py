@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    BUILD,
     ROOT,
     TINY,
     column,
@@ -33,7 +32,7 @@ from test_training import QUIET, Double, check_sampling, check_training, command
 import train_unet as twin
 from common import model_files
 from common.config import make_config
-from common.model import FP8_MAX, GroupNorm32, to_fp8
+from common.model import GroupNorm32
 
 sys.path.insert(0, str(ROOT / "dev/pairs"))
 torch.set_num_threads(1)
@@ -266,37 +265,6 @@ def test_samplers_follow_pytorch(run: Callable, tmp_path: Path, name: str, sampl
     if "--sigma_small True" in sampler:  # the model file says so
         settings, sampler = settings | dict(sigma_small=True), sampler.replace(" --sigma_small True", "")
     check_sampling(run, tmp_path, (3, 8, 12), settings, sampler)
-
-
-@pytest.mark.skipif(BUILD != "cpu", reason="the other build's exact mode is fp32")
-@pytest.mark.parametrize("settings", [{}, dict(use_scale_shift_norm=True, **CLASSES), dict(resblock_updown=True, channel_mult=(1, 1))], ids=str)
-def test_fp8_follows_pytorch(run: Callable, tmp_path: Path, settings: dict) -> None:
-    """One evaluation of a small model, by either program in fp32 and with operands rounded to FP8. Both round alike: they differ by a hundredth, at most, of
-    what rounding changes. (Numbers that lie in the middle between two of FP8 are rounded up or down as float32's own rounding has it, and what one of them changes
-    becomes such chances further on; so large models do not compare.)"""
-    config, _ = write_parity_files(tmp_path, (3, 8, 8), PLAIN | dict(channel_mult=(1,), attention_resolutions=()) | settings)
-    words = "--preset fashion32 --sampler euler --timestep_respacing 1 --clip_denoised False".split()
-    config = dataclasses.replace(config, seed=3, **twin.parse_flags(words[2:], twin.FLAGS, ""))
-    ours, theirs = {}, {}
-    for precision in ("fp32", "fp8"):
-        run([*words, "--init", "init.bin", "--sample", 3, "--seed", 3, "--output", "s.bin", "--precision", precision])
-        ours[precision] = read_samples(tmp_path / "s.bin")
-        theirs[precision] = twin.sample(twin.build_model(config, random_weights(config, 4), precision=precision), config, 3).numpy()
-    rounded = np.linalg.norm(theirs["fp8"] - theirs["fp32"])
-    assert 1e-3 * np.linalg.norm(theirs["fp32"]) < rounded < 0.5 * np.linalg.norm(theirs["fp32"])
-    assert np.linalg.norm(ours["fp32"] - theirs["fp32"]) < 1e-3 * rounded
-    assert np.linalg.norm(ours["fp8"] - theirs["fp8"]) < 1e-2 * rounded
-
-
-def test_fp8_rounds_as_the_format_says() -> None:
-    """FP8's 256 numbers stay what they are; between two of them the nearer one is taken, of two as near the even one; what is too large becomes the largest."""
-    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    numbers = every[~every.isnan()].unique()
-    assert numbers.max() == FP8_MAX and to_fp8(numbers).equal(numbers)
-    low, high = numbers[:-1].double(), numbers[1:].double()
-    for part, wanted in ((0.49, low), (0.51, high)):
-        assert to_fp8((low + part * (high - low)).float()).double().equal(wanted)
-    assert to_fp8(torch.tensor([1e9, -1e9, 17.0, 19.0])).tolist() == [FP8_MAX, -FP8_MAX, 16, 20]
 
 
 @pytest.mark.parametrize("sigma_max", ["80", "1e4", "1e6"])

@@ -60,6 +60,7 @@ RUNS = {
     "pictures, guidance": "--cond_channels 2 --cond_dropout 0.3 --guidance_scale 2 --random_flip True",
     "holes, changed images": "--cond mask --cond_dropout 0.3 --augment 0.3 --objective edm",
     "coarse pictures": "--cond lowres:4 --cond_noise 0.5 --random_flip True",
+    "numbers of 8 bits": f"--precision fp8 --use_checkpoint True {CLASSES}",
     "steps that are skipped": "--lr 100 --weight_decay 100 --grad_clip 0 --max_bad_steps 9 --num_samples 1",
 }
 
@@ -82,7 +83,7 @@ def test_any_number_of_ranks_is_the_same_run(ranks: Callable, data: Path, tmp_pa
         TINY, RUNS[name], pictures, "--data_file", data, "--val_data_file", data, "--batch_size 12 --microbatch 3 --max_steps 5 --save_interval 2"
     )
     given = flags(given, "--val_interval 2 --sample_interval 3 --num_samples 5 --keep_best True")
-    several = {"eps, averages, snapshots": (2, 4), "edm, classes, guidance": (2,)}.get(name, (4,))
+    several = {"eps, averages, snapshots": (2, 4), "edm, classes, guidance": (2,), "numbers of 8 bits": (2,)}.get(name, (4,))
     for n in (1, *several):
         ranks(n, [*given, "--output_dir", n])
     for n in several:
