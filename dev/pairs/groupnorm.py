@@ -138,6 +138,10 @@ CASES = [
             dict(B=2, H=12, W=20, C1=96, fp8=8.0),
             dict(B=2, H=7, W=9, C1=96, C2=64, scale_shift=True, fp8=64.0),
             dict(B=2, H=8, W=8, C1=64, fp8=16.0, addends=1, dropout=0.3),
+            dict(B=1, H=64, W=64, C1=96, fp8=8.0, sms=8, takes="two passes"),
+            dict(B=1, H=64, W=64, C1=96, fp8=8.0, sms=8, takes="two passes", dropout=0.1),
+            dict(B=1, H=64, W=64, C1=96, fp8=8.0, sms=2, takes="two passes", addends=1),
+            dict(B=1, H=64, W=64, C1=96, fp8=8.0, sms=2, takes="two passes", addends=1, dropout=0.1),
         )
     ),
     dict(B=1, H=1, W=3, C1=96, C2=64, silu=True),
