@@ -311,7 +311,9 @@ struct Fp8Format {
     uint8_t largest_bits; // its bits
 };
 constexpr Fp8Format E4M3{.mantissa = 3, .bias = 7, .largest = 448, .largest_bits = 0x7E};
-[[maybe_unused]] constexpr Fp8Format E5M2{.mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B}; // only the CPU build uses it
+// Only the CPU build uses E5M2. The GPU has an instruction.
+[[maybe_unused]] constexpr Fp8Format E5M2{
+    .mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B};
 constexpr uint8_t FP8_NAN = 0x7F; // in both formats
 // Rounds to the nearest FP8 number, ties to even. If |v| is larger than the largest number, it is rounded to that.
 // Kernels round in the same way (pack_fp8).
