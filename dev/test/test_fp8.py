@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import train_unet as twin
 from common.config import make_config
-from common.model import FP8_GRADIENT_MAX, FP8_MAX, Fp8TrainedConv, fp8_gradient_factor, fp8_layers, to_fp8, to_fp8_gradient, to_state_dict
+from common.model import FP8_GRADIENT_MAX, FP8_MAX, Fp8TrainedConv, UNetModel, fp8_gradient_factor, fp8_layers, to_fp8, to_fp8_gradient, to_state_dict
 
 torch.set_num_threads(1)
 
@@ -261,7 +261,8 @@ def test_training_follows_pytorch(run: Callable, tmp_path: Path, name: str, extr
     config, data = write_parity_files(tmp_path, (1, 4, 4), settings)
     if extreme:
         twin.write_model(str(tmp_path / "init.bin"), twin.ModelFile(config, with_extreme_numbers(config)))
-    run(flags(command_line(config), QUIET, "--precision fp8 --save_interval 1 --keep_checkpoints 0"))
+    told = run(flags(command_line(config), QUIET, "--precision fp8 --save_interval 1 --keep_checkpoints 0")).out
+    assert f"fp8: {len(fp8_layers(UNetModel(config)))} convolutions" in told
     logged, losses_apart, gradients_apart = column(tmp_path / "out", "loss"), [], []
     for step in range(5):
         start = twin.read_model(str(tmp_path / "out" / model_name(step) if step else tmp_path / "init.bin"))
