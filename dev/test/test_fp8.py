@@ -239,7 +239,11 @@ def gradient_between(config: object, before: np.ndarray, after: np.ndarray) -> n
 
 
 # Left out by `make test`: what others have in them, too.
-CONTAINED = [("ect", False), ("flow, microbatches, blocks up and down", False), ("flow, microbatches, blocks up and down", True)]
+CONTAINED = [
+    ("ect", False),
+    ("large gradients, blocks computed again", False),
+    *(("flow, microbatches, blocks up and down", extreme) for extreme in (False, True)),
+]
 CASES = [*((name, False) for name in TRAINED), *((name, True) for name in EXTREME)]
 
 
@@ -337,7 +341,7 @@ def test_the_sanitizers_see_nothing(run: Callable, data: Path) -> None:
     run([*SENSITIVE, "--data_file", data, "--max_steps", 2, "--use_checkpoint", "True", "--microbatch", 2], binary="asan")
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_twin_keeps_its_bits(again: bool) -> None:
     """After a resume, and with --use_checkpoint. What it saves has no trace of FP8: it is a checkpoint like any other."""
     settings = dict(SMALLEST, dropout=0.2, max_steps=4, warmup_steps=2)
