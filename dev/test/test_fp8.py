@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import train_unet as twin
 from common.config import make_config
-from common.model import FP8_GRADIENT_MAX, FP8_MAX, Fp8TrainedConv, fp8_gradient_factor, fp8_layers, to_fp8, to_fp8_gradient, to_state_dict
+from common.model import FP8_GRADIENT_MAX, FP8_MAX, Fp8TrainedConv, UNetModel, fp8_gradient_factor, fp8_layers, to_fp8, to_fp8_gradient, to_state_dict
 
 torch.set_num_threads(1)
 
@@ -239,7 +239,11 @@ def gradient_between(config: object, before: np.ndarray, after: np.ndarray) -> n
 
 
 # Left out by `make test`: what others have in them, too.
-CONTAINED = [("ect", False), ("flow, microbatches, blocks up and down", False), ("flow, microbatches, blocks up and down", True)]
+CONTAINED = [
+    ("ect", False),
+    ("large gradients, blocks computed again", False),
+    *(("flow, microbatches, blocks up and down", extreme) for extreme in (False, True)),
+]
 CASES = [*((name, False) for name in TRAINED), *((name, True) for name in EXTREME)]
 
 
@@ -261,7 +265,8 @@ def test_training_follows_pytorch(run: Callable, tmp_path: Path, name: str, extr
     config, data = write_parity_files(tmp_path, (1, 4, 4), settings)
     if extreme:
         twin.write_model(str(tmp_path / "init.bin"), twin.ModelFile(config, with_extreme_numbers(config)))
-    run(flags(command_line(config), QUIET, "--precision fp8 --save_interval 1 --keep_checkpoints 0"))
+    told = run(flags(command_line(config), QUIET, "--precision fp8 --save_interval 1 --keep_checkpoints 0")).out
+    assert f"fp8: {len(fp8_layers(UNetModel(config)))} convolutions" in told
     logged, losses_apart, gradients_apart = column(tmp_path / "out", "loss"), [], []
     for step in range(5):
         start = twin.read_model(str(tmp_path / "out" / model_name(step) if step else tmp_path / "init.bin"))
@@ -336,7 +341,7 @@ def test_the_sanitizers_see_nothing(run: Callable, data: Path) -> None:
     run([*SENSITIVE, "--data_file", data, "--max_steps", 2, "--use_checkpoint", "True", "--microbatch", 2], binary="asan")
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_twin_keeps_its_bits(again: bool) -> None:
     """After a resume, and with --use_checkpoint. What it saves has no trace of FP8: it is a checkpoint like any other."""
     settings = dict(SMALLEST, dropout=0.2, max_steps=4, warmup_steps=2)

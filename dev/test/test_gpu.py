@@ -19,6 +19,9 @@ from conftest import ROOT, flags, make_images
 
 HAS_GPU = subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0 if shutil.which("nvidia-smi") else False
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="this machine has no GPU")
+QUERY = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+HOPPER = HAS_GPU and subprocess.run(QUERY, capture_output=True, text=True).stdout.startswith("9.0")
+IN_FP8 = pytest.param("fp8", marks=pytest.mark.skipif(not HOPPER, reason="this machine has no H100 or H200"))
 
 RUN = flags(
     "--preset fashion32 --lr 1e-3 --lr_schedule constant --warmup_steps 0 --adam_beta2 0.999 --ema_rate 0.995 --noise_schedule linear --sample_interval 0"
@@ -66,7 +69,7 @@ def test_losses_follow_the_cpu(data: Path, tmp_path: Path, model: list[str], bat
 
 
 @needs_gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", IN_FP8])
 def test_repeats_are_bit_identical(data: Path, tmp_path: Path, precision: str) -> None:
     """300 steps twice, and once more in two parts."""
     words = [*RUN, *EVERYTHING, "--data_file", data, "--batch_size", 6, "--microbatch", 3, "--precision", precision]
@@ -86,11 +89,12 @@ def bench(folder: Path, without: str, words: list[str]) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("precision", ["bf16", IN_FP8])
 @pytest.mark.parametrize("without", ["", "early", "beside", "graphs", "early,beside,graphs"])
-def test_what_makes_it_fast_changes_no_bit(tmp_path: Path, without: str) -> None:
+def test_what_makes_it_fast_changes_no_bit(tmp_path: Path, without: str, precision: str) -> None:
     """unet64, whose launches overlap, whose weight gradients are computed beside the rest, and whose steps are graphs: without each of them the same 40
     steps, in which every launch meets its neighbours often. A kernel that reads what another one has not written yet shows here as other bits."""
-    words = flags("--max_steps 40 --log_interval 100 --sample_interval 40 --timestep_respacing 5 --warmup_steps 1")
+    words = flags("--max_steps 40 --log_interval 100 --sample_interval 40 --timestep_respacing 5 --warmup_steps 1 --precision", precision)
     for name, left_out in (("with", ""), ("without", without)):
         bench(tmp_path / name, left_out, words)
     for name in ("model_0000040.bin", "samples_0000040.png"):
@@ -124,16 +128,17 @@ def test_a_checkpoint_moves(data: Path, tmp_path: Path) -> None:
 
 
 @needs_gpu
-def test_bf16_follows_autocast(tmp_path: Path) -> None:
-    """300 steps of unet64 beside PyTorch's autocast, with the same draws. Training amplifies every difference of a rounding, so two right runs part;
+@pytest.mark.parametrize("precision", ["bf16", IN_FP8])
+def test_training_follows_autocast(tmp_path: Path, precision: str) -> None:
+    """300 steps of unet64 beside PyTorch's autocast (and the twin's rounding to FP8), with the same draws. Training amplifies every difference of a rounding, so two right runs part;
     how far they may is measured: PyTorch eager against PyTorch compiled, which round at different places. As the root of the mean square of
-    loss / loss - 1, on an H200: 0.75 to 1.0 % for these two, 0.7 % for two runs of the same PyTorch command, 0.55 to 1.0 % for ours and any of these.
+    loss / loss - 1, in bf16 on an H200: 0.75 to 1.0 % for these two, 0.7 % for two runs of the same PyTorch command, 0.55 to 1.0 % for ours and any of these.
     Such a figure scatters by a sixth from run to run, the ratio of two by a quarter: twice the spread is four standard deviations."""
     words = flags("--preset unet64 --data_file", ROOT / "data" / "emoji64.bin", "--sample_interval 0")
 
     def twin(compiled: int) -> np.ndarray:
         folder = tmp_path / f"torch_{compiled}"
-        more = flags("--precision bf16 --max_steps 300 --compile", str(compiled), "--output_dir", folder)
+        more = flags("--max_steps 300 --precision", precision, "--compile", str(compiled), "--output_dir", folder)
         command = [sys.executable, ROOT / "train_unet.py", *words, *more]
         done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -141,7 +146,7 @@ def test_bf16_follows_autocast(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor() as pool:
         eager, compiled = pool.map(twin, [0, 1])
-    ours = np.array(train("cuda", tmp_path / "ours", 300, *words)[0])
+    ours = np.array(train("cuda", tmp_path / "ours", 300, *words, "--precision", precision)[0])
 
     def apart(a: np.ndarray, b: np.ndarray) -> float:
         return float(np.mean((a / b - 1) ** 2) ** 0.5)
@@ -170,7 +175,7 @@ def test_sampling_in_large_batches(tmp_path: Path) -> None:
 def test_sanitizer(data: Path, tmp_path: Path, tool: str) -> None:
     if not shutil.which("compute-sanitizer"):
         pytest.skip("compute-sanitizer is not installed")
-    for precision in ("bf16", "fp32"):
+    for precision in ("bf16", "fp32", *["fp8"] * HOPPER):
         words = [*RUN, *EVERYTHING, "--data_file", data, "--batch_size", 2, "--max_steps", 2, "--precision", precision, "--output_dir", precision]
         words = flags(words, "--class_dropout 0.2 --guidance_scale 2 --sampler heun --S_churn 2 --timestep_respacing 3 --dynamic_threshold 0.9")
         words = flags(words, "--sample_interval 2 --num_samples 3")

@@ -151,7 +151,7 @@ def models() -> list[list[str]]:
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_training(gpu: Gpu, tmp_path: Path) -> None:
-    """And, with fp8, forward passes."""
+    """And forward passes; on Hopper in FP8, too."""
     precisions = ("bf16", "fp32", "fp8") if gpu.capability == 90 else ("bf16", "fp32")
     check_all([[*words, "--precision", p, "--bench", 1] for words in (models() if gpu.presets else MODELS) for p in precisions], gpu, tmp_path)
 
