@@ -130,9 +130,10 @@ def test_a_checkpoint_moves(data: Path, tmp_path: Path) -> None:
 @needs_gpu
 @pytest.mark.parametrize("precision", ["bf16", IN_FP8])
 def test_training_follows_autocast(tmp_path: Path, precision: str) -> None:
-    """300 steps of unet64 beside PyTorch's autocast (and the twin's rounding to FP8), with the same draws. Training amplifies every difference of a rounding, so two right runs part;
-    how far they may is measured: PyTorch eager against PyTorch compiled, which round at different places. As the root of the mean square of
-    loss / loss - 1, in bf16 on an H200: 0.75 to 1.0 % for these two, 0.7 % for two runs of the same PyTorch command, 0.55 to 1.0 % for ours and any of these.
+    """300 steps of unet64 beside PyTorch's autocast (and the twin's rounding to FP8), with the same draws. Training amplifies every difference of a
+    rounding, so two right runs part; how far they may is measured: PyTorch eager against PyTorch compiled, which round at different places. As the
+    root of the mean square of loss / loss - 1, in bf16 on an H200: 0.75 to 1.0 % for these two, 0.7 % for two runs of the same PyTorch command, 0.55 to
+    1.0 % for ours and any of these.
     Such a figure scatters by a sixth from run to run, the ratio of two by a quarter: twice the spread is four standard deviations."""
     words = flags("--preset unet64 --data_file", ROOT / "data" / "emoji64.bin", "--sample_interval 0")
 

@@ -121,7 +121,10 @@ def test_pair(gpu: str, precision: str, name: str, number: int, tmp_path: Path) 
 @pytest.mark.skipif(BUILD == "emulated", reason="software runs kernels in one thread")
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_do_not_matter(name: str) -> None:
-    inputs = harness.make_inputs(PAIRS[name], PAIRS[name].cases[0])
+    precision = PAIRS[name].cases[0].get("only", "fp32")
+    if 0 not in cases("", precision, name):
+        pytest.skip("this GPU has no kernels for the pair's first case")
+    inputs = harness.make_inputs(PAIRS[name], PAIRS[name].cases[0], precision)
     one, three = (harness.run(PAIRS[name], inputs, {"OMP_NUM_THREADS": n})[0] for n in "13")
     assert one.keys() == three.keys()
     for output in one:
