@@ -6,118 +6,118 @@
 // Map (make map renews the line numbers)
 //    213  Part I. The program
 //    216     1. Types at the interface: what operations are called with
-//    660     2. The interface: all that the program asks of a device
-//    997     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1096     4. Configuration: flags, presets, help, what can work and what cannot
-//   1837     5. The network: a list of layers, made of guided-diffusion's flags
-//   2777     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3070     7. Forward and backward: two walks over the list
-//   3192     8. Diffusion: noise schedules, objectives, samplers
-//   3474         the level of a training sample, drawn, and its share of the loss
-//   3931         samplers
-//   4483     9. Data: .bin files that may be larger than memory, the order of their images
-//   5010    10. Model files: weights and checkpoints, initial weights
-//   5447    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5462         the learning rate, the verdict on a step, averages of the weights
-//   5549         what a trainer holds
-//   5688         a step
-//   5992    12. A run: log, guard, checkpoints, resume, samples
-//   6017         the log in memory, as the page shows it
-//   6129         what a run holds
-//   6197         the log and the status line
-//   6387         checkpoints, snapshots and grids
-//   6653         the start of a run: new, from a file's weights, or resumed
-//   6878         the loop over the steps
-//   6994         a run from its first to its last line
-//   7164         samples, without a run
-//   7323    13. main: the command line, then a run or samples
-//   7604         what ranks must have in common
-//   7675         main
-//   7798  Part II. The device
-//   7801    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7881    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7951    16. The GPU: what all kernels share
-//   8016         Launches, which may overlap
-//   8060         Decisions: what kernels are chosen with
-//   8109         Single instructions: shared memory, mbarriers, clusters
-//   8194         Activations: pieces of 16 bytes
-//   8514         each_kernel: a thread for an element
-//   8528         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8691         Swizzle: how rows lie in shared memory
-//   8709         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8959         building blocks of Hopper's kernels (sm_90a)
-//   9258    17. Small operations: resampling, embeddings, diffusion
-//   9261         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9462         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9819         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10328    18. Group norm
-//  10331         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10882         groupnorm_backward_whole: an image's slab in shared memory
-//  11267    19. Attention
-//  11373         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11918         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12056         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12737    20. Convolution
-//  12779         ConvOut: results, 4 channels of a pixel at a time
-//  13017         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13080         conv_halo: 3x3, stride 1, any GPU
-//  13486         conv_gather: any kernel size and stride, any GPU
-//  13749         conv_few: the first and the last layer
-//  13921         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14501         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14621         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15092         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15538         conv_weight_tma: weight gradients (sm_90a)
-//  15829         FP8 in training: weights and gradients are rounded
-//  15929    21. The optimiser
-//  15932         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16166    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16169         groupnorm_backward
-//  16313         attention: forward and, where a has dout, backward
-//  16375         convolution: forward and input gradient
-//  16856         convolution: weight gradients
-//  17205    23. The GPU: memory, copies, repeated work
-//  17428    24. Between ranks: from device to device
+//    662     2. The interface: all that the program asks of a device
+//    999     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1098     4. Configuration: flags, presets, help, what can work and what cannot
+//   1839     5. The network: a list of layers, made of guided-diffusion's flags
+//   2790     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3083     7. Forward and backward: two walks over the list
+//   3205     8. Diffusion: noise schedules, objectives, samplers
+//   3487         the level of a training sample, drawn, and its share of the loss
+//   3944         samplers
+//   4496     9. Data: .bin files that may be larger than memory, the order of their images
+//   5023    10. Model files: weights and checkpoints, initial weights
+//   5462    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5477         the learning rate, the verdict on a step, averages of the weights
+//   5564         what a trainer holds
+//   5703         a step
+//   6007    12. A run: log, guard, checkpoints, resume, samples
+//   6032         the log in memory, as the page shows it
+//   6144         what a run holds
+//   6212         the log and the status line
+//   6402         checkpoints, snapshots and grids
+//   6668         the start of a run: new, from a file's weights, or resumed
+//   6894         the loop over the steps
+//   7010         a run from its first to its last line
+//   7180         samples, without a run
+//   7339    13. main: the command line, then a run or samples
+//   7620         what ranks must have in common
+//   7691         main
+//   7814  Part II. The device
+//   7817    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7897    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7967    16. The GPU: what all kernels share
+//   8032         Launches, which may overlap
+//   8076         Decisions: what kernels are chosen with
+//   8125         Single instructions: shared memory, mbarriers, clusters
+//   8210         Activations: pieces of 16 bytes
+//   8530         each_kernel: a thread for an element
+//   8544         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8707         Swizzle: how rows lie in shared memory
+//   8725         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8975         building blocks of Hopper's kernels (sm_90a)
+//   9274    17. Small operations: resampling, embeddings, diffusion
+//   9277         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9478         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9835         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10344    18. Group norm
+//  10347         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10898         groupnorm_backward_whole: an image's slab in shared memory
+//  11283    19. Attention
+//  11389         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11934         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12072         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12753    20. Convolution
+//  12795         ConvOut: results, 4 channels of a pixel at a time
+//  13033         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13096         conv_halo: 3x3, stride 1, any GPU
+//  13502         conv_gather: any kernel size and stride, any GPU
+//  13765         conv_few: the first and the last layer
+//  13937         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14517         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14637         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15108         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15554         conv_weight_tma: weight gradients (sm_90a)
+//  15845         FP8 in training: weights and gradients are rounded
+//  15945    21. The optimiser
+//  15948         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16182    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16185         groupnorm_backward
+//  16329         attention: forward and, where a has dout, backward
+//  16391         convolution: forward and input gradient
+//  16872         convolution: weight gradients
+//  17221    23. The GPU: memory, copies, repeated work
+//  17444    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7794, run_program 7734, train 7120, run_step 6928, train_step 5926, load_batch 4967;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17336):
-//     step_gradients 5820: draw_levels 9833, forward_and_loss 5734, q_sample_forward 10024, unet_forward 3097,
-//     forward_layer 3083 (a function of the layer's kind), loss_forward_backward 10135, unet_backward 3163,
-//     conv_backward_weights 17198 (weight gradients, on the side stream); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 15979;
-//     judge_step 16026, update_slice 5891, adamw_update 16138, next_step 16032, record_step 16038;
-//     later collect_steps 6882
-//   pictures, from noise: sample_batch 4398, plan_route 4163, device_step 4207, euler_step 3961 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16711 draws all of its roads):
-//     forward_conv 2265; conv_forward 16746, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16661 above that; conv_tiles 15077, with conv_tiles_kernel above it;
-//     Accumulators 9190; Wgmma 8773;
-//     on any other GPU pick_conv_halo_bf16 16449; conv_halo 13473, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8579
-//   why several GPUs compute the bits of one: step_gradients 5820
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 372, Silu 7844, with_nonlinearity 7854 (a case);
-//     BEHIND_NORMS, in front of add_norm 2492, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3403
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 487, and beside each other edm_question 3246,
-//     ask 3281, frame_of 3291, sigma_draws 3297, has_steps_of_t 3303; the head of their section lists the changes
-//   a kind of layer: forward_linear 2185 and what stands beside it, with a list of all places in front of
-//     LayerKind 2157; add_resblock 2543 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7810, run_program 7750, train 7136, run_step 6944, train_step 5941, load_batch 4980;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17352):
+//     step_gradients 5835: draw_levels 9849, forward_and_loss 5749, q_sample_forward 10040, unet_forward 3110,
+//     forward_layer 3096 (a function of the layer's kind), loss_forward_backward 10151, unet_backward 3176,
+//     conv_backward_weights 17214 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 15995;
+//     judge_step 16042, update_slice 5906, adamw_update 16154, next_step 16048, record_step 16054;
+//     later collect_steps 6898
+//   pictures, from noise: sample_batch 4411, plan_route 4176, device_step 4220, euler_step 3974 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16727 draws all of its roads):
+//     forward_conv 2269; conv_forward 16762, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16677 above that; conv_tiles 15093, with conv_tiles_kernel above it;
+//     Accumulators 9206; Wgmma 8789;
+//     on any other GPU pick_conv_halo_bf16 16465; conv_halo 13489, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8595
+//   why several GPUs compute the bits of one: step_gradients 5835
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 374, Silu 7860, with_nonlinearity 7870 (a case);
+//     BEHIND_NORMS, in front of add_norm 2496, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3416
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 489, and beside each other edm_question 3259,
+//     ask 3294, frame_of 3304, sigma_draws 3310, has_steps_of_t 3316; the head of their section lists the changes
+//   a kind of layer: forward_linear 2189 and what stands beside it, with a list of all places in front of
+//     LayerKind 2161; add_resblock 2547 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 277, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2720 chooses the convolutions, plan_fp8 2788 and plan_fp8_gradients 2805 plan
-//     what they read; make_fp8_weights 5336 rounds the weights for samples; in training round_weights 15901 does once
-//     a step, and make_fp8_training 5374 makes the factors; pack_fp8 8278 rounds what a norm writes, and gradients;
-//     forward_conv 2265 and backward_conv 2276 choose between the forms; conv_product_fp8 16739 picks the kernel, and
-//     WgmmaFp8 8808 multiplies; print_fp8 6829 says whether it pays
+//   FP8 (--precision fp8): choose_fp8 2731 chooses the convolutions, plan_fp8 2801 and plan_fp8_gradients 2818 plan
+//     what they read; make_fp8_weights 5349 rounds the weights for samples; in training round_weights 15917 does once
+//     a step, and make_fp8_training 5387 makes the factors; pack_fp8 8294 rounds what a norm writes, and gradients;
+//     forward_conv 2269 and backward_conv 2280 choose between the forms; conv_product_fp8 16755 picks the kernel, and
+//     WgmmaFp8 8824 multiplies; print_fp8 6844 says whether it pays
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
-//     or must (host/files.h), of wrong 1310 (a flag's value), or of a function beside it whose name ends in _unless.
-//     unknown_word 1224 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1230.
-//     Two functions print a message while the run goes on: report_bad_step 6641 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6431 that a file could not be written yet.
-//     stop_run 6405 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     or must (host/files.h), of wrong 1312 (a flag's value), or of a function beside it whose name ends in _unless.
+//     unknown_word 1226 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1232.
+//     Two functions print a message while the run goes on: report_bad_step 6656 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6446 that a file could not be written yet.
+//     stop_run 6420 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -312,8 +312,7 @@ struct Fp8Format {
 };
 constexpr Fp8Format E4M3{.mantissa = 3, .bias = 7, .largest = 448, .largest_bits = 0x7E};
 // Only the CPU build uses E5M2. The GPU has an instruction.
-[[maybe_unused]] constexpr Fp8Format E5M2{
-    .mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B};
+[[maybe_unused]] constexpr Fp8Format E5M2{.mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B};
 constexpr uint8_t FP8_NAN = 0x7F; // in both formats
 // Rounds to the nearest FP8 number, ties to even. If |v| is larger than the largest number, it is rounded to that.
 // Kernels round in the same way (pack_fp8).
@@ -355,11 +354,12 @@ struct Fp8Copy {
 constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
-// Convolutions whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
-// lie in a flat array
+// A convolution whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
+// lie in a flat array. turned_alone: only the input gradient is in FP8, so only the turned order is made.
 struct WeightRounding {
     size_t offset;
     int Cout, Cin;
+    bool turned_alone = false;
 };
 
 // A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array, or two arrays of C1 and
@@ -720,7 +720,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
 // --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. They have the same
 // places as in a flat array, and each weight is multiplied by FP8_WEIGHT_FACTOR. `turned` has the order that input
 // gradients read. round_gradient writes n numbers in e5m2.
-static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution
+static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution without turned_alone
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
                           const act* copy,  // flat: the weights as other convolutions read them
                           const std::vector<WeightRounding>& works);
@@ -1898,7 +1898,8 @@ struct Layer {
     int residual = -1;              // CONV: a tensor that is added to the result, unless there is a skip
     int emb = -1, emb_offset = 0;   // the tensor of embedding projections, and this layer's first column in it
     int kernel = 1, stride = 1, upsample = 0;       // CONV
-    bool fp8 = false;                               // CONV: --precision fp8 has chosen it (choose_fp8)
+    bool fp8 = false;                               // CONV: multiplies in FP8 in the forward pass (choose_fp8)
+    bool fp8_gradient = false;                      // CONV: the input gradient is computed in FP8 (choose_fp8)
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
@@ -1908,8 +1909,8 @@ struct Layer {
     // The plan (see plan_gradients, plan_waits, plan_fusions).
     GradPlan d1{}, d2{};      // the gradients of x1 and x2
     int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
-    int dout_fp8 = -1;        // CONV with FP8: the buffer of dout in FP8
-    bool rounds_dout = false; // CONV with FP8: it writes dout_fp8 itself, because the layer that writes dout does not
+    int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
+    bool rounds_dout = false; // CONV with fp8_gradient: it writes dout_fp8 itself, since the writer of dout does not
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
     int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
     bool fused = false;       // forward: the next layer's operation also computes this layer
@@ -2048,12 +2049,13 @@ static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
     const Fp8Weights& fp8 = walk.weights.fp8;
     const Tensor out = net->tensor(layer.out);
     if (layer.fp8) {
-        const size_t weight = net->params[layer.weight].offset;
         const size_t bias = net->params[layer.weight + 1].offset;
         a->x_fp8 = memory_of(walk, net->tensor(layer.x1).fp8);
-        a->weight_fp8 = (const act*)(fp8.weights + weight);
+        a->weight_fp8 = (const act*)(fp8.weights + net->params[layer.weight].offset);
         a->factors_fp8 = fp8.factors + bias;
-        if (fp8.turned) a->turned_fp8 = (const act*)(fp8.turned + weight);
+    }
+    if (layer.fp8_gradient && fp8.turned) {
+        a->turned_fp8 = (const act*)(fp8.turned + net->params[layer.weight].offset);
         a->dx_factors_fp8 = fp8.dx_factors;
     }
     if (out.fp8 >= 0) { // the layer is a norm; the place of its weight holds its factor
@@ -2712,23 +2714,32 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// --precision fp8: at each end of the network, so many 3x3 convolutions do not multiply in FP8. Rounding their operands
-// to FP8 would do the most damage (docs/LEARNT.md).
+// --precision fp8: at each end of the network, so many 3x3 convolutions do not multiply in FP8 in the forward pass.
+// Rounding their operands to FP8 would do the most damage (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
-// --precision fp8: chooses the 3x3 convolutions that multiply in FP8. Such a convolution reads what a group norm has
-// written. The size of the norm's values is about known, so their factor is known before them, and the norm itself can
-// write FP8. All other tensors keep their element, and so do the convolutions' results.
+// --precision fp8: chooses the 3x3 convolutions that multiply in FP8, which have stride 1 and no upsampling. There are
+// two choices:
+//   fp8            The forward product is in FP8. The convolution reads what a group norm has written. The size of the
+//                  norm's values is about known, so their factor is known before them, and the norm itself can write
+//                  FP8.
+//   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
+//                  right for the gradients of all layers (gradient_factor). At the ends of the network, too, this did
+//                  no damage (docs/LEARNT.md). But the first convolution has no input gradient, and the last one has
+//                  few output channels, whose gradient is fp32.
+// All other tensors keep their element, and so do the convolutions' results.
 static void choose_fp8(UNet* net) {
     std::vector<Layer*> convs; // all 3x3 ones, from the first to the last
     for (Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
-    for (int i = FP8_SPARED; i < last; i++) { // convs has at least 12, so at least 3 of middle_block are chosen
+    for (int i = 1; i + 1 < (int)convs.size(); i++) {
         Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        conv.fp8 = reads_norm && conv.stride == 1 && !conv.upsample;
+        const bool is_spared = i < FP8_SPARED || i >= last; // convs has at least 12: 3 of middle_block are not spared
+        conv.fp8_gradient = conv.stride == 1 && !conv.upsample;
+        conv.fp8 = conv.fp8_gradient && reads_norm && !is_spared;
     }
 }
 
@@ -2785,7 +2796,7 @@ static UNet build_unet(const Config& c) {
 // In the order in which they run: plan_memory calls plan_fp8, plan_gradients, plan_waits, plan_fusions, plan_lifetimes
 // and place_buffers.
 
-// --precision fp8: plans the inputs of the chosen convolutions in FP8. When sampling, the norm writes nothing but FP8.
+// --precision fp8: plans the inputs of the convolutions that read FP8. When sampling, the norm writes nothing but FP8.
 // In training it writes both forms, because the weight gradient reads the usual one.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
@@ -2802,11 +2813,11 @@ static void plan_fp8(UNet* net, bool training) {
     }
 }
 
-// --precision fp8, in training: plans the gradients that chosen convolutions read in FP8. If a group norm writes the
+// --precision fp8, in training: plans the gradients that input gradients read in FP8. If a group norm writes the
 // gradient of the convolution's output, it also writes the FP8 form. Otherwise the convolution makes it.
 static void plan_fp8_gradients(UNet* net) {
     for (Layer& conv : net->layers) {
-        if (!conv.fp8 || conv.dout < 0) continue;
+        if (!conv.fp8_gradient || conv.dout < 0) continue;
         const Tensor& out = net->tensors[conv.out];
         conv.dout_fp8 = add_buffer(net, (size_t)out.H * out.W * out.C * bytes_of(Element::FP8_GRADIENT));
         conv.rounds_dout = true;
@@ -5371,19 +5382,19 @@ static float gradient_factor(const Config& c) {
     return (float)std::ldexp(1.0, 8 + std::ilogb(n));
 }
 
-// Training with --precision fp8: returns memory for the weights of the chosen convolutions in FP8, and their factors.
-// Each step fills the memory (round_weights). The factors have the places that make_fp8_weights describes.
+// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and their factors. Each step
+// fills the memory (round_weights). The factors have the places that make_fp8_weights describes.
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
     int most = 0; // the largest number of input channels
     for (const Layer& conv : net.layers) {
+        if (conv.fp8_gradient) most = std::max(most, net.tensors[conv.x1].C);
         if (!conv.fp8) continue;
         const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
         factors[net.params[norm.weight].offset] = FP8_X_FACTOR;
         const Param& bias = net.params[conv.weight + 1];
         std::fill_n(&factors[bias.offset], bias.size, 1 / (FP8_X_FACTOR * FP8_WEIGHT_FACTOR));
-        most = std::max(most, net.tensors[conv.x1].C);
     }
     const float factor = gradient_factor(net.config);
     const std::vector<float> dx_factors(most, 1 / (factor * FP8_WEIGHT_FACTOR));
@@ -5394,12 +5405,14 @@ static Fp8Weights make_fp8_training(const UNet& net) {
             .dx_factors = device_copy(dx_factors)};
 }
 
-// Returns the works of round_weights: all chosen convolutions.
+// Returns the works of round_weights. (Each convolution that multiplies in FP8 also has its input gradient in FP8.)
 static std::vector<WeightRounding> weights_to_round(const UNet& net) {
     std::vector<WeightRounding> works;
-    for (const Layer& conv : net.layers)
-        if (conv.fp8)
-            works.push_back({net.params[conv.weight].offset, net.tensors[conv.out].C, net.tensors[conv.x1].C});
+    for (const Layer& conv : net.layers) {
+        if (!conv.fp8_gradient) continue;
+        const size_t offset = net.params[conv.weight].offset;
+        works.push_back({offset, net.tensors[conv.out].C, net.tensors[conv.x1].C, !conv.fp8});
+    }
     return works;
 }
 
@@ -6830,22 +6843,23 @@ static std::string preset_in_force(const Config& c) {
 // convolutions do not save.
 static void print_fp8(const Config& c, const UNet& net) {
     if (c.precision != "fp8") return;
-    int convs = 0;
+    int convs = 0, gradients = 0;
     double flops = 0; // of one image
     for (const Layer& l : net.layers) {
+        gradients += l.fp8_gradient;
         if (!l.fp8) continue;
         convs++;
         const Tensor& out = net.tensors[l.out];
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // of one convolution, in a forward pass
-    const double SMALL = 16; // with fewer, a step of unet64 or quick64 takes at most 4 % less time (docs/LEARNT.md)
+    const double SMALL = 10; // with 8, a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
     const char* const advice =
         gflops < SMALL
             ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
             : "";
-    printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each%s\n", convs, 100 * flops / net.flops,
-           gflops, advice);
+    printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each, and the input gradients of %d%s\n", convs,
+           100 * flops / net.flops, gflops, gradients, advice);
 }
 
 // Prints what is about to be trained, on which data, and in which folder.
@@ -15831,13 +15845,13 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // --- FP8 in training: weights and gradients are rounded
 // Used when: round_weights at the beginning of each step. round_gradient before an input gradient, if the kernel that
 //   wrote dout did not write its FP8 form, too.
-// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. It writes
-//   the tile in the order of the weights at once. For the other order the tile goes through shared memory. One launch
-//   rounds the weights of all layers.
-// Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written.
+// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. Without
+//   turned_alone it writes the tile in the order of the weights at once. For the other order the tile goes through
+//   shared memory. One launch rounds the weights of all layers.
+// Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written (1 with turned_alone).
 
 constexpr int ROUNDING_TILE = 64;
-constexpr int MAX_ROUNDINGS = 96; // of a launch; adm64 has 62 such convolutions
+constexpr int MAX_ROUNDINGS = 96; // of a launch; adm64 has 69 such convolutions
 struct RoundingList {
     struct Work : WeightRounding {
         int first_tile; // the number of its first tile
@@ -15881,7 +15895,7 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
         float v[8];
         unpack<bf16>(v, load16(copy + at));
         const uint2 rounded = scaled_to_fp8(v, FP8_WEIGHT_FACTOR);
-        store_whole(weights + at, rounded);
+        if (!work.turned_alone) store_whole(weights + at, rounded);
         *(uint2*)&tile[row][column] = rounded;
     }
     __syncthreads();

@@ -196,7 +196,7 @@ class UNetModel(nn.Module):
 # --precision fp8: some convolutions multiply numbers of 8 bits. Here such numbers stand in float32 or bf16, which hold them exactly.
 
 FP8_MAX = 448.0  # of e4m3
-FP8_SPARED = 4  # of how many 3x3 convolutions at each end of the network the operands stay as they are
+FP8_SPARED = 4  # of how many 3x3 convolutions at each end of the network the forward products' operands stay as they are
 
 # Training multiplies by these factors before it rounds. (Samples have factors of their own: fp8_factor and fp8_weight.)
 FP8_X_FACTOR = 16.0  # what a norm has written: up to 28 fits in e4m3
@@ -215,7 +215,7 @@ def to_fp8_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_layers(model: UNetModel) -> list[nn.Sequential]:
-    """Layers from a norm to a 3x3 convolution whose products are in FP8: the convolutions of train_unet.cu's choose_fp8, in its order."""
+    """Layers from a norm to a 3x3 convolution whose forward product is in FP8: those of train_unet.cu's choose_fp8 with `fp8`, in its order."""
     convs = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
     chosen, found = set(convs[FP8_SPARED : len(convs) - FP8_SPARED]), []
     for block in [m for m in model.modules() if isinstance(m, ResBlock)]:
@@ -223,6 +223,16 @@ def fp8_layers(model: UNetModel) -> list[nn.Sequential]:
             found.append(block.in_layers)
         found.append(block.out_layers)
     return [layers for layers in found if layers[-1] in chosen]
+
+
+def fp8_gradient_layers(model: UNetModel) -> list[nn.Sequential]:
+    """Layers that end in a 3x3 convolution whose input gradient is in FP8: those of choose_fp8 with `fp8_gradient`. fp8_layers' are among them."""
+    found = []
+    for block in [m for m in model.modules() if isinstance(m, ResBlock)]:
+        if not isinstance(block.resample, nn.Upsample):  # else the first convolution is a part of the upsampling
+            found.append(block.in_layers)
+        found.append(block.out_layers)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -274,17 +284,19 @@ def fp8_gradient_factor(config: Config) -> float:
 
 
 class Fp8Products(torch.autograd.Function):
-    """A 3x3 convolution whose forward product and whose gradient of x have operands in FP8. The gradients of weight and bias have the operands that
-    they have without FP8."""
+    """A 3x3 convolution whose gradient of x has operands in FP8, and with rounds_forward its forward product, too. The gradients of weight and bias
+    have the operands that they have without FP8."""
 
     @staticmethod
     def rounded_weight(weight: torch.Tensor) -> torch.Tensor:
         return to_fp8(weight * FP8_WEIGHT_FACTOR) / FP8_WEIGHT_FACTOR
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gradient_factor: float) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gradient_factor: float, rounds_forward: bool) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gradient_factor = gradient_factor
+        if not rounds_forward:
+            return F.conv2d(x, weight, bias, padding=1)
         rounded_x = to_fp8(x * FP8_X_FACTOR) / FP8_X_FACTOR
         return F.conv2d(rounded_x, Fp8Products.rounded_weight(weight), bias, padding=1)
 
@@ -294,26 +306,28 @@ class Fp8Products(torch.autograd.Function):
         rounded_dout = to_fp8_gradient(dout * ctx.gradient_factor) / ctx.gradient_factor
         dx = torch.nn.grad.conv2d_input(x.shape, Fp8Products.rounded_weight(weight), rounded_dout, padding=1)
         dweight = torch.nn.grad.conv2d_weight(x, weight.shape, dout, padding=1)
-        return dx, dweight, dout.sum((0, 2, 3)), None
+        return dx, dweight, dout.sum((0, 2, 3)), None, None
 
 
 class Fp8TrainedConv(nn.Module):
-    """A 3x3 convolution with the parameters of `conv`, which multiplies in FP8 while it is trained. In eval mode it is as it was."""
+    """A 3x3 convolution with the parameters of `conv`. While it is trained, its input gradient is in FP8, and with rounds_forward its forward product,
+    too. In eval mode it is as it was."""
 
-    def __init__(self, conv: nn.Conv2d, gradient_factor: float):
+    def __init__(self, conv: nn.Conv2d, gradient_factor: float, rounds_forward: bool = True):
         super().__init__()
-        self.weight, self.bias, self.gradient_factor = conv.weight, conv.bias, gradient_factor
+        self.weight, self.bias, self.gradient_factor, self.rounds_forward = conv.weight, conv.bias, gradient_factor, rounds_forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return F.conv2d(x, self.weight, self.bias, padding=1)
-        return Fp8Products.apply(x, self.weight.to(x.dtype), self.bias.to(x.dtype), self.gradient_factor)
+        return Fp8Products.apply(x, self.weight.to(x.dtype), self.bias.to(x.dtype), self.gradient_factor, self.rounds_forward)
 
 
 def train_in_fp8(model: UNetModel, config: Config) -> None:
     """Parameters, their names and their order stay the same. Weights are rounded anew whenever they are read."""
-    for layers in fp8_layers(model):
-        layers[-1] = Fp8TrainedConv(layers[-1], fp8_gradient_factor(config))
+    forward = {id(layers) for layers in fp8_layers(model)}
+    for layers in fp8_gradient_layers(model):
+        layers[-1] = Fp8TrainedConv(layers[-1], fp8_gradient_factor(config), id(layers) in forward)
 
 
 # ======================================================================================================================

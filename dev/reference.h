@@ -516,7 +516,8 @@ static inline void conv_backward_input_fp8(GradOf<float> dx, const float* dout, 
     conv_backward_input(dx, {}, d.data(), w.data(), s, nullptr);
 }
 
-// weights (Cout, 9, Cin), turned (Cin, 9, Cout) of each convolution, from copy (Cout, 9, Cin)
+// weights (Cout, 9, Cin), turned (Cin, 9, Cout) of each convolution, from copy (Cout, 9, Cin). With turned_alone there
+// is no need of the former.
 static inline void round_weights(uint8_t* weights, uint8_t* turned, const float* copy,
                                  const std::vector<WeightRounding>& works) {
     for (const WeightRounding& w : works) {
@@ -525,8 +526,9 @@ static inline void round_weights(uint8_t* weights, uint8_t* turned, const float*
             for (int tap = 0; tap < 9; tap++)
                 for (int ci = 0; ci < w.Cin; ci++) {
                     const size_t i = w.offset + ((size_t)co * 9 + tap) * w.Cin + ci;
-                    weights[i] = fp8_bits(copy[i] * FP8_WEIGHT_FACTOR);
-                    turned[w.offset + ((size_t)ci * 9 + 8 - tap) * w.Cout + co] = weights[i];
+                    const uint8_t rounded = fp8_bits(copy[i] * FP8_WEIGHT_FACTOR);
+                    if (!w.turned_alone) weights[i] = rounded;
+                    turned[w.offset + ((size_t)ci * 9 + 8 - tap) * w.Cout + co] = rounded;
                 }
     }
 }

@@ -226,7 +226,7 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
         cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual)
                                      : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
         cost.bytes += w;
-        cost.fp8 = l.fp8 && pass != BACKWARD_WEIGHT;
+        cost.fp8 = (pass == FORWARD && l.fp8) || (pass == BACKWARD && l.fp8_gradient);
         if (cost.fp8 && pass == FORWARD) cost.bytes += buffer_bytes(x1.fp8) - in - w / 2;
         if (cost.fp8 && pass == BACKWARD) cost.bytes += l.rounds_dout ? buffer_bytes(l.dout_fp8) * 2 : 0;
         if (cost.fp8 && pass == BACKWARD && !l.rounds_dout) cost.bytes -= buffer_bytes(l.dout) / 2;

@@ -16,7 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 import train_unet as twin
 from common.config import make_config
-from common.model import FP8_GRADIENT_MAX, FP8_MAX, Fp8TrainedConv, UNetModel, fp8_gradient_factor, fp8_layers, to_fp8, to_fp8_gradient, to_state_dict
+from common.model import (
+    FP8_GRADIENT_MAX,
+    FP8_MAX,
+    Fp8TrainedConv,
+    UNetModel,
+    fp8_gradient_factor,
+    fp8_gradient_layers,
+    fp8_layers,
+    to_fp8,
+    to_fp8_gradient,
+    to_state_dict,
+)
 
 torch.set_num_threads(1)
 
@@ -78,10 +89,11 @@ def test_rounding_of_bf16_and_of_floats(format: str) -> None:
 # the twin's convolution
 
 
+@pytest.mark.parametrize("rounds_forward", [True, False])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
-def test_a_convolution_in_training(kind: torch.dtype) -> None:
+def test_a_convolution_in_training(kind: torch.dtype, rounds_forward: bool) -> None:
     """Its output and its three gradients against float64, of operands that the formats' description rounds. Some of them are too large and too small
-    for FP8. In bf16 the weights are bf16's first, as autocast makes them, and results are rounded once."""
+    for FP8. In bf16 the weights are bf16's first, as autocast makes them, and results are rounded once. Without rounds_forward the output is as usual."""
     random = np.random.default_rng(0)
 
     def draw(*shape: int, low: float, high: float) -> torch.Tensor:
@@ -89,7 +101,7 @@ def test_a_convolution_in_training(kind: torch.dtype) -> None:
 
     conv, factor = torch.nn.Conv2d(24, 16, 3, padding=1), 2.0**20
     conv.weight.data = draw(16, 24, 3, 3, low=-18, high=2)
-    trained = Fp8TrainedConv(conv, factor)
+    trained = Fp8TrainedConv(conv, factor, rounds_forward)
     x, dout = draw(2, 24, 7, 5, low=-16, high=5).to(kind), (draw(2, 16, 7, 5, low=-18, high=16) / factor).to(kind)
     x.requires_grad_()
     trained(x).backward(dout)
@@ -101,8 +113,11 @@ def test_a_convolution_in_training(kind: torch.dtype) -> None:
     left, right = (a.double().requires_grad_() for a in (x_fp8, weight_fp8))
     out = F.conv2d(left, right, conv.bias.detach().to(kind).double(), padding=1)
     (dx,) = torch.autograd.grad(out, left, dout_fp8)
-    usual = x.detach().double(), weight.clone().requires_grad_(), torch.zeros(16).double().requires_grad_()
-    dweight, dbias = torch.autograd.grad(F.conv2d(*usual, padding=1), usual[1:], dout.double())
+    usual = x.detach().double(), weight.clone().requires_grad_(), conv.bias.detach().to(kind).double().requires_grad_()
+    usual_out = F.conv2d(*usual, padding=1)
+    dweight, dbias = torch.autograd.grad(usual_out, usual[1:], dout.double())
+    if not rounds_forward:
+        out = usual_out
 
     rounding = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8}[kind]  # of sums of some hundred products; FP8's is 2^-5 or more
     for ours, exact in ((trained(x), out), (x.grad, dx), (conv.weight.grad, dweight), (conv.bias.grad, dbias)):
@@ -130,10 +145,17 @@ def test_which_modules_change() -> None:
     settings = dict(channel_mult=(1, 2), attention_resolutions=(4,), resblock_updown=True)
     usual, trainer = tiny_trainer("fp32", **settings), tiny_trainer("fp8", **settings)
     changed = [name for name, module in trainer.model.named_modules() if isinstance(module, Fp8TrainedConv)]
-    chosen = {id(layers) for layers in fp8_layers(usual.model)}
-    assert changed == [f"{name}.{len(module) - 1}" for name, module in usual.model.named_modules() if id(module) in chosen]
+    rounds = [name for name, module in trainer.model.named_modules() if isinstance(module, Fp8TrainedConv) and module.rounds_forward]
+
+    def last_of(chosen: list[torch.nn.Sequential]) -> list[str]:
+        ids = {id(layers) for layers in chosen}
+        return [f"{name}.{len(module) - 1}" for name, module in usual.model.named_modules() if id(module) in ids]
+
+    assert changed == last_of(fp8_gradient_layers(usual.model)) and rounds == last_of(fp8_layers(usual.model))
     # of 22 3x3 convolutions the outermost four at each end are left out, and the first of a block that changes the resolution
-    assert len(changed) == 22 - 8 - 1, changed
+    assert len(rounds) == 22 - 8 - 1, rounds
+    # input gradients: all but those of the outermost one at each end, and of the first in the block that doubles the resolution
+    assert len(changed) == 22 - 2 - 1 and set(rounds) < set(changed), changed
     assert list(trainer.model.state_dict()) == list(usual.model.state_dict())
     assert not any(isinstance(module, Fp8TrainedConv) for module in trainer.averaged.modules())
     x, t = torch.randn(2, 1, 8, 8), torch.tensor([3.0, 700.0])
@@ -266,7 +288,8 @@ def test_training_follows_pytorch(run: Callable, tmp_path: Path, name: str, extr
     if extreme:
         twin.write_model(str(tmp_path / "init.bin"), twin.ModelFile(config, with_extreme_numbers(config)))
     told = run(flags(command_line(config), QUIET, "--precision fp8 --save_interval 1 --keep_checkpoints 0")).out
-    assert f"fp8: {len(fp8_layers(UNetModel(config)))} convolutions" in told
+    model = UNetModel(config)
+    assert f"fp8: {len(fp8_layers(model))} convolutions" in told and f" each, and the input gradients of {len(fp8_gradient_layers(model))}" in told
     logged, losses_apart, gradients_apart = column(tmp_path / "out", "loss"), [], []
     for step in range(5):
         start = twin.read_model(str(tmp_path / "out" / model_name(step) if step else tmp_path / "init.bin"))
