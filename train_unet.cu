@@ -4,120 +4,122 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    213  Part I. The program
-//    216     1. Types at the interface: what operations are called with
-//    662     2. The interface: all that the program asks of a device
-//    999     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1098     4. Configuration: flags, presets, help, what can work and what cannot
-//   1839     5. The network: a list of layers, made of guided-diffusion's flags
-//   2790     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3083     7. Forward and backward: two walks over the list
-//   3205     8. Diffusion: noise schedules, objectives, samplers
-//   3487         the level of a training sample, drawn, and its share of the loss
-//   3944         samplers
-//   4496     9. Data: .bin files that may be larger than memory, the order of their images
-//   5023    10. Model files: weights and checkpoints, initial weights
-//   5462    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5477         the learning rate, the verdict on a step, averages of the weights
-//   5564         what a trainer holds
-//   5703         a step
-//   6007    12. A run: log, guard, checkpoints, resume, samples
-//   6032         the log in memory, as the page shows it
-//   6144         what a run holds
-//   6212         the log and the status line
-//   6402         checkpoints, snapshots and grids
-//   6668         the start of a run: new, from a file's weights, or resumed
-//   6894         the loop over the steps
-//   7010         a run from its first to its last line
-//   7180         samples, without a run
-//   7339    13. main: the command line, then a run or samples
-//   7620         what ranks must have in common
-//   7691         main
-//   7814  Part II. The device
-//   7817    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7897    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7967    16. The GPU: what all kernels share
-//   8032         Launches, which may overlap
-//   8076         Decisions: what kernels are chosen with
-//   8125         Single instructions: shared memory, mbarriers, clusters
-//   8210         Activations: pieces of 16 bytes
-//   8530         each_kernel: a thread for an element
-//   8544         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8707         Swizzle: how rows lie in shared memory
-//   8725         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8975         building blocks of Hopper's kernels (sm_90a)
-//   9274    17. Small operations: resampling, embeddings, diffusion
-//   9277         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9478         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9835         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10344    18. Group norm
-//  10347         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10898         groupnorm_backward_whole: an image's slab in shared memory
-//  11283    19. Attention
-//  11389         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11934         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12072         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12753    20. Convolution
-//  12795         ConvOut: results, 4 channels of a pixel at a time
-//  13033         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13096         conv_halo: 3x3, stride 1, any GPU
-//  13502         conv_gather: any kernel size and stride, any GPU
-//  13765         conv_few: the first and the last layer
-//  13937         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14517         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14637         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15108         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15554         conv_weight_tma: weight gradients (sm_90a)
-//  15845         FP8 in training: weights and gradients are rounded
-//  15945    21. The optimiser
-//  15948         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16182    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16185         groupnorm_backward
-//  16329         attention: forward and, where a has dout, backward
-//  16391         convolution: forward and input gradient
-//  16872         convolution: weight gradients
-//  17221    23. The GPU: memory, copies, repeated work
-//  17444    24. Between ranks: from device to device
+//    215  Part I. The program
+//    218     1. Types at the interface: what operations are called with
+//    664     2. The interface: all that the program asks of a device
+//   1002     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1101     4. Configuration: flags, presets, help, what can work and what cannot
+//   1842     5. The network: a list of layers, made of guided-diffusion's flags
+//   2793     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3086     7. Forward and backward: two walks over the list
+//   3208     8. Diffusion: noise schedules, objectives, samplers
+//   3490         the level of a training sample, drawn, and its share of the loss
+//   3947         samplers
+//   4499     9. Data: .bin files that may be larger than memory, the order of their images
+//   5026    10. Model files: weights and checkpoints, initial weights
+//   5466    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5481         the learning rate, the verdict on a step, averages of the weights
+//   5568         what a trainer holds
+//   5707         a step
+//   6012    12. A run: log, guard, checkpoints, resume, samples
+//   6037         the log in memory, as the page shows it
+//   6149         what a run holds
+//   6217         the log and the status line
+//   6407         checkpoints, snapshots and grids
+//   6673         the start of a run: new, from a file's weights, or resumed
+//   6899         the loop over the steps
+//   7015         a run from its first to its last line
+//   7185         samples, without a run
+//   7344    13. main: the command line, then a run or samples
+//   7625         what ranks must have in common
+//   7696         main
+//   7819  Part II. The device
+//   7822    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7902    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7972    16. The GPU: what all kernels share
+//   8037         Launches, which may overlap
+//   8081         Decisions: what kernels are chosen with
+//   8130         Single instructions: shared memory, mbarriers, clusters
+//   8215         Activations: pieces of 16 bytes
+//   8535         each_kernel: a thread for an element
+//   8549         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8712         Swizzle: how rows lie in shared memory
+//   8730         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8981         building blocks of Hopper's kernels (sm_90a)
+//   9280    17. Small operations: resampling, embeddings, diffusion
+//   9283         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9484         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9841         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10350    18. Group norm
+//  10353         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10904         groupnorm_backward_whole: an image's slab in shared memory
+//  11289    19. Attention
+//  11395         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11940         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12078         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12759    20. Convolution
+//  12801         ConvOut: results, 4 channels of a pixel at a time
+//  13039         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13102         conv_halo: 3x3, stride 1, any GPU
+//  13508         conv_gather: any kernel size and stride, any GPU
+//  13771         conv_few: the first and the last layer
+//  13943         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14523         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14645         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15117         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15563         conv_weight_tma: weight gradients (sm_90a)
+//  15854         FP8 in training: weights and gradients are rounded
+//  15954    21. The optimiser
+//  15957         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16191    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16194         groupnorm_backward
+//  16338         attention: forward and, where a has dout, backward
+//  16400         convolution: forward and input gradient
+//  16882         convolution: weight gradients
+//  17231    23. The GPU: memory, copies, repeated work
+//  17454    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7810, run_program 7750, train 7136, run_step 6944, train_step 5941, load_batch 4980;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17352):
-//     step_gradients 5835: draw_levels 9849, forward_and_loss 5749, q_sample_forward 10040, unet_forward 3110,
-//     forward_layer 3096 (a function of the layer's kind), loss_forward_backward 10151, unet_backward 3176,
-//     conv_backward_weights 17214 (weight gradients, on the side stream); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 15995;
-//     judge_step 16042, update_slice 5906, adamw_update 16154, next_step 16048, record_step 16054;
-//     later collect_steps 6898
-//   pictures, from noise: sample_batch 4411, plan_route 4176, device_step 4220, euler_step 3974 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16727 draws all of its roads):
-//     forward_conv 2269; conv_forward 16762, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16677 above that; conv_tiles 15093, with conv_tiles_kernel above it;
-//     Accumulators 9206; Wgmma 8789;
-//     on any other GPU pick_conv_halo_bf16 16465; conv_halo 13489, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8595
-//   why several GPUs compute the bits of one: step_gradients 5835
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 374, Silu 7860, with_nonlinearity 7870 (a case);
-//     BEHIND_NORMS, in front of add_norm 2496, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3416
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 489, and beside each other edm_question 3259,
-//     ask 3294, frame_of 3304, sigma_draws 3310, has_steps_of_t 3316; the head of their section lists the changes
-//   a kind of layer: forward_linear 2189 and what stands beside it, with a list of all places in front of
-//     LayerKind 2161; add_resblock 2547 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7815, run_program 7755, train 7141, run_step 6949, train_step 5946, load_batch 4983;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17362):
+//     step_gradients 5840: draw_levels 9855, forward_and_loss 5753, q_sample_forward 10046, unet_forward 3113,
+//     forward_layer 3099 (a function of the layer's kind), loss_forward_backward 10157, unet_backward 3179,
+//     conv_backward_weights 17224 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 16004;
+//     judge_step 16051, update_slice 5911, adamw_update 16163, next_step 16057, record_step 16063;
+//     later collect_steps 6903
+//   pictures, from noise: sample_batch 4414, plan_route 4179, device_step 4223, euler_step 3977 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16736 draws all of its roads):
+//     forward_conv 2272; conv_forward 16772, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16686 above that; conv_tiles 15102, with conv_tiles_kernel above it;
+//     Accumulators 9212; Wgmma 8794;
+//     on any other GPU pick_conv_halo_bf16 16474; conv_halo 13495, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8600
+//   why several GPUs compute the bits of one: step_gradients 5840
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 376, Silu 7865, with_nonlinearity 7875 (a case);
+//     BEHIND_NORMS, in front of add_norm 2499, chooses it
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3419
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 491, and beside each other edm_question 3262,
+//     ask 3297, frame_of 3307, sigma_draws 3313, has_steps_of_t 3319; the head of their section lists the changes
+//   a kind of layer: forward_linear 2192 and what stands beside it, with a list of all places in front of
+//     LayerKind 2164; add_resblock 2550 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 277, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2731 chooses the convolutions, plan_fp8 2801 and plan_fp8_gradients 2818 plan
-//     what they read; make_fp8_weights 5349 rounds the weights for samples; in training round_weights 15917 does once
-//     a step, and make_fp8_training 5387 makes the factors; pack_fp8 8294 rounds what a norm writes, and gradients;
-//     forward_conv 2269 and backward_conv 2280 choose between the forms; conv_product_fp8 16755 picks the kernel, and
-//     WgmmaFp8 8824 multiplies; print_fp8 6844 says whether it pays
+//   an element type beside bf16: Element 279, with a list of all places in front of it
+//   FP8 (--precision fp8): choose_fp8 2734 chooses the convolutions, plan_fp8 2804 and plan_fp8_gradients 2821 plan
+//     what they read. make_fp8_weights 5352 rounds the weights for samples; in training round_weights 15926 does, at
+//     the beginning of step_gradients, and make_fp8_training 5391 makes the factors. groupnorm_forward_kernel 10615
+//     and the kernels of the norm's backward pass round what they write (pack_fp8 8299), and round_gradient 15941
+//     rounds other gradients. forward_conv 2272 and backward_conv 2283 choose between the forms;
+//     conv_backward_input_fp8 16833 makes an input gradient a forward convolution; conv_product_fp8 16765 picks the
+//     kernel, multiply_fp8 9232 and WgmmaFp8 8830 multiply; print_fp8 6849 says whether it pays
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
-//     or must (host/files.h), of wrong 1312 (a flag's value), or of a function beside it whose name ends in _unless.
-//     unknown_word 1226 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1232.
-//     Two functions print a message while the run goes on: report_bad_step 6656 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6446 that a file could not be written yet.
-//     stop_run 6420 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     or must (host/files.h), of wrong 1315 (a flag's value), or of a function beside it whose name ends in _unless.
+//     unknown_word 1229 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1235.
+//     Two functions print a message while the run goes on: report_bad_step 6661 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6451 that a file could not be written yet.
+//     stop_run 6425 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -676,8 +678,9 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 // skip, the convolution also computes a skip connection and adds its result; conv_takes_skip returns whether this is
 // possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and
 // out = factors * conv(x1, weight) + the same addends (bias and so on).
-// If s.out is FP8_GRADIENT, conv_backward_input reads dout in e5m2, and the weights in e4m3 as round_weights has turned
-// them. Then dx1 = factors * (the sum of products). There is one input, without addends.
+// For an input gradient, s.out is the element of dout, which it reads. If that is FP8_GRADIENT, dout is in e5m2, weight
+// is `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). Then there is one input, without
+// addends.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -2718,11 +2721,11 @@ static void place_params(UNet* net) {
 // Rounding their operands to FP8 would do the most damage (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
-// --precision fp8: chooses the 3x3 convolutions that multiply in FP8, which have stride 1 and no upsampling. There are
-// two choices:
-//   fp8            The forward product is in FP8. The convolution reads what a group norm has written. The size of the
-//                  norm's values is about known, so their factor is known before them, and the norm itself can write
-//                  FP8.
+// --precision fp8: chooses the 3x3 convolutions that multiply in FP8, which have stride 1 and no upsampling
+// (conv_product_fp8 needs both). Weight gradients are never in FP8. There are two choices:
+//   fp8            The forward product is in FP8. The convolution reads what a group norm has written. A norm's values
+//                  are of size 1, about, so one factor is right for them, and the norm itself can write FP8.
+//                  (make_fp8_weights and make_fp8_training look for that norm.)
 //   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
 //                  right for the gradients of all layers (gradient_factor). At the ends of the network, too, this did
 //                  no damage (docs/LEARNT.md). But the first convolution has no input gradient, and the last one has
@@ -5326,7 +5329,7 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
 // --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to
 // FP8. weight, bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard
 // deviation of 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32
-// times the largest of these estimates still fits in FP8. Larger values become FP8's largest number. (The 32 also
+// times the largest of these estimates still fits in FP8. Larger values become e4m3's largest number, 448. (The 32 also
 // leaves room for the embedding's scale, which is not known here.) Small values keep their precision, because FP8 is a
 // floating-point format: its largest number is almost 2^15 times its smallest normal number. The factor is a power of
 // 2, so multiplying by it rounds nothing.
@@ -5374,9 +5377,10 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
 }
 
 // Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
-// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power of
-// 2 from 128 n to 256 n. (With it, FP8's largest number stands for a gradient of 224 / n or more.) It depends only on
-// the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
+// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power
+// of 2 from 128 n to 256 n. (With it, e5m2's largest number, 57344, stands for a gradient of 224 / n or more.) It
+// depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
+// Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
 static float gradient_factor(const Config& c) {
     const double n = (double)c.batch_size * c.H * c.W * c.in_channels;
     return (float)std::ldexp(1.0, 8 + std::ilogb(n));
@@ -5811,7 +5815,8 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
 // 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
 //    the same number of images. So its gradient is the same whichever rank computes it. The loss is divided by the size
-//    of the whole batch before the backward pass, and no later factor depends on N.
+//    of the whole batch before the backward pass, and no later factor depends on N. (With --precision fp8, numbers are
+//    rounded with factors that are constants, or depend on the whole batch's size: gradient_factor.)
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
 //    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
@@ -8817,8 +8822,9 @@ WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
 // WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; in FP8,
-// wgmma does not accept MN_MAJOR operands. One of the two may hold gradients (e5m2). The tensor cores keep only 14 bits
-// of such sums, which is enough here (docs/LEARNT.md).
+// wgmma does not accept MN_MAJOR operands. One of the two may hold gradients (e5m2): conv_tiles has the pixels as B
+// (e4m3.e5m2), conv_small as A (e5m2.e4m3). In all FP8 products the tensor cores keep only 14 bits of a sum, which is
+// enough here (docs/LEARNT.md).
 template <int N, Element A, Element B> struct WgmmaFp8;
 #define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, A, B, ...)                                                  \
     template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                        \
@@ -14539,9 +14545,11 @@ static __global__ void __launch_bounds__(128, 4 - N)
 // Wgmma<N>::add, which is one instruction wgmma.m64nNk16.
 //
 // In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
-// instruction is wgmma.m64nNk32. FP8 numbers are scaled: a number of x is `factor` times the value that it stands for,
-// and a weight is divided by `scale` (make_fp8_weights, make_fp8_training). So the sums are multiplied by
-// ConvTma::factors, which are scale / factor, before anything is added to them. An input gradient in FP8 is a forward
+// instruction is wgmma.m64nNk32, and the function that starts it is multiply_fp8. An FP8 number is a value times a
+// factor. In training the factors are FP8_X_FACTOR, FP8_WEIGHT_FACTOR and, for gradients, gradient_factor
+// (make_fp8_training). In samples x has a factor for each norm, and the weights of each output channel have one
+// (make_fp8_weights). So a sum of products is too large by two factors. ConvTma::factors holds 1 / (the product of the
+// two). The sums are multiplied by it before anything is added to them. An input gradient in FP8 is a forward
 // convolution (conv_backward_input_fp8).
 
 // A tensor of one part or two parts (concatenated inputs, and their gradients). It is divided into slices of 64
@@ -14660,12 +14668,13 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  to its result: further slices, of one tap each.
 //                  false: weights pass through a ring, and both warpgroups read them at the same time. A stage has
 //                  pixels of two tiles, one tile for each warpgroup.
-//     ELEMENT      the element of pixels and weights: BF16, or FP8. In FP8 (3x3, forward) a slice has 128 channels; the
-//                  last slice has 64 or 128. Sums begin as 0. They are scaled after the last product of x. The skip
-//                  connection stays in bf16, so its products come after the scaling. FP8_GRADIENT: pixels are
-//                  gradients in e5m2, and weights are in e4m3 (see conv_backward_input_fp8).
-//   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply for
-//   each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
+//     ELEMENT      BF16; FP8: pixels and weights are e4m3 (forward pass); FP8_GRADIENT: pixels are gradients in e5m2,
+//                  and weights are e4m3 (input gradient, with BACKWARD = false, see conv_backward_input_fp8). In both
+//                  FP8 types (3x3) a slice has 128 channels; the last slice has 64 or 128. Sums begin as 0. They are
+//                  scaled after the last product of x. The skip connection stays in bf16, so its products come after
+//                  the scaling.
+//   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply (in
+//   FP8 multiply_fp8) for each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
 // Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
 //   tiles.
 template <int TAPS_, int ROWS_, int OUT_SLICES_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
@@ -14678,13 +14687,13 @@ struct ConvTiles {
     static constexpr bool RESIDENT = RESIDENT_;
     static constexpr bool BACKWARD = BACKWARD_;
     static constexpr Element ELEMENT = ELEMENT_;
-    static constexpr bool FP8 = is_fp8(ELEMENT);
+    static constexpr bool IS_FP8 = is_fp8(ELEMENT);       // FP8 or FP8_GRADIENT
     static constexpr int WIDTH = slice_channels(ELEMENT); // channels of a slice of x
     static constexpr bool CAN_SKIP = RESIDENT && !BACKWARD && TAPS == 9 && ELEMENT != Element::FP8_GRADIENT;
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
-    static constexpr bool MOVES_REGISTERS = OUT_SLICES == 3 || (FP8 && ROWS == 32);
+    static constexpr bool MOVES_REGISTERS = OUT_SLICES == 3 || (IS_FP8 && ROWS == 32);
     // Pixels.
     static constexpr int UNIT = RESIDENT ? 1 : 2; // how many tiles' pixels a stage holds
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
@@ -14888,7 +14897,7 @@ template <class T> struct Epilogue {
                 const int channel = c + b * SLICE_CHANNELS + 8 * k;
                 bias[b][k] = p.out.bias && channel < p.C ? p.out.bias[channel] : 0;
                 if (T::CAN_SKIP && p.skip.slices && channel < p.C) bias[b][k] += p.out.skip.bias[channel];
-                if (T::FP8) factors[b][k] = channel < p.C ? p.factors[channel] : 0;
+                if (T::IS_FP8) factors[b][k] = channel < p.C ? p.factors[channel] : 0;
             }
     }
     // Loads the embedding of slice b of 64 channels. The embedding of the first slice is loaded while products run. The
@@ -14968,7 +14977,7 @@ template <class T> struct Epilogue {
             // After the products' stages there are stages that hold an addend or nothing.
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
-            if constexpr (T::FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
+            if constexpr (T::IS_FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
                 emb[0] += bias[b][0];
                 emb[1] += bias[b][1];
                 if (!p.skip.slices) acc.scale(b, factors[b], emb);
@@ -15044,16 +15053,16 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     bool is_first_tile = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
         typedef Accumulators<T::OUT_SLICES, T::PIXELS> Sums;
-        Sums acc = T::FP8 ? Sums() : Sums(epilogue.bias); // sums begin as 0 or as the bias
+        Sums acc = T::IS_FP8 ? Sums() : Sums(epilogue.bias); // sums begin as 0 or as the bias
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
             const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::pixels_at(warpgroup));
-            const bool half_slice = T::FP8 && p.x.is_half_slice(s);
+            const bool half_slice = T::IS_FP8 && p.x.is_half_slice(s);
 #pragma unroll(T::RESIDENT ? T::TAPS : 1)
             for (int tap = 0; tap < T::TAPS; tap++) {
                 const uint32_t weight =
                     T::RESIDENT ? weights.kept(s * T::TAPS + tap, is_first_tile) : weights.arrived();
-                if constexpr (!T::FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
+                if constexpr (!T::IS_FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
                 else if (half_slice) acc.template multiply_fp8<2, T::ELEMENT>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4, T::ELEMENT>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
@@ -15066,7 +15075,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         }
         // If there is a skip connection, the FP8 sums are scaled here, because its products, which are added next, must
         // not be scaled.
-        if (T::FP8 && T::CAN_SKIP && p.skip.slices) {
+        if (T::IS_FP8 && T::CAN_SKIP && p.skip.slices) {
             acc.wait();
             UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
         }
@@ -15127,15 +15136,15 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
 //   warpgroups call multiply_small, which calls Wgmma<N>::add STEP_TAPS x K times for each step.
+//   ELEMENT: as in conv_tiles.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
-// ELEMENT: the type of pixels and weights, BF16 or FP8. FP8_GRADIENT: pixels are in e5m2, and weights in e4m3.
 template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
           Element ELEMENT_ = Element::BF16>
 struct SmallTile {
     static constexpr bool BACKWARD = BACKWARD_;
     static constexpr Element ELEMENT = ELEMENT_;
-    static constexpr bool FP8 = is_fp8(ELEMENT);
+    static constexpr bool IS_FP8 = is_fp8(ELEMENT);       // FP8 or FP8_GRADIENT
     static constexpr int WIDTH = slice_channels(ELEMENT); // channels of a slice
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int N = N_;
@@ -15161,7 +15170,7 @@ struct SmallTile {
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // sums of one warp per warpgroup: floats (channel, 2)
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
-    static constexpr int SHIFTS_BYTES = CONSUMERS * (FP8 ? 16 : 8);                   // bias + embedding; FP8: factors
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8);                // bias + embedding; FP8: factors
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
     // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
     static constexpr int FIXED =
@@ -15266,7 +15275,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(step_of_slice * T::STEP_TAPS);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
-        if constexpr (T::FP8) {
+        if constexpr (T::IS_FP8) {
             using ProductFp8 = WgmmaFp8<T::N, T::ELEMENT, Element::FP8>;
             auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
                 wgmma_fence();
@@ -15328,7 +15337,7 @@ template <class T> struct SmallEpilogue {
             const int c = work.out_c0 + channel;
             if (channel >= T::OUT_N || c >= p.C || at.n >= p.B) continue;
             if (p.out.bias) bias[i] = p.out.bias[c];
-            if (T::FP8) factors[i] = p.factors[c];
+            if (T::IS_FP8) factors[i] = p.factors[c];
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
@@ -15338,7 +15347,7 @@ template <class T> struct SmallEpilogue {
     INLINE void put_shifts(uint32_t shifts) const {
         for (int i = 0, channel = tid; i < 2 && channel < T::OUT_N; i++, channel += 128) {
             PTX("st.shared.f32 [%0], %1;", "r"(shifts + 4 * channel), "f"(bias[i] + emb[i]));
-            if (T::FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * channel), "f"(factors[i]));
+            if (T::IS_FP8) PTX("st.shared.f32 [%0], %1;", "r"(shifts + FACTORS_AT + 4 * channel), "f"(factors[i]));
         }
     }
     // FP8: multiplies each sum by its channel's factor, and adds bias and embedding.
@@ -15398,7 +15407,7 @@ template <class T> struct SmallEpilogue {
             uint32_t v[4];
             UNROLL_FOR (int i = 0; i < 2; i++) {
                 const float* const sums = d + 4 * (j + i);
-                if constexpr (T::FP8) {
+                if constexpr (T::IS_FP8) {
                     v[2 * i] = pack_bf16(sums[0], sums[1]);
                     v[2 * i + 1] = pack_bf16(sums[2], sums[3]);
                 } else {
@@ -15519,7 +15528,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     // After this barrier all shifts have been written, and no warpgroup reads weights any more. So the sums of the
     // statistics may be written where the weights have been.
     warps_sync(1, T::CONSUMERS);
-    if constexpr (T::FP8) epilogue.scale(acc, shifts);
+    if constexpr (T::IS_FP8) epilogue.scale(acc, shifts);
     epilogue.round(acc, results, shifts);
     const uint32_t sums = weights.stage(0).address + wg * 4 * (T::OUT_N * 8);
     __syncwarp();
@@ -15545,7 +15554,7 @@ template <class T> static void conv_small(const ConvCall& p) {
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     // With 32 input channels, half a slice, two products for each tap are enough. Wide tiles and FP8 tiles have no such
     // version.
-    constexpr int STEPS_OF_32 = T::N <= 64 && !T::FP8 ? 2 : 4;
+    constexpr int STEPS_OF_32 = T::N <= 64 && !T::IS_FP8 ? 2 : 4;
     auto kernel = p.Cin1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_STREAM, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
@@ -15846,7 +15855,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // Used when: round_weights at the beginning of each step. round_gradient before an input gradient, if the kernel that
 //   wrote dout did not write its FP8 form, too.
 // How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. Without
-//   turned_alone it writes the tile in the order of the weights at once. For the other order the tile goes through
+//   turned_alone it writes the tile directly in the order of the weights. For the other order the tile goes through
 //   shared memory. One launch rounds the weights of all layers.
 // Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written (1 with turned_alone).
 
@@ -16546,11 +16555,11 @@ struct SmallCosts {
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
 // as long as in bf16, and sums over twice as many channels. A last slice of up to 64 channels needs half the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
-    constexpr bool FP8 = is_fp8(E);
+    constexpr bool IS_FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
-    const int taps = FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
-    const bool is_32 = p.Cin1 == 32 && !FP8;                     // half a slice
+    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
+    const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
     // Time = rounds of blocks * (SmallCosts::block + taps of a block * the time of a tap).
@@ -16718,7 +16727,7 @@ static bool conv_is_small(const ConvCall& c) {
 //   conv_tiles                   conv_small                   conv_halo                    conv_gather
 //   conv_tiles_kernel            conv_small_kernel            conv_halo_kernel             conv_gather_kernel
 //                                multiply_small               multiply_step, multiply_tap  multiply
-//   Accumulators::multiply                                    mma                          mma
+//   Accumulators::multiply (_fp8)                             mma                          mma
 //   Wgmma<N>::add (WgmmaFp8)     Wgmma<N>::add (WgmmaFp8)     mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
 //   wgmma m64nNk16 (k32)         wgmma m64nNk16 (k32)         mma.sync m16n8k16            mma.sync m16n8k16
 //
@@ -16750,7 +16759,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Decides the same for a forward convolution whose input is FP8 or FP8_GRADIENT. Such a convolution is 3x3, has one
+// Decides the same for the two products in FP8: a forward pass (E = FP8), or an input gradient, which
+// conv_backward_input_fp8 has made a forward convolution of dout (E = FP8_GRADIENT). Such a convolution is 3x3, has one
 // input and stride 1, and runs on Hopper.
 template <Element E> static void conv_product_fp8(const ConvCall& c) {
     const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
