@@ -73,28 +73,28 @@
 //  15957         adamw: norm of the gradient, the step's verdict, AdamW, averages
 //  16191    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
 //  16194         groupnorm_backward
-//  16338         attention: forward and, where a has dout, backward
-//  16400         convolution: forward and input gradient
-//  16882         convolution: weight gradients
-//  17231    23. The GPU: memory, copies, repeated work
-//  17454    24. Between ranks: from device to device
+//  16349         attention: forward and, where a has dout, backward
+//  16411         convolution: forward and input gradient
+//  16893         convolution: weight gradients
+//  17242    23. The GPU: memory, copies, repeated work
+//  17465    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7815, run_program 7755, train 7141, run_step 6949, train_step 5946, load_batch 4983;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17362):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17373):
 //     step_gradients 5840: draw_levels 9855, forward_and_loss 5753, q_sample_forward 10046, unet_forward 3113,
 //     forward_layer 3099 (a function of the layer's kind), loss_forward_backward 10157, unet_backward 3179,
-//     conv_backward_weights 17224 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     conv_backward_weights 17235 (weight gradients, on the side stream); with several ranks send_gradients (in
 //     step_gradients) and all_to_all (in the last section); sum_gradients 16004;
 //     judge_step 16051, update_slice 5911, adamw_update 16163, next_step 16057, record_step 16063;
 //     later collect_steps 6903
 //   pictures, from noise: sample_batch 4414, plan_route 4179, device_step 4223, euler_step 3977 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16736 draws all of its roads):
-//     forward_conv 2272; conv_forward 16772, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16686 above that; conv_tiles 15102, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 16747 draws all of its roads):
+//     forward_conv 2272; conv_forward 16783, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16697 above that; conv_tiles 15102, with conv_tiles_kernel above it;
 //     Accumulators 9212; Wgmma 8794;
-//     on any other GPU pick_conv_halo_bf16 16474; conv_halo 13495, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 16485; conv_halo 13495, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8600
 //   why several GPUs compute the bits of one: step_gradients 5840
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 376, Silu 7865, with_nonlinearity 7875 (a case);
@@ -111,7 +111,7 @@
 //     the beginning of step_gradients, and make_fp8_training 5391 makes the factors. groupnorm_forward_kernel 10615
 //     and the kernels of the norm's backward pass round what they write (pack_fp8 8299), and round_gradient 15941
 //     rounds other gradients. forward_conv 2272 and backward_conv 2283 choose between the forms;
-//     conv_backward_input_fp8 16833 makes an input gradient a forward convolution; conv_product_fp8 16765 picks the
+//     conv_backward_input_fp8 16844 makes an input gradient a forward convolution; conv_product_fp8 16776 picks the
 //     kernel, multiply_fp8 9232 and WgmmaFp8 8830 multiply; print_fp8 6849 says whether it pays
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
 //     or must (host/files.h), of wrong 1315 (a flag's value), or of a function beside it whose name ends in _unless.
@@ -16279,11 +16279,21 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     return plan.best;
 }
 
-// Returns the kernel of the second pass. Each combination of dropout and addends has a version of its own.
+// Return kernels: the one that does everything, the first of two passes, and the second. Each has a version of its own
+// with dropout, and the second pass also one for addends. GRAD: what the gradients are written to.
+template <class T, class GRAD> static auto norm_whole_kernel(bool drop) {
+    if (drop) return groupnorm_backward_whole_kernel<T, true, GRAD>;
+    return groupnorm_backward_whole_kernel<T, false, GRAD>;
+}
+template <class T> static auto norm_first_pass(bool drop) {
+    if (drop) return groupnorm_sums_kernel<T, true>;
+    return groupnorm_sums_kernel<T, false>;
+}
 template <class T, class GRAD> static auto norm_second_pass(bool drop, bool addends) {
     if (addends && drop) return groupnorm_backward_kernel<T, true, true, GRAD>;
     if (addends) return groupnorm_backward_kernel<T, false, true, GRAD>;
-    return drop ? groupnorm_backward_kernel<T, true, false, GRAD> : groupnorm_backward_kernel<T, false, false, GRAD>;
+    if (drop) return groupnorm_backward_kernel<T, true, false, GRAD>;
+    return groupnorm_backward_kernel<T, false, false, GRAD>;
 }
 
 static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 and x2
@@ -16309,15 +16319,14 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
     const NormWhole w = plan_norm_whole(s, addends);
     auto run = [&]<class T, class GRAD>(T, GRAD to1, GRAD to2) {
         if (w.chunks) {
-            auto kernel =
-                drop ? groupnorm_backward_whole_kernel<T, true, GRAD> : groupnorm_backward_whole_kernel<T, false, GRAD>;
+            auto kernel = norm_whole_kernel<T, GRAD>(drop);
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
         // Two passes: the first computes sums over chunks of the pixels, the second computes the gradient. All blocks
         // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
         // second pass divides the pixels into other chunks than the first pass.
-        auto first_pass = drop ? groupnorm_sums_kernel<T, true> : groupnorm_sums_kernel<T, false>;
+        auto first_pass = norm_first_pass<T>(drop);
         auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
         float2* const partial = (float2*)device.workspace;
         dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64);
@@ -16329,7 +16338,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
     if (dx1_fp8.bytes || dx2_fp8.bytes) {
         if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
         using GradFp8 = Fp8GradOf<bf16>;
-        return run(bf16(), GradFp8{typed<bf16>(dx1), dx1_fp8}, GradFp8{typed<bf16>(dx2), dx2_fp8});
+        const GradFp8 to1{typed<bf16>(dx1), dx1_fp8};
+        const GradFp8 to2{typed<bf16>(dx2), dx2_fp8};
+        return run(bf16(), to1, to2);
     }
     with_act([&]<class T>(T) { run(T(), typed<T>(dx1), typed<T>(dx2)); });
 }
