@@ -11,115 +11,115 @@
 //   1101     4. Configuration: flags, presets, help, what can work and what cannot
 //   1842     5. The network: a list of layers, made of guided-diffusion's flags
 //   2793     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3086     7. Forward and backward: two walks over the list
-//   3208     8. Diffusion: noise schedules, objectives, samplers
-//   3490         the level of a training sample, drawn, and its share of the loss
-//   3947         samplers
-//   4499     9. Data: .bin files that may be larger than memory, the order of their images
-//   5026    10. Model files: weights and checkpoints, initial weights
-//   5466    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5481         the learning rate, the verdict on a step, averages of the weights
-//   5568         what a trainer holds
-//   5707         a step
-//   6012    12. A run: log, guard, checkpoints, resume, samples
-//   6037         the log in memory, as the page shows it
-//   6149         what a run holds
-//   6217         the log and the status line
-//   6407         checkpoints, snapshots and grids
-//   6673         the start of a run: new, from a file's weights, or resumed
-//   6899         the loop over the steps
-//   7015         a run from its first to its last line
-//   7185         samples, without a run
-//   7344    13. main: the command line, then a run or samples
-//   7625         what ranks must have in common
-//   7696         main
-//   7819  Part II. The device
-//   7822    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7902    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7972    16. The GPU: what all kernels share
-//   8037         Launches, which may overlap
-//   8081         Decisions: what kernels are chosen with
-//   8130         Single instructions: shared memory, mbarriers, clusters
-//   8215         Activations: pieces of 16 bytes
-//   8535         each_kernel: a thread for an element
-//   8549         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8712         Swizzle: how rows lie in shared memory
-//   8730         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8981         building blocks of Hopper's kernels (sm_90a)
-//   9280    17. Small operations: resampling, embeddings, diffusion
-//   9283         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9484         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9841         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10350    18. Group norm
-//  10353         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10904         groupnorm_backward_whole: an image's slab in shared memory
-//  11289    19. Attention
-//  11395         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11940         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12078         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12759    20. Convolution
-//  12801         ConvOut: results, 4 channels of a pixel at a time
-//  13039         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13102         conv_halo: 3x3, stride 1, any GPU
-//  13508         conv_gather: any kernel size and stride, any GPU
-//  13771         conv_few: the first and the last layer
-//  13943         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14523         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14645         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15117         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15563         conv_weight_tma: weight gradients (sm_90a)
-//  15854         FP8 in training: weights and gradients are rounded
-//  15954    21. The optimiser
-//  15957         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16191    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16194         groupnorm_backward
-//  16349         attention: forward and, where a has dout, backward
-//  16411         convolution: forward and input gradient
-//  16893         convolution: weight gradients
-//  17242    23. The GPU: memory, copies, repeated work
-//  17465    24. Between ranks: from device to device
+//   3087     7. Forward and backward: two walks over the list
+//   3209     8. Diffusion: noise schedules, objectives, samplers
+//   3491         the level of a training sample, drawn, and its share of the loss
+//   3948         samplers
+//   4500     9. Data: .bin files that may be larger than memory, the order of their images
+//   5027    10. Model files: weights and checkpoints, initial weights
+//   5467    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5482         the learning rate, the verdict on a step, averages of the weights
+//   5569         what a trainer holds
+//   5708         a step
+//   6013    12. A run: log, guard, checkpoints, resume, samples
+//   6038         the log in memory, as the page shows it
+//   6150         what a run holds
+//   6218         the log and the status line
+//   6408         checkpoints, snapshots and grids
+//   6674         the start of a run: new, from a file's weights, or resumed
+//   6900         the loop over the steps
+//   7016         a run from its first to its last line
+//   7186         samples, without a run
+//   7345    13. main: the command line, then a run or samples
+//   7626         what ranks must have in common
+//   7697         main
+//   7820  Part II. The device
+//   7823    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7903    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7973    16. The GPU: what all kernels share
+//   8038         Launches, which may overlap
+//   8082         Decisions: what kernels are chosen with
+//   8131         Single instructions: shared memory, mbarriers, clusters
+//   8216         Activations: pieces of 16 bytes
+//   8536         each_kernel: a thread for an element
+//   8550         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8713         Swizzle: how rows lie in shared memory
+//   8731         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   8982         building blocks of Hopper's kernels (sm_90a)
+//   9281    17. Small operations: resampling, embeddings, diffusion
+//   9284         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9485         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9842         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10351    18. Group norm
+//  10354         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10905         groupnorm_backward_whole: an image's slab in shared memory
+//  11290    19. Attention
+//  11396         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11941         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12079         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12760    20. Convolution
+//  12802         ConvOut: results, 4 channels of a pixel at a time
+//  13040         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13103         conv_halo: 3x3, stride 1, any GPU
+//  13509         conv_gather: any kernel size and stride, any GPU
+//  13772         conv_few: the first and the last layer
+//  13944         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14524         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14646         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15118         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15564         conv_weight_tma: weight gradients (sm_90a)
+//  15855         FP8 in training: weights and gradients are rounded
+//  15955    21. The optimiser
+//  15958         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16192    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16195         groupnorm_backward
+//  16350         attention: forward and, where a has dout, backward
+//  16412         convolution: forward and input gradient
+//  16894         convolution: weight gradients
+//  17243    23. The GPU: memory, copies, repeated work
+//  17466    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7815, run_program 7755, train 7141, run_step 6949, train_step 5946, load_batch 4983;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17373):
-//     step_gradients 5840: draw_levels 9855, forward_and_loss 5753, q_sample_forward 10046, unet_forward 3113,
-//     forward_layer 3099 (a function of the layer's kind), loss_forward_backward 10157, unet_backward 3179,
-//     conv_backward_weights 17235 (weight gradients, on the side stream); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 16004;
-//     judge_step 16051, update_slice 5911, adamw_update 16163, next_step 16057, record_step 16063;
-//     later collect_steps 6903
-//   pictures, from noise: sample_batch 4414, plan_route 4179, device_step 4223, euler_step 3977 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16747 draws all of its roads):
-//     forward_conv 2272; conv_forward 16783, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16697 above that; conv_tiles 15102, with conv_tiles_kernel above it;
-//     Accumulators 9212; Wgmma 8794;
-//     on any other GPU pick_conv_halo_bf16 16485; conv_halo 13495, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8600
-//   why several GPUs compute the bits of one: step_gradients 5840
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 376, Silu 7865, with_nonlinearity 7875 (a case);
+//     main 7816, run_program 7756, train 7142, run_step 6950, train_step 5947, load_batch 4984;
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17374):
+//     step_gradients 5841: draw_levels 9856, forward_and_loss 5754, q_sample_forward 10047, unet_forward 3114,
+//     forward_layer 3100 (a function of the layer's kind), loss_forward_backward 10158, unet_backward 3180,
+//     conv_backward_weights 17236 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 16005;
+//     judge_step 16052, update_slice 5912, adamw_update 16164, next_step 16058, record_step 16064;
+//     later collect_steps 6904
+//   pictures, from noise: sample_batch 4415, plan_route 4180, device_step 4224, euler_step 3978 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16748 draws all of its roads):
+//     forward_conv 2272; conv_forward 16784, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16698 above that; conv_tiles 15103, with conv_tiles_kernel above it;
+//     Accumulators 9213; Wgmma 8795;
+//     on any other GPU pick_conv_halo_bf16 16486; conv_halo 13496, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8601
+//   why several GPUs compute the bits of one: step_gradients 5841
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 376, Silu 7866, with_nonlinearity 7876 (a case);
 //     BEHIND_NORMS, in front of add_norm 2499, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3419
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 491, and beside each other edm_question 3262,
-//     ask 3297, frame_of 3307, sigma_draws 3313, has_steps_of_t 3319; the head of their section lists the changes
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3420
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 491, and beside each other edm_question 3263,
+//     ask 3298, frame_of 3308, sigma_draws 3314, has_steps_of_t 3320; the head of their section lists the changes
 //   a kind of layer: forward_linear 2192 and what stands beside it, with a list of all places in front of
 //     LayerKind 2164; add_resblock 2550 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 279, with a list of all places in front of it
 //   FP8 (--precision fp8): choose_fp8 2734 chooses the convolutions, plan_fp8 2804 and plan_fp8_gradients 2821 plan
-//     what they read. make_fp8_weights 5352 rounds the weights for samples; in training round_weights 15926 does, at
-//     the beginning of step_gradients, and make_fp8_training 5391 makes the factors. groupnorm_forward_kernel 10615
-//     and the kernels of the norm's backward pass round what they write (pack_fp8 8299), and round_gradient 15941
+//     what they read. make_fp8_weights 5353 rounds the weights for samples; in training round_weights 15927 does, at
+//     the beginning of step_gradients, and make_fp8_training 5392 makes the factors. groupnorm_forward_kernel 10616
+//     and the kernels of the norm's backward pass round what they write (pack_fp8 8300), and round_gradient 15942
 //     rounds other gradients. forward_conv 2272 and backward_conv 2283 choose between the forms;
-//     conv_backward_input_fp8 16844 makes an input gradient a forward convolution; conv_product_fp8 16776 picks the
-//     kernel, multiply_fp8 9232 and WgmmaFp8 8830 multiply; print_fp8 6849 says whether it pays
+//     conv_backward_input_fp8 16845 makes an input gradient a forward convolution; conv_product_fp8 16777 picks the
+//     kernel, multiply_fp8 9233 and WgmmaFp8 8831 multiply; print_fp8 6850 says whether it pays
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
 //     or must (host/files.h), of wrong 1315 (a flag's value), or of a function beside it whose name ends in _unless.
 //     unknown_word 1229 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1235.
-//     Two functions print a message while the run goes on: report_bad_step 6661 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6451 that a file could not be written yet.
-//     stop_run 6425 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 6662 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6452 that a file could not be written yet.
+//     stop_run 6426 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2828,6 +2828,7 @@ static void plan_fp8_gradients(UNet* net) {
             if (l.kind != &GROUPNORM) continue;
             for (GradPlan* g : {&l.d1, &l.d2}) {
                 if (g->d != conv.dout) continue;
+                if (g->fp8 >= 0) die("internal error: two convolutions read one gradient in FP8");
                 g->fp8 = conv.dout_fp8;
                 conv.rounds_dout = false;
             }
@@ -6858,9 +6859,9 @@ static void print_fp8(const Config& c, const UNet& net) {
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // of one convolution, in a forward pass
-    const double SMALL = 10; // with 8, a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
+    constexpr double LITTLE = 10; // GFLOP; with 8, a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
     const char* const advice =
-        gflops < SMALL
+        gflops < LITTLE
             ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
             : "";
     printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each, and the input gradients of %d%s\n", convs,
