@@ -75,24 +75,24 @@
 //  16195         groupnorm_backward
 //  16350         attention: forward and, where a has dout, backward
 //  16412         convolution: forward and input gradient
-//  16894         convolution: weight gradients
-//  17243    23. The GPU: memory, copies, repeated work
-//  17466    24. Between ranks: from device to device
+//  16909         convolution: weight gradients
+//  17258    23. The GPU: memory, copies, repeated work
+//  17481    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7816, run_program 7756, train 7142, run_step 6950, train_step 5947, load_batch 4984;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17374):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17389):
 //     step_gradients 5841: draw_levels 9856, forward_and_loss 5754, q_sample_forward 10047, unet_forward 3114,
 //     forward_layer 3100 (a function of the layer's kind), loss_forward_backward 10158, unet_backward 3180,
-//     conv_backward_weights 17236 (weight gradients, on the side stream); with several ranks send_gradients (in
+//     conv_backward_weights 17251 (weight gradients, on the side stream); with several ranks send_gradients (in
 //     step_gradients) and all_to_all (in the last section); sum_gradients 16005;
 //     judge_step 16052, update_slice 5912, adamw_update 16164, next_step 16058, record_step 16064;
 //     later collect_steps 6904
 //   pictures, from noise: sample_batch 4415, plan_route 4180, device_step 4224, euler_step 3978 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16748 draws all of its roads):
-//     forward_conv 2272; conv_forward 16784, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16698 above that; conv_tiles 15103, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 16763 draws all of its roads):
+//     forward_conv 2272; conv_forward 16799, with conv_product above it;
+//     on Hopper pick_conv_tiles_3x3 16713 above that; conv_tiles 15103, with conv_tiles_kernel above it;
 //     Accumulators 9213; Wgmma 8795;
 //     on any other GPU pick_conv_halo_bf16 16486; conv_halo 13496, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8601
@@ -111,7 +111,7 @@
 //     the beginning of step_gradients, and make_fp8_training 5392 makes the factors. groupnorm_forward_kernel 10616
 //     and the kernels of the norm's backward pass round what they write (pack_fp8 8300), and round_gradient 15942
 //     rounds other gradients. forward_conv 2272 and backward_conv 2283 choose between the forms;
-//     conv_backward_input_fp8 16845 makes an input gradient a forward convolution; conv_product_fp8 16777 picks the
+//     conv_backward_input_fp8 16860 makes an input gradient a forward convolution; conv_product_fp8 16792 picks the
 //     kernel, multiply_fp8 9233 and WgmmaFp8 8831 multiply; print_fp8 6850 says whether it pays
 //   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
 //     or must (host/files.h), of wrong 1315 (a flag's value), or of a function beside it whose name ends in _unless.
@@ -16557,11 +16557,12 @@ template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles
 template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD, 4, E>;
 
-// The time of a block of conv_small, in ns, as measured on an H200.
+// The time of a block of conv_small, in ns, as measured on an H200: of a whole block except its taps, and of one tap of
+// one slice. `alone`: there is no more than one block for each multiprocessor. `full`: there are more. Then all
+// multiprocessors are busy all the time, and each block gets a smaller share of the L2 cache's bandwidth.
 struct SmallCosts {
-    int block;     // the whole block, except its taps
-    int tap_alone; // one tap of one slice, if there is no more than one block for each multiprocessor
-    int tap_full;  // the same, if there are more blocks
+    int block_alone, tap_alone;
+    int block_full, tap_full;
 };
 
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
@@ -16574,7 +16575,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
-    // Time = rounds of blocks * (SmallCosts::block + taps of a block * the time of a tap).
+    // Time = rounds of blocks * (the time of a block + taps of a block * the time of a tap).
     auto consider = [&](auto tile, SmallCosts cost) {
         using T = decltype(tile);
         if (T::SPLIT > 1 && !gpu.clusters) return;
@@ -16582,21 +16583,35 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
         const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
         const bool half_slice = is_32 && T::N <= 64; // 32 channels need half the products of a slice
-        int tap = blocks <= gpu.sms ? cost.tap_alone : cost.tap_full;
+        const bool alone = blocks <= gpu.sms;
+        int block = alone ? cost.block_alone : cost.block_full;
+        int tap = alone ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
-        const int block_time = cost.block + tap * taps / T::SPLIT;
-        way.consider(rounds * block_time, conv_small<T>);
+        if (IS_FP8 && !alone) { // measured: FP8 has half as many taps, and each loads as many bytes
+            block += 1500;
+            tap += tap / 12;
+        }
+        way.consider(rounds * (block + tap * taps / T::SPLIT), conv_small<T>);
     };
-    //                 warpgroups, N, images, split, blocks per multiprocessor; block, tap_alone, tap_full
-    consider(SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>(), {1270, 104, 209});  // a square of 8 x 8 pixels and 64 channels
-    consider(SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>(), {2350, 52, 235});   // two blocks share a tile's taps
-    consider(SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>(), {2780, 94, 196});   // the same, and two images share weights
-    consider(SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>(), {1780, 140, 184});  // two images share weights
-    consider(SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>(), {1250, 267, 345}); // many channels share pixels
-    consider(SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>(), {2340, 286, 366}); // two images, and many channels
-    if (p.W > 8) {                                                         // tiles of 8 x 16 pixels
-        consider(SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>(), {1040, 129, 124});
-        consider(SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>(), {3160, 422, 475});
+    //          SmallTile: warpgroups, N, images, split, blocks per multiprocessor
+    using Square = SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>;          // a square of 8 x 8 pixels and 64 channels
+    using SquareShared = SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>;    // two blocks share a tile's taps
+    using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // the same, and two images share weights
+    using TwoImages = SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>;       // two images share weights
+    using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // many channels share pixels
+    using TwoImages128 = SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>;   // two images, and many channels
+    using Wide32 = SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>;          // tiles of 8 x 16 pixels
+    using Wide192 = SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>;
+    //                          block_alone, tap_alone, block_full, tap_full
+    consider(Square(), SmallCosts{1270, 104, 1270, 209});
+    consider(SquareShared(), SmallCosts{2350, 52, 2350, 235});
+    consider(TwoImagesShared(), SmallCosts{2780, 94, 2780, 196});
+    consider(TwoImages(), SmallCosts{1780, 140, 2500, 173});
+    consider(ManyChannels(), SmallCosts{1250, 267, 3200, 260});
+    consider(TwoImages128(), SmallCosts{2340, 286, 3750, 316});
+    if (p.W > 8) {
+        consider(Wide32(), SmallCosts{1040, 129, 1040, 124});
+        consider(Wide192(), SmallCosts{3160, 422, 4500, 470});
     }
     if (p.H <= 8) return way.best(p);
 
@@ -16612,9 +16627,9 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     } else if (slices <= 2) {
         consider_tiles(Resident16<BACKWARD, E>(), 1550, 1, 325 + 148 * taps);
     } else if (p.H % 32) {
-        consider_tiles(Streamed16<BACKWARD, E>(), 425, 2, 1660 + 314 * taps);
+        consider_tiles(Streamed16<BACKWARD, E>(), 425, 2, 2600 + 300 * taps);
     } else {
-        consider_tiles(Streamed32<BACKWARD, E>(), 425, 4, 1660 + 640 * taps);
+        consider_tiles(Streamed32<BACKWARD, E>(), 425, 4, 4000 + 588 * taps);
     }
     way.best(p);
 }
