@@ -304,8 +304,10 @@ class Fp8Products(torch.autograd.Function):
     def backward(ctx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rounded_dout = to_fp8_gradient(dout * ctx.gradient_factor) / ctx.gradient_factor
-        dx = torch.nn.grad.conv2d_input(x.shape, Fp8Products.rounded_weight(weight), rounded_dout, padding=1)
-        dweight = torch.nn.grad.conv2d_weight(x, weight.shape, dout, padding=1)
+        # With autocast, dout is bf16, and x and weight may be fp32. Then the products are bf16's, as in the forward pass.
+        rounded_weight = Fp8Products.rounded_weight(weight).to(dout.dtype)
+        dx = torch.nn.grad.conv2d_input(x.shape, rounded_weight, rounded_dout, padding=1)
+        dweight = torch.nn.grad.conv2d_weight(x.to(dout.dtype), weight.shape, dout, padding=1)
         return dx, dweight, dout.sum((0, 2, 3)), None, None
 
 
