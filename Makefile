@@ -159,7 +159,7 @@ bench_data: $(if $(GPU),train_unet_cuda dev/bench_cuda)
 	$(PYTHON) dev/benchmarks/bench_data.py $(FLAGS)
 
 bench: $(if $(GPU),dev/bench_cuda)
-	$(PYTHON) dev/benchmarks/bench.py --chart assets/bench.png --output assets/bench.json
+	$(PYTHON) dev/benchmarks/bench.py --chart assets/bench.png --output assets/bench.json $(FLAGS)
 
 bench_gpus: dev/bench_cuda
 	$(PYTHON) dev/benchmarks/bench_gpus.py

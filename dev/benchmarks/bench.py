@@ -1,9 +1,9 @@
 """train_unet's GPU build (dev/bench_cuda) beside PyTorch (compiled, the whole step one CUDA graph) and, where it is installed, JAX: make bench, or
-python dev/benchmarks/bench.py [--only unet64] [--skip_torch] [--skip_jax] [--chart bench.png] [--output bench.json]
+python dev/benchmarks/bench.py [--only unet64] [--gpus 4] [--skip_torch] [--skip_jax] [--chart bench.png] [--output bench.json]
 
 Prints, for each model, batch and precision, the median milliseconds of a training step or of a forward pass of each program, the spread (10th
 to 90th percentile), the others' time over ours, and each step's peak memory. The programs take turns at going first, each run a process of its
-own; what fails is a line below the table. What a step is: docs/BENCHMARKS.md, dev/benchmarks/bench_torch.py and dev/benchmarks/bench_jax.py.
+own; what fails is a line below the table. In FP8 only ours runs (docs/BENCHMARKS.md says why). What a step is: docs/BENCHMARKS.md, dev/benchmarks/bench_torch.py and dev/benchmarks/bench_jax.py.
 """
 
 import argparse
@@ -13,9 +13,11 @@ import dataclasses
 import json
 import os
 import pathlib
+import queue
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -64,7 +66,9 @@ RUNS = [
     Run("unet64", 128, "bf16", "step"),
     Run("unet64", 256, "bf16", "both"),
     Run("unet64", 32, "fp32", "step"),
-    Run("adm64", 32, "bf16", "step"),
+    Run("adm64", 32, "bf16", "both"),
+    Run("adm64", 32, "fp8", "both"),
+    Run("adm64", 128, "fp8", "step"),
     Run("tiny", 128, "bf16", "step"),
     Run("unet64", 16, "bf16", "forward"),
     Run("unet64", 64, "bf16", "forward"),
@@ -79,10 +83,11 @@ def command_of(run: Run, program: str, steps: int, torch_mode: str) -> list[str]
     return [*COMMANDS[program], *flags, *(["--bench_mode", torch_mode] if program == TORCH else [])]
 
 
-def run_program(command: list[str], timeout: float) -> dict[str, Any]:
-    """The line of JSON that a program prints; RuntimeError with one sentence if there is none."""
+def run_program(command: list[str], timeout: float, gpu: str | None = None) -> dict[str, Any]:
+    """The line of JSON that a program prints; RuntimeError with one sentence if there is none. gpu: its number; None: the first."""
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     try:
-        child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+        child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=env)
     except OSError as e:
         raise RuntimeError(f"{command[0]} can't be started ({e.strerror}); make -C dev bench builds it") from None
     except subprocess.TimeoutExpired:
@@ -94,11 +99,11 @@ def run_program(command: list[str], timeout: float) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def measure(run: Run, program: str, args: argparse.Namespace) -> None:
+def measure(run: Run, program: str, args: argparse.Namespace, gpu: str | None) -> None:
     """Adds a turn's result, or its error."""
     began = time.perf_counter()
     try:
-        run.results[program].append(run_program(command_of(run, program, args.steps, args.torch_mode), args.timeout))
+        run.results[program].append(run_program(command_of(run, program, args.steps, args.torch_mode), args.timeout, gpu))
     except (RuntimeError, json.JSONDecodeError) as e:
         run.errors[program] = str(e)
     if sys.stderr.isatty() or args.verbose:
@@ -112,8 +117,9 @@ def compile_ahead(runs: list[Run], args: argparse.Namespace) -> None:
         with contextlib.suppress(RuntimeError, json.JSONDecodeError):  # the measured run says what is wrong
             run_program(command_of(run, TORCH, 1, args.torch_mode), args.timeout)
 
+    in_torch = [run for run in runs if run.precision != "fp8"]
     with concurrent.futures.ThreadPoolExecutor(max(CORES // 2, 1)) as pool:
-        list(pool.map(attempt, sorted(runs, key=lambda run: run.model)))
+        list(pool.map(attempt, sorted(in_torch, key=lambda run: run.model)))
 
 
 def header(programs: list[str]) -> str:
@@ -185,6 +191,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps and forward passes that are timed in each run")
     parser.add_argument("--turns", type=int, default=1, help="runs of each program for each row")
     parser.add_argument("--only", default="", help="rows whose 'model batch precision what' holds this, such as 'unet64 32'")
+    parser.add_argument("--gpus", type=int, default=1, help="rows are shared out among so many GPUs; a row's programs run on one, one at a time")
     parser.add_argument("--torch_mode", default="graph", choices=["graph", "compile", "eager"], help="graph is PyTorch's fastest, by far")
     parser.add_argument("--skip_torch", action="store_true")
     parser.add_argument("--skip_jax", action="store_true")
@@ -217,16 +224,28 @@ def main() -> None:
         compile_ahead(chosen, args)
         print(f"compiled for PyTorch in {time.perf_counter() - began:.0f} s")
     print(f"\n{header(programs)}", flush=True)
-    for i, run in enumerate(chosen):
+    free_gpus: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for gpu in range(args.gpus):
+        free_gpus.put(str(gpu) if args.gpus > 1 else None)
+    finished = threading.Lock()  # one row at a time is printed and written
+
+    def measure_run(i: int) -> None:
+        run, gpu = chosen[i], free_gpus.get()
+        known = programs if run.precision != "fp8" else [program for program in programs if program == OURS]
         for turn in range(args.turns):
-            for program in programs if (i + turn) % 2 == 0 else programs[::-1]:
-                measure(run, program, args)
-        for row in run.rows():
-            print(table_row(run, row, programs), flush=True)
-        if args.output:  # after every row: a run that is ended loses the rest alone
-            lines = [{"row": str(run), **line} for run in chosen for program in programs for line in run.results[program]]
-            pathlib.Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-            pathlib.Path(args.output).write_text(json.dumps({"machine": title, "steps": args.steps, "runs": lines}, indent=1) + "\n")
+            for program in known if (i + turn) % 2 == 0 else known[::-1]:
+                measure(run, program, args, gpu)
+        free_gpus.put(gpu)
+        with finished:
+            for row in run.rows():
+                print(table_row(run, row, programs), flush=True)
+            if args.output:  # after every row: a run that is ended loses the rest alone
+                lines = [{"row": str(run), **line} for run in chosen for program in programs for line in run.results[program]]
+                pathlib.Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+                pathlib.Path(args.output).write_text(json.dumps({"machine": title, "steps": args.steps, "runs": lines}, indent=1) + "\n")
+
+    with concurrent.futures.ThreadPoolExecutor(args.gpus) as pool:
+        list(pool.map(measure_run, range(len(chosen))))
     print()
     for run in chosen:
         for program, error in run.errors.items():
