@@ -10,27 +10,20 @@
     ... --image_size 256 --encode VAE_DIR                            their latents, by an AutoencoderKL of diffusers on this disk
     ... --values TABLE.csv                                           numbers of each picture, to condition on: a line for each, its name first
 
-The file: a header of 256 little-endian int32, the images (NCHW), then int32 labels if there are classes, then float32 numbers of each image if there
-are any, and their names. The header:
-    0 magic 20261120 | 1 version 1 | 2 count | 3 channels | 4 height | 5 width | 6 number of classes (0 = none)
-    7 bytes a value (1 = uint8, 4 = float32 in [-1, 1]) | 8 crc32 of the header with this slot 0
-    9 crc32 of everything after the header | 10 numbers an image | 11 bytes of their names | the rest 0
-A file of more than 4 GiB has version 2, because nobody wants to wait until so much is read and checked before training begins: behind the
-labels lies the crc32 of each image, against which it is held whenever it is read, and slot 9 is the crc32 of what lies behind the images.
-common/data_files.py also reads unet.cu's files (magic 20240620): count, channels, height, width, then float32 images.
+docs/FORMATS.md describes the file byte by byte.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import math
 import re
 import signal
 import sys
 from collections.abc import Sequence
 
 from common import program
+from common.flags import finite_numbers
 from common.program import Parser, UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -433,15 +426,6 @@ def encoded(images: Iterable[np.ndarray], vae_dir: str, batch_size: int = 8) -> 
 # --values: numbers of each image
 
 
-def numbers_of(cells: list[str]) -> list[float] | None:
-    """None: one of them is no finite number."""
-    try:
-        row = [float(cell) for cell in cells]
-    except ValueError:
-        return None
-    return row if all(map(math.isfinite, row)) else None
-
-
 def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
     """A .csv of a file's name and numbers in each line: the numbers' names, from the first line ([] if that has numbers, too), and the rows by file."""
     names: list[str] = []
@@ -456,11 +440,11 @@ def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
                 raise DataError(
                     f"{path}: the line of {cells[0]} has {len(cells)} columns; a line is a file's name and its numbers, {max(width, 2)} columns"
                 )
-            row = numbers_of(cells[1:])
-            if row is None and first:
+            row = finite_numbers(cells[1:])
+            if not row and first:
                 names = cells[1:]
                 continue
-            if row is None:
+            if not row:
                 raise DataError(f"{path}: the line of {cells[0]} holds something else than finite numbers: {','.join(cells[1:])[:60]}")
             if cells[0] in rows:
                 raise DataError(f"{path}: has two lines of {cells[0]}")

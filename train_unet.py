@@ -106,13 +106,8 @@ def to_tensors(
     labels = torch.from_numpy(data.labels[index].astype(np.int64)).to(device) if config.class_cond else None
     conditions = {"values": torch.from_numpy(data.values[index]).to(device)} if config.cond_dim else {}
     if config.cond_channels and not config.cond:
-        conditions["cond"] = torch.from_numpy(data.read_pictures(index)).to(device)
+        conditions["cond"] = torch.from_numpy(data.pictures.read_finite(index)).to(device)
     return torch.from_numpy(data.read_floats(index)).to(device), labels, conditions
-
-
-def pictures_of(conditions: Conditions) -> list[torch.Tensor]:
-    """The pictures of a file that images are conditioned on, if there are any."""
-    return [conditions["cond"]] if "cond" in conditions else []
 
 
 def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu", probabilities: np.ndarray | None = None) -> Batch:
@@ -138,7 +133,8 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
         conditions["values"] = torch.where(dropped[:, None], 0, conditions["values"])
     if config.augment > 0:
         own = [conditions["values"]] if config.cond_dim else []
-        changed, told = augment(torch.cat([x0, *pictures_of(conditions)], dim=1), config.augment, config.seed, step, samples)
+        pictures = [conditions["cond"]] if "cond" in conditions else []
+        changed, told = augment(torch.cat([x0, *pictures], dim=1), config.augment, config.seed, step, samples)
         x0, changed_cond = changed.tensor_split([config.in_channels], dim=1)
         conditions["values"] = torch.cat([*own, told], dim=1)
         if "cond" in conditions:
@@ -548,11 +544,7 @@ def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
     data = open_data(path)
     channels = {"mask": 1, "cond_file": config.cond_channels}.get(name, config.in_channels)
     data.check(dataclasses.replace(config, class_cond=False, cond_dim=0, cond_channels=0, in_channels=channels))
-    images = torch.from_numpy(data.read_floats(np.arange(min(len(data.images), most))))
-    for i, image in enumerate(images):
-        if not torch.isfinite(image).all():
-            raise DataError(f"--{name} {path}: image {i} holds a value that is not finite; make the file again")
-    return images
+    return torch.from_numpy(data.read_finite(np.arange(min(len(data.images), most)), f"--{name} "))
 
 
 def sample_pictures(config: Config, most: int) -> torch.Tensor:
@@ -834,7 +826,7 @@ def grid_pictures(config: Config, data: Data) -> torch.Tensor | None:
     first = np.arange(min(len(data.images), config.num_samples))
     if config.cond:
         return made_pictures(config, torch.from_numpy(data.read_floats(first)), 0, torch.from_numpy(first))
-    return torch.from_numpy(data.read_pictures(first))
+    return torch.from_numpy(data.pictures.read_finite(first))
 
 
 def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data) -> None:

@@ -81,13 +81,13 @@ class Data:
             told = f"its pictures have {self.pictures.images.shape[1]} channels and the model takes --cond_channels {config.cond_channels}"
             raise UserError(f"{self.pictures.path}: {told}")
 
-    def read_pictures(self, index: np.ndarray) -> np.ndarray:
-        """The pictures that these images are conditioned on, as float32."""
-        pictures = self.pictures.read_floats(index)
-        for i, picture in zip(index.tolist(), pictures):
-            if not np.isfinite(picture).all():
-                raise DataError(f"{self.pictures.path}: image {i} holds a value that is not finite; make the file again")
-        return pictures
+    def read_finite(self, index: np.ndarray, flag: str = "") -> np.ndarray:
+        """The same; DataError if a value is not finite. flag: the one that names the file, for the sentence."""
+        images = self.read_floats(index)
+        for i, image in zip(index.tolist(), images):
+            if not np.isfinite(image).all():
+                raise DataError(f"{flag}{self.path}: image {i} holds a value that is not finite; make the file again")
+        return images
 
 
 def values_block(values: Sequence[np.ndarray] | np.ndarray, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
@@ -241,12 +241,6 @@ def check_images(data: Data) -> int:
         raise DataError(f"{data.path} is damaged: image {wrong[0]} does not match its checksum")
     data.image_crcs = crcs
     return crc
-
-
-def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """A data file, ours or unet.cu's: (images as a memory map (N, C, H, W), int32 labels or None, classes). See open_data_file."""
-    data = open_data_file(path)
-    return data.images, data.labels, data.num_classes
 
 
 def check_field(path: str, field: str, value: int, low: int, high: int) -> None:

@@ -26,6 +26,15 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
+def finite_numbers(words: list[str]) -> list[float]:
+    """The numbers that these words are, as float32; [] if one of them is something else, or not finite."""
+    try:
+        row = [float32(float(word)) for word in words]
+    except ValueError:
+        return []
+    return row if all(map(math.isfinite, row)) else []
+
+
 # ======================================================================================================================
 # the table: common/flags.h
 

@@ -26,7 +26,7 @@ from conftest import BUILD, TINY, binary_path, data_bytes, environment, make_ima
 
 import prepare_data
 from common import data_files, files
-from common.data_files import open_data_file, read_data, write_data
+from common.data_files import open_data_file, write_data
 from common.files import DataError
 from common.formats import read_model
 from common.pictures import load_folder
@@ -48,6 +48,12 @@ def noise(path: Path, size=(40, 30)) -> Path:
     rng = np.random.default_rng(0)
     Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(path)
     return path
+
+
+def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Images, labels or None, and how many classes there are."""
+    data = open_data_file(path)
+    return data.images, data.labels, data.num_classes
 
 
 def convert(*arguments) -> int:
