@@ -267,13 +267,9 @@ def told_seconds(line: str, count: int) -> float:
     return seconds if seconds >= 1 else count / rate
 
 
-def generate_native(file: ModelFile, config: Config, count: int) -> torch.Tensor:
-    return run_native(ROOT / "train_unet", file, config, count)[0]
-
-
 BACKENDS: dict[str, Callable] = {
     "torch": generate_with(torch_model),
-    "native": generate_native,
+    "native": lambda file, config, count: run_native(ROOT / "train_unet", file, config, count)[0],
     "mps": generate_with(mps_network),
     "coreml": generate_with(coreml_network),
     "onnx": generate_with(onnx_network),
@@ -286,6 +282,7 @@ BACKENDS: dict[str, Callable] = {
 
 
 INPUTS = {"x": np.float32, "timesteps": np.float32, "y": np.int32, "values": np.float32, "cond": np.float32}
+COREML_FILES = ("Manifest.json", "Data/")  # what an .mlpackage holds
 
 
 def example_inputs(config: Config, batch: int) -> dict[str, torch.Tensor]:
@@ -348,10 +345,6 @@ def coreml_model(file: ModelFile, config: Config) -> Any:
         why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0][:200]}"
         told = f"coremltools {coremltools.__version__} can't convert this model from torch {torch.__version__}"
         raise UserError(f"{told} ({why}); another version of one of them may") from None
-
-
-def save_coreml(model: Any, path: str) -> None:
-    files.write_folder(path, ("Manifest.json", "Data/"), lambda folder: model.save(str(folder)))
 
 
 # ======================================================================================================================
@@ -534,16 +527,12 @@ def network_calls(config: Config, first: int = 0) -> int:
 @contextlib.contextmanager
 def progress(model: nn.Module, calls: int) -> Iterator[None]:
     """A bar on a terminal, of how often the network was asked."""
-    with tqdm(total=calls, unit="step", disable=not sys.stderr.isatty()) as bar:
 
-        def count(*_: Any) -> None:
-            bar.update()
+    def count(*_: Any) -> None:
+        bar.update()
 
-        handle = model.register_forward_hook(count)
-        try:
-            yield
-        finally:
-            handle.remove()
+    with tqdm(total=calls, unit="step", disable=not sys.stderr.isatty()) as bar, model.register_forward_hook(count):
+        yield
 
 
 def show_corruption(file: ModelFile, config: Config, options: Options) -> np.ndarray:
@@ -675,13 +664,17 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     return buffer.getvalue()
 
 
-def picture_file(flag: str, path: str, channels: int, size: Callable[[Image.Image], tuple[int, int]], folder: str) -> str:
-    """A data file in this folder that holds one picture. flag: the one that names it; size: height and width that it gets."""
+def picture_file(flag: str, path: str, channels: int, config: Config, folder: str) -> str:
+    """A data file in this folder that holds one picture, in the size of the images. flag: the one that names it. A smaller picture to --cond of a
+    super-resolution model is what is to be enlarged, and is brought to the size that such pictures have."""
     if channels not in (1, 3):
         raise UserError(f"--{flag} {path}: a picture has 1 or 3 channels and this model's {'pictures' if flag == 'cond' else 'images'} {channels}")
+    (H, W), factor = config.image_size, config.picture_factor if flag == "cond" else 0
+    resample = Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS
     try:
         with files.open_file(path) as file, Image.open(file) as picture:
-            array = image_to_array(picture, size(picture), channels, Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS)
+            is_small = factor > 0 and (picture.width < W or picture.height < H)
+            array = image_to_array(picture, (H // factor, W // factor) if is_small else (H, W), channels, resample)
     except UnidentifiedImageError:
         raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
     except (DataError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
@@ -690,60 +683,46 @@ def picture_file(flag: str, path: str, channels: int, size: Callable[[Image.Imag
     return f"{folder}/{flag}.bin"
 
 
-def take_condition(options: Options, config: Config, folder: str) -> Config:
-    """config with --cond, and --mask, as data files in this folder. A picture that is smaller than the images of a super-resolution model is what is
-    to be enlarged; any other one is brought to the images' size, and the condition is made of it as in training."""
-    if not config.cond_channels:
+def take_pictures(options: Options, config: Config, folder: str) -> Config:
+    """config with --image or --cond, and --mask, as data files in this folder. Of a picture to --cond the condition is made as in training."""
+    if options.cond and not config.cond_channels:
         raise UserError(f"--cond {options.cond}: this model is not conditioned on pictures")
-    (H, W), factor = config.image_size, config.picture_factor
-
-    def size(picture: Image.Image) -> tuple[int, int]:
-        is_small = factor > 0 and (picture.width < W or picture.height < H)
-        return (H // factor, W // factor) if is_small else (H, W)
-
-    taken = {"cond_file": picture_file("cond", options.cond, config.in_channels if config.cond else config.cond_channels, size, folder)}
+    taken: dict[str, Any] = {}
+    if options.image:
+        taken["inpaint" if options.mask else "start_from"] = picture_file("image", options.image, config.in_channels, config, folder)
+        taken["S_churn"] = config.S_churn if "S_churn" in options.asked else 0.0  # a preset's is for images made of noise alone
+    if options.cond:
+        channels = config.in_channels if config.cond else config.cond_channels
+        taken["cond_file"] = picture_file("cond", options.cond, channels, config, folder)
     if options.mask:
-        taken["mask"] = picture_file("mask", options.mask, 1, lambda _: (H, W), folder)
+        taken["mask"] = picture_file("mask", options.mask, 1, config, folder)
     config = dataclasses.replace(config, sample=options.num_samples, **taken)
     validate(config)
     return config
 
 
-def beside_condition(config: Config, images: torch.Tensor) -> np.ndarray:
-    """What the images are conditioned on, four images in a row, and the truth, if the condition was made of it."""
-    condition = visible(train_unet.sample_pictures(config, 1), config.in_channels)[0]
-    data = open_data(config.cond_file)
-    shows_truth = config.cond != "" and data.images.shape[1:] == (config.in_channels, *config.image_size)
-    truth = list(torch.from_numpy(data.read_floats(np.array([0])))) if shows_truth else []
+def beside(shown: dict[str, torch.Tensor], name: str, images: torch.Tensor, title: str) -> np.ndarray:
+    """A grid of images under this name, four in a row, each row beside what is shown, an image for each name."""
     parts = images.split(4)
-    rows = {f"{4 * i} to {4 * i + len(part) - 1}" if len(images) > 1 else "0": [condition, *truth, *part] for i, part in enumerate(parts)}
-    return labelled_grid(
-        rows, ["condition", *["truth"] * shows_truth, "result", *[""] * (len(parts[0]) - 1)], f"{config.sampler}, {config.cond or 'a picture'}"
-    )
+    rows = {f"{4 * i} to {4 * i + len(part) - 1}" if len(images) > 1 else "0": [*shown.values(), *part] for i, part in enumerate(parts)}
+    return labelled_grid(rows, [*shown, name, *[""] * (len(parts[0]) - 1)], title)
 
 
-def take_picture(options: Options, config: Config, folder: str) -> Config:
-    """config with --image, and --mask, as data files in this folder."""
-
-    def take(flag: str, path: str, channels: int) -> str:
-        return picture_file(flag, path, channels, lambda _: config.image_size, folder)
-
-    taken = {"inpaint" if options.mask else "start_from": take("image", options.image, config.in_channels)}
-    taken |= {"mask": take("mask", options.mask, 1)} if options.mask else {}
-    churn = config.S_churn if "S_churn" in options.asked else 0.0  # a preset's is for images made of noise alone
-    config = dataclasses.replace(config, sample=options.num_samples, S_churn=churn, **taken)
-    validate(config)
-    return config
+def beside_condition(config: Config, images: torch.Tensor) -> np.ndarray:
+    """What the images are conditioned on, the truth, if the condition was made of it, and the images."""
+    shown = {"condition": visible(train_unet.sample_pictures(config, 1), config.in_channels)[0]}
+    data = open_data(config.cond_file)
+    if config.cond and data.images.shape[1:] == (config.in_channels, *config.image_size):
+        shown["truth"] = torch.from_numpy(data.read_floats(np.array([0])))[0]
+    return beside(shown, "result", images, f"{config.sampler}, {config.cond or 'a picture'}")
 
 
 def before_and_after(config: Config, images: torch.Tensor) -> np.ndarray:
-    """The picture, its mask if there is one, and what was made of it, four in a row."""
-    known = [train_unet.read_images(config, name, 1) for name in ("start_from" if config.start_from else "inpaint", "mask")]
-    shown = [image[0].expand(config.in_channels, -1, -1) for image in known if image is not None]
-    parts = images.split(4)
-    rows = {f"{4 * i} to {4 * i + len(part) - 1}" if len(images) > 1 else "0": [*shown, *part] for i, part in enumerate(parts)}
-    told = f"{config.sampler}, {'painted where white' if config.mask else f'strength {config.strength:g}'}"
-    return labelled_grid(rows, ["before", "mask", "after", "", "", ""] if config.mask else ["before", "after", "", "", ""], told)
+    """The picture, its mask if there is one, and what was made of it."""
+    shown = {"before": train_unet.read_images(config, "start_from" if config.start_from else "inpaint", 1)[0]}
+    if config.mask:
+        shown["mask"] = train_unet.read_images(config, "mask", 1)[0].expand(config.in_channels, -1, -1)
+    return beside(shown, "after", images, f"{config.sampler}, {'painted where white' if config.mask else f'strength {config.strength:g}'}")
 
 
 # ======================================================================================================================
@@ -856,13 +835,13 @@ def run(argv: list[str]) -> None:
         files.atomic_write(options.export_onnx, [onnx_bytes(file, config)])
         return print(f"{options.export_onnx}: the network of {options.model_filename}")
     if options.export_coreml:
-        save_coreml(coreml_model(file, config), options.export_coreml)
+        model = coreml_model(file, config)
+        files.write_folder(options.export_coreml, COREML_FILES, lambda folder: model.save(str(folder)))
         return print(f"{options.export_coreml}: the network of {options.model_filename}, for batches of {config.batch_size}")
     if options.show:
         return make_pictures(file, config, options)
     with tempfile.TemporaryDirectory() as folder:
-        config = take_picture(options, config, folder) if options.image else config
-        config = take_condition(options, config, folder) if options.cond else config
+        config = take_pictures(options, config, folder) if options.image or options.cond else config
         images = BACKENDS[options.backend](file, config, options.num_samples)
         shows_beside = (options.image or options.cond) and options.output.endswith(".png")
         if shows_beside:
