@@ -201,17 +201,12 @@ FP8_SPARED = 4  # of how many 3x3 convolutions at each end of the network the fo
 # Training multiplies by these factors before it rounds. (Samples have factors of their own: fp8_factor and fp8_weight.)
 FP8_X_FACTOR = 16.0  # what a norm has written: up to 28 fits in e4m3
 FP8_WEIGHT_FACTOR = 128.0  # weights: up to 3.5 fits
-FP8_GRADIENT_MAX = 57344.0  # of e5m2
 
 
-def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to the nearest number of e4m3; what is larger than FP8_MAX becomes FP8_MAX."""
-    return x.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype)
-
-
-def to_fp8_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to the nearest number of e5m2; what is larger than FP8_GRADIENT_MAX becomes FP8_GRADIENT_MAX."""
-    return x.float().clamp(-FP8_GRADIENT_MAX, FP8_GRADIENT_MAX).to(torch.float8_e5m2).to(x.dtype)
+def to_fp8(x: torch.Tensor, format: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    """Rounded to the nearest number of this format (gradients: of e5m2); what is larger than its largest number becomes that."""
+    largest = torch.finfo(format).max
+    return x.float().clamp(-largest, largest).to(format).to(x.dtype)
 
 
 def fp8_layers(model: UNetModel) -> list[nn.Sequential]:
@@ -267,12 +262,6 @@ class Fp8Conv(nn.Module):
         return (F.conv2d(to_fp8(x * self.factor), self.weight, padding=1) * self.scale + self.bias).to(x.dtype)
 
 
-def sample_in_fp8(model: UNetModel) -> None:
-    """Rounds the weights of the convolutions that multiply in FP8."""
-    for layers in fp8_layers(model):
-        layers[-1] = Fp8Conv(layers[0], layers[-1])
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # training. All factors are powers of two: a number that was multiplied by one, rounded and divided by it again is the number of FP8 in its own scale.
 
@@ -303,7 +292,7 @@ class Fp8Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rounded_dout = to_fp8_gradient(dout * ctx.gradient_factor) / ctx.gradient_factor
+        rounded_dout = to_fp8(dout * ctx.gradient_factor, torch.float8_e5m2) / ctx.gradient_factor
         dx = torch.nn.grad.conv2d_input(x.shape, Fp8Products.rounded_weight(weight), rounded_dout, padding=1)
         dweight = torch.nn.grad.conv2d_weight(x, weight.shape, dout, padding=1)
         return dx, dweight, dout.sum((0, 2, 3)), None, None
@@ -383,5 +372,6 @@ def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torc
     for p, part in zip(model.parameters(), to_state_dict(config, flat).values()):
         p.data = part
     if precision == "fp8":
-        sample_in_fp8(model)
+        for layers in fp8_layers(model):
+            layers[-1] = Fp8Conv(layers[0], layers[-1])
     return model.eval()
