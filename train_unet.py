@@ -43,10 +43,10 @@ from common.augment import augment
 from common.conditions import enlarge, made_pictures
 from common.config import pick_device, pick_precision, space_timesteps, value_rows
 from common.data_files import Data, open_data, with_pictures
-from common.files import DataError
+from common.files import DataError, check_output, is_model
 from common.formats import check_conversion, convert, post_hoc_average, read_model
 from common.model import build_model, initial_weights, parameter_count, to_state_dict, train_in_fp8
-from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, check_model_output, write_model
+from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
 from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
@@ -840,7 +840,7 @@ def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data
     if pictures is not None:
         truth = torch.from_numpy(data.read_floats(np.arange(len(pictures))))
         images, parts = beside_pictures(images, pictures, truth), 3
-    screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=captions, parts=parts))))
+    screen.tell(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=captions, parts=parts))))
 
 
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> int:
@@ -877,7 +877,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 told = "nothing was trained"
                 if state.step > first_step:
                     keeper.finish(state.step, save_rest, stop)
-                    screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
+                    screen.tell(folder.write_or_wait("loss.png", plot_loss(log)))
                     told = "that is saved, and --resume_checkpoint latest goes on from there"
                 screen.print("\n" * screen.terminal, end="")
                 raise DataError(f"{e}; stopped after step {state.step}: {told}") from None
@@ -890,10 +890,10 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             save = last or (keeper.is_due(step, config.save_interval, keeper.saved) and not result.objection)
             validate = val_data and (step % config.val_interval == 0 or last or (config.keep_best and save))
             keeper.val_loss = val_loss = trainer.validation_loss(val_data) if validate else None
-            screen.tell_any(folder.check(step))
-            screen.tell_any(log.write(result, 1000 * elapsed, val_loss))
+            screen.tell(folder.check(step))
+            screen.tell(log.write(result, 1000 * elapsed, val_loss))
             if folder.files_wait and time.monotonic() - folder.tried > 1:
-                screen.tell_any(folder.write_waiting())
+                screen.tell(folder.write_waiting())
             if result.objection:
                 screen.tell(f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
                 if state.bad_in_row >= config.max_bad_steps:
@@ -910,7 +910,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             if draw:
                 draw_samples(trainer, folder, screen, val_data or data)
             if not log.rows and (last or draw):
-                screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
+                screen.tell(folder.write_or_wait("loss.png", plot_loss(log)))
         keeper.finish(state.step, save_rest, stop)
         if stopped:
             told = f"stopped by {stopped} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
@@ -919,7 +919,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             with contextlib.suppress(DataError):  # one step more, only to see whether the last checkpoint is good
                 if keeper.waits() and not trainer.train_step(*next_batch(trainer, data)).objection:
                     keeper.prove()
-        screen.tell_any(folder.write_waiting())
+        screen.tell(folder.write_waiting())
         screen.tell(told)
     return 128 + signal.Signals[stopped] if stopped else 0
 
@@ -929,7 +929,10 @@ def run(argv: list[str]) -> int:
     flags = parse_flags(argv, FLAGS, INTRO)
     check_alone()
     if "convert" in flags:
-        source, target = flags.pop("convert")
+        named = flags.pop("convert")
+        if len(named) != 2 or not all(named):
+            raise UserError(f"--convert {named[0]}: needs two files, as in --convert model.bin model.pt")
+        source, target = named
         check_conversion(source, target)
         file = post_hoc_average(source, flags["ema_sigma_rel"]) if "ema_sigma_rel" in flags else read_model(source, flags)
         print(convert(file, target, flags))
@@ -943,7 +946,7 @@ def run(argv: list[str]) -> int:
     for title, shown in (f"preset {config.preset}", preset), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
-        check_model_output("--init_model_filename", config.init_model_filename, [config.data_file])
+        check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_model)
         write_model(config.init_model_filename, ModelFile(config, initial_weights(config)))
         print(f"{config.init_model_filename}: initial weights, {parameter_count(config) / 1e6:.2f} M parameters")
     elif config.sample:

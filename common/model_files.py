@@ -65,7 +65,6 @@ def header_type() -> np.dtype:
 
 HEADER = header_type()
 
-
 TUNES = "--objective ect: tunes models of --objective edm and flow, and {} was made with ddpm"
 
 
@@ -486,33 +485,26 @@ def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
 # files by their names
 
 
-def read_file(path: str, flags: dict[str, Any]) -> ModelFile:
-    """What formats.read_model does with a file."""
-    files.open_file(path).close()  # says what is wrong with the path itself
-    return reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags)
+READERS: dict[str, Callable] = {".bin": read_bin, ".pt": read_pt, ".pth": read_pt, ".safetensors": read_safetensors}
+WRITERS: dict[str, Callable] = {".bin": bin_chunks, ".pt": pt_chunks, ".pth": pt_chunks, ".safetensors": safetensors_chunks}
+
+
+def kind_of(path: str) -> str:
+    """The end of a model file's name; ModelFileError if it is none."""
+    if Path(path).suffix not in READERS:
+        raise ModelFileError(f"{path}: is of no known kind; model files end in .bin, .pt or .safetensors, and folders of diffusers' in /")
+    return Path(path).suffix
 
 
 def write_model(path: str, file: ModelFile) -> None:
     """Writes .bin, .pt or .safetensors, whole or not at all."""
-    files.atomic_write(path, reader_or_writer(path, bin_chunks, pt_chunks, safetensors_chunks)(file))
-
-
-def reader_or_writer(path: str, for_bin: Callable, for_pt: Callable, for_safetensors: Callable) -> Callable:
-    kinds = {".bin": for_bin, ".pt": for_pt, ".pth": for_pt, ".safetensors": for_safetensors}
-    if Path(path).suffix not in kinds:
-        raise ModelFileError(f"{path}: is of no known kind; model files end in .bin, .pt or .safetensors, and folders of diffusers' in /")
-    return kinds[Path(path).suffix]
+    files.atomic_write(path, WRITERS[kind_of(path)](file))
 
 
 def checkpoints(folder: str) -> dict[int, str]:
     """step -> file, of the checkpoints in a folder, oldest first."""
     found = ((re.fullmatch(r"model_(\d+)\.bin", p.name), str(p)) for p in Path(folder).glob("model_*.bin"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
-
-
-def check_model_output(flag: str, path: str, inputs: Iterable[str]) -> None:
-    """UserError if a model file can't be written, or would replace more than one that was written so before."""
-    files.check_output(flag, path, inputs, files.is_model)
 
 
 def check_folder(flag: str, path: str, source: str) -> None:

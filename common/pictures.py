@@ -28,9 +28,9 @@ def say(text: str, file: TextIO) -> None:
     tqdm.write(printable(text), file=file)
 
 
-def progress(items: Iterable, total: int | None = None) -> Iterable:
+def progress(items: Iterable) -> Iterable:
     """The items under a progress bar; without one if stderr is not a terminal."""
-    return tqdm(items, total=total, unit=" images", disable=None)
+    return tqdm(items, unit=" images", disable=None)
 
 
 def flat_image(image: Image.Image, channels: int) -> Image.Image:
@@ -92,11 +92,11 @@ class Cut:
     """What parts of a picture become images: one at its centre, or, with crops, so many from anywhere in it."""
 
     image_size: tuple[int, int]  # (height, width)
-    crops: int | None = None
+    crops: int = 0
 
     def parts(self, picture: Image.Image, index: int) -> list[np.ndarray]:
         """uint8 (C, H, W) each. They are the same for every picture of an index and a size, and whenever the command runs."""
-        if self.crops is None:
+        if not self.crops:
             return [flat_array(centre_crop(picture, self.image_size))]
         draws = [random.Random(f"crop {crop} of picture {index}") for crop in range(self.crops)]
         return [flat_array(random_crop(picture, self.image_size, draw)) for draw in draws]
@@ -143,11 +143,8 @@ def label_by_folder(found: list[tuple[str, ...]]) -> tuple[list[int] | None, lis
     class_names = sorted({parts[0] for parts in found if len(parts) > 1})
     loose = [parts[0] for parts in found if len(parts) == 1]
     if class_names and loose:
-        say(
-            f"prepare_data: no labels, because {len(loose)} images (the first is {loose[0]}) lie beside "
-            f"the {len(class_names)} sub-folders and belong to none of them",
-            sys.stderr,
-        )
+        told = f"{len(loose)} images (the first is {loose[0]}) lie beside the {len(class_names)} sub-folders and belong to none of them"
+        say(f"prepare_data: no labels, because {told}", sys.stderr)
         class_names = []
     if not class_names:
         return None, []
@@ -177,10 +174,7 @@ def decode_images(paths: list[str], kept: list[int], decode: Callable[[str, int]
 
 
 def load_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> tuple[np.ndarray, np.ndarray | None, list[str]]:
-    """All images below a folder, in memory: uint8 (N, C, H, W), int32 labels or None, and the names of the classes.
-
-    Same images, order and labels as `--data_dir` writes. image_size is (height, width), channels 1 (grey) or 3 (RGB).
-    """
+    """What `--data_dir` writes of a folder, in memory: uint8 (N, C, H, W), int32 labels or None, and the names of the classes."""
     paths, labels, class_names = list_images(data_dir)
     images = np.empty((len(paths), channels, *image_size), np.uint8)
     kept: list[int] = []

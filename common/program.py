@@ -41,11 +41,10 @@ SAMPLING = ("numpy", "torch", "PIL", "tqdm")  # generate.py
 def how_to_install(missing: str, names: str = "") -> str:
     """A sentence with the command that installs a missing package, and others that will be needed."""
     names = names or {"PIL": "pillow"}.get(missing, missing)
-    command = f"{sys.executable} -m pip install {names}"
+    told = f"Python's package {missing} is missing; install it with"
     if sys.prefix == sys.base_prefix:  # Debian's Python, for one, takes packages in virtual environments only
-        command = f"python3 -m venv .venv && .venv/bin/pip install {names}"
-        return f"Python's package {missing} is missing; install it with `{command}`, and use .venv/bin/python"
-    return f"Python's package {missing} is missing; install it with `{command}`"
+        return f"{told} `python3 -m venv .venv && .venv/bin/pip install {names}`, and use .venv/bin/python"
+    return f"{told} `{sys.executable} -m pip install {names}`"
 
 
 def need_packages(packages: tuple[str, ...]) -> None:
@@ -194,12 +193,9 @@ class Screen:
             self.stop.append("SIGPIPE")
 
     def tell(self, text: str) -> None:
-        self.print("\n" * self.terminal + text)
-
-    def tell_any(self, text: str) -> None:
-        """What may be nothing."""
+        """text: a sentence, or "": there is nothing to tell."""
         if text:
-            self.tell(text)
+            self.print("\n" * self.terminal + text)
 
     def status(self, line: str) -> None:
         """line: its parts stand between | and |; those that matter least go where there is no room."""
