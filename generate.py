@@ -75,21 +75,9 @@ class Options:
 
 
 OWN = {f.name: f for f in dataclasses.fields(Options)}
-SHARED = [
-    *SAMPLING_FLAGS,
-    "seed",
-    "use_ema",
-    "ema_rate",
-    "device",
-    "preset",
-    "predict_xstart",
-    "rescale_learned_sigmas",
-    "large_size",
-    "small_size",
-    *SAVED_FLAGS,
-]
-SHARED.remove("timestep_respacing")  # which is --steps here
-SHARED.remove("cond")  # which is a picture here; the model says how it is used
+ALIASES = ["predict_xstart", "rescale_learned_sigmas", "large_size", "small_size"]  # guided-diffusion's names of what a model's flags say
+SHARED = {*SAMPLING_FLAGS, *SAVED_FLAGS, *ALIASES, "seed", "use_ema", "ema_rate", "device", "preset"}
+SHARED -= {"timestep_respacing", "cond"}  # which are --steps and a picture here; the model says how that is used
 
 
 def parse_command_line(argv: list[str]) -> dict[str, Any]:
@@ -745,9 +733,8 @@ def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
 def read_latents(options: Options) -> torch.Tensor:
     images = open_data(options.data_file).images[: options.num_samples]
     if images.dtype != np.float32:
-        raise UserError(
-            f"--data_file {options.data_file}: holds pictures; latents are what prepare_data.py --encode and --sample N --output F.bin write"
-        )
+        told = "holds pictures; latents are what prepare_data.py --encode and --sample N --output F.bin write"
+        raise UserError(f"--data_file {options.data_file}: {told}")
     if not options.output.endswith((".png", ".bin")):
         raise UserError(f"--output {options.output}: must end in .png (one grid) or .bin (float images)")
     return torch.from_numpy(images.astype(np.float32))

@@ -12,11 +12,6 @@ HOLES = 4  # of --cond mask, at most
 NOISE_STRENGTH = 0xFFFFFFFF  # the block of random words that the noise's strength is drawn from
 
 
-def shrink(x0: torch.Tensor, factor: int) -> torch.Tensor:
-    """(B, C, H, W) -> (B, C, H / factor, W / factor): means of squares."""
-    return F.avg_pool2d(x0, factor)
-
-
 def enlarge(small: torch.Tensor, factor: int) -> torch.Tensor:
     """As guided-diffusion's SuperResModel does it."""
     return F.interpolate(small, scale_factor=factor, mode="bilinear", align_corners=False)
@@ -29,7 +24,7 @@ def noise_strengths(seed: int, step: int, samples: torch.Tensor) -> torch.Tensor
 
 
 def coarse(config: Config, x0: torch.Tensor, step: int, samples: torch.Tensor, noise: float) -> torch.Tensor:
-    small = shrink(x0, config.picture_factor)
+    small = F.avg_pool2d(x0, config.picture_factor)
     if noise > 0:
         strength = noise * noise_strengths(config.seed, step, samples)
         small = small + strength[:, None, None, None] * normals(config.seed, COND_NOISE, step, samples, tuple(small.shape[1:]))

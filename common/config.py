@@ -305,13 +305,9 @@ def default_preset(flags: dict[str, Any], data: Any = None) -> str:
     height = data.images.shape[2] if "data_file" in flags and data else None
     if flags.get("data_dir"):
         height = 64  # a folder becomes 64x64 RGB, as in prepare_data.py
-    if height == 64:
-        return "quick64" if on_gpu else "emoji64"
-    if height is None:
-        return "quick64" if on_gpu else "quick32"
     if on_gpu:
-        return "unet64"
-    return "quick32" if height == 32 else "fashion32"
+        return "quick64" if height in (64, None) else "unet64"
+    return {None: "quick32", 32: "quick32", 64: "emoji64"}.get(height, "fashion32")
 
 
 def pick_device(name: str) -> torch.device:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from common.files import DATA_MAGIC, HEADER_BYTES, UNET_CU_DATA_MAGIC, DataError, atomic_file, open_regular
 from common.flags import Config
@@ -90,7 +91,7 @@ class Data:
         return images
 
 
-def values_block(values: Sequence[np.ndarray] | np.ndarray, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
+def values_block(values: ArrayLike, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
     """What a data file holds of the numbers (count, K) of its images: the bytes, K, and how many of the bytes are the names, a line for each."""
     numbers = np.asarray(values, np.float32)
     if numbers.ndim != 2 or len(numbers) != count or not 1 <= numbers.shape[1] <= MOST_VALUES:
@@ -144,13 +145,7 @@ class DataWriter:
         self.image_crcs.append(zlib.crc32(data))
         self.written += 1
 
-    def finish(
-        self,
-        labels: Sequence[int] | np.ndarray | None = None,
-        num_classes: int = 0,
-        values: Sequence[np.ndarray] | np.ndarray | None = None,
-        value_names: Sequence[str] = (),
-    ) -> int:
+    def finish(self, labels: ArrayLike | None = None, num_classes: int = 0, values: ArrayLike | None = None, value_names: Sequence[str] = ()) -> int:
         """Labels, numbers and the header; returns how many images there are."""
         if self.shape is None or self.dtype is None:
             raise DataError(f"there are no images to write to {self.path}")
@@ -198,9 +193,9 @@ def new_data_file(path: str) -> Iterator[DataWriter]:
 def write_data(
     path: str,
     images: Iterable[np.ndarray],
-    labels: Sequence[int] | np.ndarray | None = None,
+    labels: ArrayLike | None = None,
     num_classes: int = 0,
-    values: Sequence[np.ndarray] | np.ndarray | None = None,
+    values: ArrayLike | None = None,
     value_names: Sequence[str] = (),
 ) -> int:
     """Writes a data file, whole or not at all, and returns the number of images in it.
@@ -250,10 +245,7 @@ def check_field(path: str, field: str, value: int, low: int, high: int) -> None:
 
 
 def open_data_file(path: str) -> Data:
-    """Opens a data file, ours or unet.cu's.
-
-    Header, size and checksums are checked, those of the images if there are at most 4 GiB; whatever is wrong comes as a DataError that names the file.
-    """
+    """A data file, ours or unet.cu's; DataError for whatever is wrong. Checksums of images are checked if they are at most 4 GiB."""
     file = open_regular(path)
     start, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     if start[:2] == b"\x1f\x8b":

@@ -301,10 +301,8 @@ def read_json(path: str) -> dict[str, Any]:
 def same(a: Any, b: Any) -> bool:
     """Numbers to float32's rounding."""
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (a, b))
-    if not numbers:
-        return a == b
     try:
-        return math.isclose(a, b, rel_tol=1e-6)
+        return math.isclose(a, b, rel_tol=1e-6) if numbers else a == b
     except OverflowError:  # of a whole number beyond float64
         return False
 

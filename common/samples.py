@@ -11,7 +11,6 @@ import torch
 
 from common import files
 from common.data_files import write_data
-from common.flags import Config
 from common.program import UserError
 
 
@@ -101,9 +100,3 @@ def save_samples(images: torch.Tensor, path: str, captions: Sequence[str] = ()) 
         write_data(path, images.numpy())
     else:
         save_png(grid_pixels(images, captions=captions), path)
-
-
-def check_samples(config: Config, *inputs: str) -> None:
-    """UserError if --output can't be written, or would replace more than older samples. inputs: what else is read."""
-    read = [*inputs, config.data_file, config.start_from, config.inpaint, config.mask, config.values, config.cond_file]
-    files.check_output("--output", config.output, read, files.is_samples)
