@@ -132,7 +132,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import train_unet
@@ -162,7 +162,7 @@ class Network(nn.Module):
         self.compute = compute
         self.here = nn.Parameter(torch.empty(0))  # says that draws and sampler run on the CPU
 
-    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None, **conditions: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, timesteps: Tensor, y: Tensor | None = None, **conditions: Tensor) -> Tensor:
         given = {"x": x, "timesteps": timesteps, "y": y} | conditions
         return self.compute({name: value for name, value in given.items() if value is not None})
 
@@ -180,7 +180,7 @@ def mps_network(file: ModelFile, config: Config, device: str = "mps") -> Network
     embed = UNetModel(config)  # on the CPU
     model.timestep_embedding = lambda t: embed.timestep_embedding(t.cpu()).to(device)
 
-    def compute(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(given: dict[str, Tensor]) -> Tensor:
         return model(**{name: value.to(device) for name, value in given.items()}).cpu()
 
     return Network(compute)
@@ -193,7 +193,7 @@ def onnx_network(file: ModelFile, config: Config) -> Network:
     settings.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(onnx_bytes(file, config), settings, providers=["CPUExecutionProvider"])
 
-    def compute(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(given: dict[str, Tensor]) -> Tensor:
         return torch.from_numpy(session.run(None, {name: value.numpy() for name, value in given.items()})[0])
 
     return Network(compute)
@@ -205,7 +205,7 @@ def coreml_network(file: ModelFile, config: Config) -> Network:
         raise UserError("--backend coreml: only macOS runs Core ML; --export_coreml F.mlpackage works here, and so does --backend torch or native")
     model = coreml_model(file, config)
 
-    def compute(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(given: dict[str, Tensor]) -> Tensor:
         outputs = []
         for part in zip(*(values.split(config.batch_size) for values in given.values())):
             full = {}
@@ -223,7 +223,7 @@ def generate_with(model: Callable) -> Callable:
     return lambda file, config, count: train_unet.sample(model(file, config), config, count, progress=sys.stderr.isatty())
 
 
-def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[torch.Tensor, float]:
+def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[Tensor, float]:
     """The images, and the seconds that it took by its own clock, without reading and writing files."""
     if not program.exists():
         raise UserError(f"--backend native: {program} is not there; make {program.name} builds it")
@@ -273,7 +273,7 @@ INPUTS = {"x": np.float32, "timesteps": np.float32, "y": np.int32, "values": np.
 COREML_FILES = ("Manifest.json", "Data/")  # what an .mlpackage holds
 
 
-def example_inputs(config: Config, batch: int) -> dict[str, torch.Tensor]:
+def example_inputs(config: Config, batch: int) -> dict[str, Tensor]:
     inputs = {"x": torch.zeros(batch, config.in_channels, *config.image_size), "timesteps": torch.zeros(batch)}
     if config.class_cond:
         inputs["y"] = torch.zeros(batch, dtype=torch.int64)
@@ -347,10 +347,10 @@ class Row:
     device: str
     precision: str
     seconds: float
-    images: torch.Tensor
+    images: Tensor
 
 
-def time_torch(model: nn.Module, config: Config, count: int, compiled: bool = False) -> tuple[float, torch.Tensor]:
+def time_torch(model: nn.Module, config: Config, count: int, compiled: bool = False) -> tuple[float, Tensor]:
     """Seconds and images of the second of two runs. The first, of two steps, compiles and lets cuDNN choose."""
     if compiled:
         model.compile()
@@ -361,7 +361,7 @@ def time_torch(model: nn.Module, config: Config, count: int, compiled: bool = Fa
     return time.perf_counter() - began, images
 
 
-def time_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[float, torch.Tensor]:
+def time_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[float, Tensor]:
     """Seconds of a batch behind the first, in which a GPU loads its kernels: three batches less one, halved. (Where other work held the first
     one up for as long as the other two take, a third of the three.)"""
     images, once = run_native(program, file, config, count)
@@ -414,7 +414,7 @@ def print_table(rows: Iterable[Row], count: int) -> None:
 # pictures
 
 
-def smiley(config: Config) -> torch.Tensor:
+def smiley(config: Config) -> Tensor:
     """(C, H, W) in [-1, 1]: drawn four times as large and scaled down. White on black in grey, yellow on white in colour."""
     H, W = config.image_size
     grey = config.in_channels != 3
@@ -434,7 +434,7 @@ def smiley(config: Config) -> torch.Tensor:
     return image if not grey else image.mean(0, keepdim=True).expand(config.in_channels, -1, -1)
 
 
-def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[Tensor, Tensor]]:
     """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
     path = data_file or file.config.data_file or "data/fashion32.bin"
     data = open_data(path if data_file or Path(path).exists() else str(ROOT / path))
@@ -443,11 +443,11 @@ def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tup
     return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (torch.from_numpy(data.read_floats(np.array([0]))), label)}
 
 
-def labelled_grid(rows: dict[str, list[torch.Tensor]], columns: list[str], title: str) -> np.ndarray:
+def labelled_grid(rows: dict[str, list[Tensor]], columns: list[str], title: str) -> np.ndarray:
     """Pixels (H, W, 3) of rows of cells, each an image (C, H, W) or several side by side (N, C, H, W), small ones enlarged."""
     zoom = max(1, 64 // max(next(iter(rows.values()))[0].shape[-2:]))
 
-    def cell(images: torch.Tensor) -> np.ndarray:
+    def cell(images: Tensor) -> np.ndarray:
         pixels = to_pixels(images.reshape(-1, *images.shape[-3:])).repeat(zoom, 1).repeat(zoom, 2)
         return np.concatenate(list(np.broadcast_to(pixels, (*pixels.shape[:3], 3))), axis=1)
 
@@ -472,7 +472,7 @@ def labelled_grid(rows: dict[str, list[torch.Tensor]], columns: list[str], title
 COLUMNS = 9
 
 
-def start_noise(config: Config, count: int = 1) -> torch.Tensor:
+def start_noise(config: Config, count: int = 1) -> Tensor:
     """(count, C, H, W): the normals that sampling starts from."""
     return train_unet.Denoiser(nn.Identity(), config, torch.arange(count)).normals(train_unet.SAMPLE_START, 0)
 
@@ -488,7 +488,7 @@ def noise_name(config: Config, sigma: float) -> str:
     return {"edm": f"sigma = {sigma:.2g}", "flow": f"t = {told / 1000:.2f}"}.get(config.frame, f"t = {told:.0f}")
 
 
-def corrupt(x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor:
+def corrupt(x0: Tensor, sigma: float, noise: Tensor) -> Tensor:
     """x0 with so much noise, scaled so that signal^2 + noise^2 = 1."""
     return (x0 + sigma * noise) / (1 + sigma * sigma) ** 0.5
 
@@ -498,7 +498,7 @@ def scale_of(noise: train_unet.Noise) -> float:
     return noise.signal * (1 + noise.sigma**2) ** 0.5
 
 
-def denoise(model: nn.Module, config: Config, x: torch.Tensor, labels: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
+def denoise(model: nn.Module, config: Config, x: Tensor, labels: Tensor, first: int = 0) -> list[Tensor]:
     """From the sampler's x (B, C, H, W) at step `first`, in one batch: each step's x in that scale, and what comes out."""
     device = next(model.parameters()).device
     D = train_unet.Denoiser(model, config, torch.arange(len(x), device=device), labels.to(device) if config.class_cond else None)
@@ -637,7 +637,7 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     D = train_unet.Denoiser(torch_model(file, config), config, torch.arange(options.num_samples, device=device))
     shown = set(np.linspace(0, len(D.route) - 2, min(len(D.route) - 1, 20)).round().astype(int))
 
-    def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
+    def add_frame(left: Tensor, right: Tensor) -> None:
         halves = [grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
         both = Image.fromarray(np.concatenate([np.broadcast_to(half, (*half.shape[:2], 3)) for half in halves], axis=1))
         frames.append(both.quantize(32, dither=Image.Dither.NONE))  # noise takes space
@@ -689,14 +689,14 @@ def take_pictures(options: Options, config: Config, folder: str) -> Config:
     return config
 
 
-def beside(shown: dict[str, torch.Tensor], name: str, images: torch.Tensor, title: str) -> np.ndarray:
+def beside(shown: dict[str, Tensor], name: str, images: Tensor, title: str) -> np.ndarray:
     """A grid of images under this name, four in a row, each row beside what is shown, an image for each name."""
     parts = images.split(4)
     rows = {f"{4 * i} to {4 * i + len(part) - 1}" if len(images) > 1 else "0": [*shown.values(), *part] for i, part in enumerate(parts)}
     return labelled_grid(rows, [*shown, name, *[""] * (len(parts[0]) - 1)], title)
 
 
-def beside_condition(config: Config, images: torch.Tensor) -> np.ndarray:
+def beside_condition(config: Config, images: Tensor) -> np.ndarray:
     """What the images are conditioned on, the truth, if the condition was made of it, and the images."""
     shown = {"condition": visible(train_unet.sample_pictures(config, 1), config.in_channels)[0]}
     data = open_data(config.cond_file)
@@ -705,7 +705,7 @@ def beside_condition(config: Config, images: torch.Tensor) -> np.ndarray:
     return beside(shown, "result", images, f"{config.sampler}, {config.cond or 'a picture'}")
 
 
-def before_and_after(config: Config, images: torch.Tensor) -> np.ndarray:
+def before_and_after(config: Config, images: Tensor) -> np.ndarray:
     """The picture, its mask if there is one, and what was made of it."""
     shown = {"before": train_unet.read_images(config, "start_from" if config.start_from else "inpaint", 1)[0]}
     if config.mask:
@@ -730,7 +730,7 @@ def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
     print(f"{options.output}: {options.show} with {options.model_filename}")
 
 
-def read_latents(options: Options) -> torch.Tensor:
+def read_latents(options: Options) -> Tensor:
     images = open_data(options.data_file).images[: options.num_samples]
     if images.dtype != np.float32:
         told = "holds pictures; latents are what prepare_data.py --encode and --sample N --output F.bin write"
@@ -758,7 +758,7 @@ def check_outputs(options: Options) -> None:
             files.check_output("--output", path, read, files.is_samples)
 
 
-def write_images(images: torch.Tensor, told: str, options: Options, captions: Sequence[str] = ()) -> None:
+def write_images(images: Tensor, told: str, options: Options, captions: Sequence[str] = ()) -> None:
     """The grid, with these captions, or the data file, and the images one by one."""
     save_samples(images, options.output, captions)
     print(f"{options.output}: {len(images)} images {told}")
