@@ -6,9 +6,7 @@ in the command line need no PyTorch. This module needs Python alone.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import difflib
 import importlib.util
 import math
 import os
@@ -18,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 
 class UserError(Exception):
@@ -167,16 +165,6 @@ def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
     sentence = re.sub(r"[\x00-\x1f\x7f]\s*", " ", sentence)  # what a file says may have several lines
     print(f"{program}: {sentence}", file=sys.stderr)
     return code
-
-
-class Parser(argparse.ArgumentParser):
-    """Of programs whose flags are not train_unet.py's: a mistake is a UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.fullmatch("unrecognized arguments: (--[^ =]*).*", message, re.DOTALL)
-        nearest = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
-        message += "".join(f"; did you mean {flag}?" for flag in nearest)
-        raise UserError(f"{printable(message)} (--help lists the flags)")
 
 
 class Screen:
