@@ -60,10 +60,7 @@ class Options:
     )
     image: str = flag("", "a picture to change: by --strength from 0 to 1, or with --mask; shows it before and after")
     mask: str = flag("", "a picture that is white where --image, or --cond, is to be painted anew")
-    cond: str = flag(
-        "",
-        "a picture that the images are conditioned on, or from which train_unet's --cond makes it; shows it, the images, and the truth if it is known",
-    )
+    cond: str = flag("", "a picture to condition on, or from which train_unet's --cond makes it; shows it, the images, and the truth if known")
     show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation")
     data_file: str = flag("", "where --show takes an image of the data from (default: the model's data); without a model, what to --decode")
     decode: str = flag("", "folder of the AutoencoderKL (diffusers) that draws pictures from the model's latents, or from those in data_file")
@@ -339,17 +336,6 @@ def coreml_model(file: ModelFile, config: Config) -> Any:
 # the table of back ends
 
 
-@dataclass
-class Row:
-    """One back end's time for one batch of images, warm."""
-
-    name: str
-    device: str
-    precision: str
-    seconds: float
-    images: Tensor
-
-
 def time_torch(model: nn.Module, config: Config, count: int, compiled: bool = False) -> tuple[float, Tensor]:
     """Seconds and images of the second of two runs. The first, of two steps, compiles and lets cuDNN choose."""
     if compiled:
@@ -367,6 +353,9 @@ def time_native(program: Path, file: ModelFile, config: Config, count: int) -> t
     images, once = run_native(program, file, config, count)
     thrice = run_native(program, file, config, 3 * count)[1]
     return (thrice - once) / 2 if thrice > once else thrice / 3, images
+
+
+Row = tuple[str, str, str, float, Tensor]  # a back end's name, its device and precision, and the seconds of a batch of images, warm
 
 
 def compare(file: ModelFile, config: Config, count: int) -> Iterator[Row]:
@@ -389,7 +378,7 @@ def compare(file: ModelFile, config: Config, count: int) -> Iterator[Row]:
         tries.append(("PyTorch, compiled", c.device, c.precision, lambda c=c: time_torch(torch_model(file, c), c, count, compiled=True)))
     for name, device, precision, measure in tries:
         try:
-            yield Row(name, device, precision, *measure())
+            yield name, device, precision, *measure()
         except Exception as e:  # noqa: BLE001 (a back end that does not work here is no reason to hide the others)
             print(f"without {name} on {device}, {precision}: {str(e).strip().partition(chr(10))[0][:150] or type(e).__name__}", file=sys.stderr)
 
@@ -400,14 +389,14 @@ def print_table(rows: Iterable[Row], count: int) -> None:
     print("| --- " * 7 + "|")
     eager: dict[str, float] = {}
     first = None
-    for row in rows:
-        pixels = to_pixels(row.images).astype(int)
+    for name, device, precision, seconds, images in rows:
+        pixels = to_pixels(images).astype(int)
         first = pixels if first is None else first
-        if row.name == "PyTorch, eager":
-            eager.setdefault(row.device, row.seconds)
-        speed = f"{eager[row.device] / row.seconds:.2f}" if row.device in eager else ""
-        cells = f"{row.seconds:.3g} s", f"{count / row.seconds:.1f}", speed, f"{abs(pixels - first).max()}"
-        print(f"| {' | '.join((row.name, row.device, row.precision, *cells))} |", flush=True)
+        if name == "PyTorch, eager":
+            eager.setdefault(device, seconds)
+        speed = f"{eager[device] / seconds:.2f}" if device in eager else ""
+        cells = f"{seconds:.3g} s", f"{count / seconds:.1f}", speed, f"{abs(pixels - first).max()}"
+        print(f"| {' | '.join((name, device, precision, *cells))} |", flush=True)
 
 
 # ======================================================================================================================

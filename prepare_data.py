@@ -8,7 +8,8 @@
     ... --crops 4                                                    four parts of each picture, cut out at random
     ... --cond_dir DIR2 --cond_output_name F2.bin                    a second file, of the picture with the same name in another folder
     ... --image_size 256 --encode VAE_DIR                            their latents, by an AutoencoderKL of diffusers on this disk
-    ... --values TABLE.csv                                           numbers of each picture, to condition on: a line for each, its name first
+    ... --values TABLE.csv                                           numbers of each picture, to condition on: a line for each, its name first;
+                                                                     a first line may name the numbers; of a .npy the rows are in reading order
 
 docs/FORMATS.md describes the file byte by byte.
 """
@@ -41,11 +42,7 @@ class Options:
     output_name: str = flag("", "data file to write")
     image_size: tuple[int, int] = flag((), "64, or HxW such as 48x64; default: 64, 32 for CIFAR-10 and 28x28 idx images, EDM's data as they are")
     encode: str = flag("", "write latents instead: the folder of an AutoencoderKL, or of a pipeline that has one")
-    values: str = flag(
-        "",
-        "numbers of each picture, for --cond_dim: .csv, a line of its file's name and them for each, the first line names them; or .npy, a row for each "
-        "in the order in which they are read",
-    )
+    values: str = flag("", "numbers of each picture, for --cond_dim: a .csv, each line a file's name and its numbers, or a .npy, a row for each")
     channels: str = flag("", "1 = grey, 3 = RGB; default 3, for idx files 1", choices="1|3")
     crops: int = flag(0, "parts of each picture of a folder or zip, from anywhere in it, as guided-diffusion's random_crop; 0: its centre", 1, 1000)
     cond_dir: str = flag("", "folder of pictures that those of --data_dir, of the same path but for .png and such, are conditioned on (--cond_file)")
@@ -317,11 +314,8 @@ def open_cifar10(files: list[str], image_size: tuple[int, int], channels: int) -
 
 
 def emoji_texts(font_file: str) -> tuple[list[str], int]:
-    """The texts for which a bitmap font has a picture, sorted, without skin tones; and the pictures' native size.
-
-    Single code points are in the font's cmap; flags, keycaps and the sequences that are joined to one picture are
-    ligatures in its GSUB table.
-    """
+    """The texts for which a bitmap font has a picture, sorted, without skin tones; and the pictures' native size. Single code points are in the font's
+    cmap; flags, keycaps and the sequences that are joined to one picture are ligatures in its GSUB table."""
     try:
         from fontTools.ttLib import TTFont, TTLibError
     except ImportError as error:

@@ -198,12 +198,8 @@ def write_data(
     values: ArrayLike | None = None,
     value_names: Sequence[str] = (),
 ) -> int:
-    """Writes a data file, whole or not at all, and returns the number of images in it.
-
-    images: an array (N, C, H, W) or an iterator over (C, H, W), uint8 or float32 in [-1, 1]. They go to the disk one by
-    one, so an iterator may yield more than fits in memory; `labels` and `values` (N, K) are not looked at before its end
-    and may be lists that grow meanwhile.
-    """
+    """Writes a data file, whole or not at all, and returns the number of images in it. images: (C, H, W) each, uint8 or float32 in [-1, 1]. They go to
+    the disk one by one; `labels` and `values` (N, K) are not looked at before their end, and may be lists that grow meanwhile."""
     if (labels is None) != (num_classes == 0):
         raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
     with new_data_file(path) as writer:

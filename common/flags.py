@@ -90,10 +90,9 @@ def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str]]:
 
 # What to do instead of flags that other programs have.
 CLASSIFIERS = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale"
-BASE_SAMPLES = "here it is --cond_file, a data file of the small images"
-SAMPLING_PROGRAM = "python generate.py takes it; here it is --sample N --init FILE with --sampler"
-ELSEWHERE = dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS) | {"base_samples": BASE_SAMPLES}
-ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], SAMPLING_PROGRAM)
+ELSEWHERE = {"base_samples": "here it is --cond_file, a data file of the small images"}
+ELSEWHERE |= dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS)
+ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], "python generate.py takes it; here it is --sample N --init FILE with --sampler")
 ELSEWHERE |= dict.fromkeys(["bench", "profile"], "python dev/benchmarks/bench_torch.py times PyTorch, make profile the program")
 
 
