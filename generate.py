@@ -60,10 +60,7 @@ class Options:
     )
     image: str = flag("", "a picture to change: by --strength from 0 to 1, or with --mask; shows it before and after")
     mask: str = flag("", "a picture that is white where --image, or --cond, is to be painted anew")
-    cond: str = flag(
-        "",
-        "a picture that the images are conditioned on, or from which train_unet's --cond makes it; shows it, the images, and the truth if it is known",
-    )
+    cond: str = flag("", "a picture to condition on, or from which train_unet's --cond makes it; shows it, the images, and the truth if known")
     show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation")
     data_file: str = flag("", "where --show takes an image of the data from (default: the model's data); without a model, what to --decode")
     decode: str = flag("", "folder of the AutoencoderKL (diffusers) that draws pictures from the model's latents, or from those in data_file")
@@ -75,21 +72,9 @@ class Options:
 
 
 OWN = {f.name: f for f in dataclasses.fields(Options)}
-SHARED = [
-    *SAMPLING_FLAGS,
-    "seed",
-    "use_ema",
-    "ema_rate",
-    "device",
-    "preset",
-    "predict_xstart",
-    "rescale_learned_sigmas",
-    "large_size",
-    "small_size",
-    *SAVED_FLAGS,
-]
-SHARED.remove("timestep_respacing")  # which is --steps here
-SHARED.remove("cond")  # which is a picture here; the model says how it is used
+ALIASES = ["predict_xstart", "rescale_learned_sigmas", "large_size", "small_size"]  # guided-diffusion's names of what a model's flags say
+SHARED = {*SAMPLING_FLAGS, *SAVED_FLAGS, *ALIASES, "seed", "use_ema", "ema_rate", "device", "preset"}
+SHARED -= {"timestep_respacing", "cond"}  # which are --steps and a picture here; the model says how that is used
 
 
 def parse_command_line(argv: list[str]) -> dict[str, Any]:
@@ -144,7 +129,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import train_unet
@@ -174,7 +159,7 @@ class Network(nn.Module):
         self.compute = compute
         self.here = nn.Parameter(torch.empty(0))  # says that draws and sampler run on the CPU
 
-    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, y: torch.Tensor | None = None, **conditions: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, timesteps: Tensor, y: Tensor | None = None, **conditions: Tensor) -> Tensor:
         given = {"x": x, "timesteps": timesteps, "y": y} | conditions
         return self.compute({name: value for name, value in given.items() if value is not None})
 
@@ -192,7 +177,7 @@ def mps_network(file: ModelFile, config: Config, device: str = "mps") -> Network
     embed = UNetModel(config)  # on the CPU
     model.timestep_embedding = lambda t: embed.timestep_embedding(t.cpu()).to(device)
 
-    def compute(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(given: dict[str, Tensor]) -> Tensor:
         return model(**{name: value.to(device) for name, value in given.items()}).cpu()
 
     return Network(compute)
@@ -205,7 +190,7 @@ def onnx_network(file: ModelFile, config: Config) -> Network:
     settings.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(onnx_bytes(file, config), settings, providers=["CPUExecutionProvider"])
 
-    def compute(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(given: dict[str, Tensor]) -> Tensor:
         return torch.from_numpy(session.run(None, {name: value.numpy() for name, value in given.items()})[0])
 
     return Network(compute)
@@ -217,7 +202,7 @@ def coreml_network(file: ModelFile, config: Config) -> Network:
         raise UserError("--backend coreml: only macOS runs Core ML; --export_coreml F.mlpackage works here, and so does --backend torch or native")
     model = coreml_model(file, config)
 
-    def compute(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(given: dict[str, Tensor]) -> Tensor:
         outputs = []
         for part in zip(*(values.split(config.batch_size) for values in given.values())):
             full = {}
@@ -235,7 +220,7 @@ def generate_with(model: Callable) -> Callable:
     return lambda file, config, count: train_unet.sample(model(file, config), config, count, progress=sys.stderr.isatty())
 
 
-def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[torch.Tensor, float]:
+def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[Tensor, float]:
     """The images, and the seconds that it took by its own clock, without reading and writing files."""
     if not program.exists():
         raise UserError(f"--backend native: {program} is not there; make {program.name} builds it")
@@ -267,13 +252,9 @@ def told_seconds(line: str, count: int) -> float:
     return seconds if seconds >= 1 else count / rate
 
 
-def generate_native(file: ModelFile, config: Config, count: int) -> torch.Tensor:
-    return run_native(ROOT / "train_unet", file, config, count)[0]
-
-
 BACKENDS: dict[str, Callable] = {
     "torch": generate_with(torch_model),
-    "native": generate_native,
+    "native": lambda file, config, count: run_native(ROOT / "train_unet", file, config, count)[0],
     "mps": generate_with(mps_network),
     "coreml": generate_with(coreml_network),
     "onnx": generate_with(onnx_network),
@@ -286,9 +267,10 @@ BACKENDS: dict[str, Callable] = {
 
 
 INPUTS = {"x": np.float32, "timesteps": np.float32, "y": np.int32, "values": np.float32, "cond": np.float32}
+COREML_FILES = ("Manifest.json", "Data/")  # what an .mlpackage holds
 
 
-def example_inputs(config: Config, batch: int) -> dict[str, torch.Tensor]:
+def example_inputs(config: Config, batch: int) -> dict[str, Tensor]:
     inputs = {"x": torch.zeros(batch, config.in_channels, *config.image_size), "timesteps": torch.zeros(batch)}
     if config.class_cond:
         inputs["y"] = torch.zeros(batch, dtype=torch.int64)
@@ -350,26 +332,11 @@ def coreml_model(file: ModelFile, config: Config) -> Any:
         raise UserError(f"{told} ({why}); another version of one of them may") from None
 
 
-def save_coreml(model: Any, path: str) -> None:
-    files.write_folder(path, ("Manifest.json", "Data/"), lambda folder: model.save(str(folder)))
-
-
 # ======================================================================================================================
 # the table of back ends
 
 
-@dataclass
-class Row:
-    """One back end's time for one batch of images, warm."""
-
-    name: str
-    device: str
-    precision: str
-    seconds: float
-    images: torch.Tensor
-
-
-def time_torch(model: nn.Module, config: Config, count: int, compiled: bool = False) -> tuple[float, torch.Tensor]:
+def time_torch(model: nn.Module, config: Config, count: int, compiled: bool = False) -> tuple[float, Tensor]:
     """Seconds and images of the second of two runs. The first, of two steps, compiles and lets cuDNN choose."""
     if compiled:
         model.compile()
@@ -380,12 +347,15 @@ def time_torch(model: nn.Module, config: Config, count: int, compiled: bool = Fa
     return time.perf_counter() - began, images
 
 
-def time_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[float, torch.Tensor]:
+def time_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[float, Tensor]:
     """Seconds of a batch behind the first, in which a GPU loads its kernels: three batches less one, halved. (Where other work held the first
     one up for as long as the other two take, a third of the three.)"""
     images, once = run_native(program, file, config, count)
     thrice = run_native(program, file, config, 3 * count)[1]
     return (thrice - once) / 2 if thrice > once else thrice / 3, images
+
+
+Row = tuple[str, str, str, float, Tensor]  # a back end's name, its device and precision, and the seconds of a batch of images, warm
 
 
 def compare(file: ModelFile, config: Config, count: int) -> Iterator[Row]:
@@ -408,7 +378,7 @@ def compare(file: ModelFile, config: Config, count: int) -> Iterator[Row]:
         tries.append(("PyTorch, compiled", c.device, c.precision, lambda c=c: time_torch(torch_model(file, c), c, count, compiled=True)))
     for name, device, precision, measure in tries:
         try:
-            yield Row(name, device, precision, *measure())
+            yield name, device, precision, *measure()
         except Exception as e:  # noqa: BLE001 (a back end that does not work here is no reason to hide the others)
             print(f"without {name} on {device}, {precision}: {str(e).strip().partition(chr(10))[0][:150] or type(e).__name__}", file=sys.stderr)
 
@@ -419,21 +389,21 @@ def print_table(rows: Iterable[Row], count: int) -> None:
     print("| --- " * 7 + "|")
     eager: dict[str, float] = {}
     first = None
-    for row in rows:
-        pixels = to_pixels(row.images).astype(int)
+    for name, device, precision, seconds, images in rows:
+        pixels = to_pixels(images).astype(int)
         first = pixels if first is None else first
-        if row.name == "PyTorch, eager":
-            eager.setdefault(row.device, row.seconds)
-        speed = f"{eager[row.device] / row.seconds:.2f}" if row.device in eager else ""
-        cells = f"{row.seconds:.3g} s", f"{count / row.seconds:.1f}", speed, f"{abs(pixels - first).max()}"
-        print(f"| {' | '.join((row.name, row.device, row.precision, *cells))} |", flush=True)
+        if name == "PyTorch, eager":
+            eager.setdefault(device, seconds)
+        speed = f"{eager[device] / seconds:.2f}" if device in eager else ""
+        cells = f"{seconds:.3g} s", f"{count / seconds:.1f}", speed, f"{abs(pixels - first).max()}"
+        print(f"| {' | '.join((name, device, precision, *cells))} |", flush=True)
 
 
 # ======================================================================================================================
 # pictures
 
 
-def smiley(config: Config) -> torch.Tensor:
+def smiley(config: Config) -> Tensor:
     """(C, H, W) in [-1, 1]: drawn four times as large and scaled down. White on black in grey, yellow on white in colour."""
     H, W = config.image_size
     grey = config.in_channels != 3
@@ -453,7 +423,7 @@ def smiley(config: Config) -> torch.Tensor:
     return image if not grey else image.mean(0, keepdim=True).expand(config.in_channels, -1, -1)
 
 
-def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[Tensor, Tensor]]:
     """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
     path = data_file or file.config.data_file or "data/fashion32.bin"
     data = open_data(path if data_file or Path(path).exists() else str(ROOT / path))
@@ -462,11 +432,11 @@ def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tup
     return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (torch.from_numpy(data.read_floats(np.array([0]))), label)}
 
 
-def labelled_grid(rows: dict[str, list[torch.Tensor]], columns: list[str], title: str) -> np.ndarray:
+def labelled_grid(rows: dict[str, list[Tensor]], columns: list[str], title: str) -> np.ndarray:
     """Pixels (H, W, 3) of rows of cells, each an image (C, H, W) or several side by side (N, C, H, W), small ones enlarged."""
     zoom = max(1, 64 // max(next(iter(rows.values()))[0].shape[-2:]))
 
-    def cell(images: torch.Tensor) -> np.ndarray:
+    def cell(images: Tensor) -> np.ndarray:
         pixels = to_pixels(images.reshape(-1, *images.shape[-3:])).repeat(zoom, 1).repeat(zoom, 2)
         return np.concatenate(list(np.broadcast_to(pixels, (*pixels.shape[:3], 3))), axis=1)
 
@@ -491,7 +461,7 @@ def labelled_grid(rows: dict[str, list[torch.Tensor]], columns: list[str], title
 COLUMNS = 9
 
 
-def start_noise(config: Config, count: int = 1) -> torch.Tensor:
+def start_noise(config: Config, count: int = 1) -> Tensor:
     """(count, C, H, W): the normals that sampling starts from."""
     return train_unet.Denoiser(nn.Identity(), config, torch.arange(count)).normals(train_unet.SAMPLE_START, 0)
 
@@ -507,7 +477,7 @@ def noise_name(config: Config, sigma: float) -> str:
     return {"edm": f"sigma = {sigma:.2g}", "flow": f"t = {told / 1000:.2f}"}.get(config.frame, f"t = {told:.0f}")
 
 
-def corrupt(x0: torch.Tensor, sigma: float, noise: torch.Tensor) -> torch.Tensor:
+def corrupt(x0: Tensor, sigma: float, noise: Tensor) -> Tensor:
     """x0 with so much noise, scaled so that signal^2 + noise^2 = 1."""
     return (x0 + sigma * noise) / (1 + sigma * sigma) ** 0.5
 
@@ -517,7 +487,7 @@ def scale_of(noise: train_unet.Noise) -> float:
     return noise.signal * (1 + noise.sigma**2) ** 0.5
 
 
-def denoise(model: nn.Module, config: Config, x: torch.Tensor, labels: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
+def denoise(model: nn.Module, config: Config, x: Tensor, labels: Tensor, first: int = 0) -> list[Tensor]:
     """From the sampler's x (B, C, H, W) at step `first`, in one batch: each step's x in that scale, and what comes out."""
     device = next(model.parameters()).device
     D = train_unet.Denoiser(model, config, torch.arange(len(x), device=device), labels.to(device) if config.class_cond else None)
@@ -534,16 +504,12 @@ def network_calls(config: Config, first: int = 0) -> int:
 @contextlib.contextmanager
 def progress(model: nn.Module, calls: int) -> Iterator[None]:
     """A bar on a terminal, of how often the network was asked."""
-    with tqdm(total=calls, unit="step", disable=not sys.stderr.isatty()) as bar:
 
-        def count(*_: Any) -> None:
-            bar.update()
+    def count(*_: Any) -> None:
+        bar.update()
 
-        handle = model.register_forward_hook(count)
-        try:
-            yield
-        finally:
-            handle.remove()
+    with tqdm(total=calls, unit="step", disable=not sys.stderr.isatty()) as bar, model.register_forward_hook(count):
+        yield
 
 
 def show_corruption(file: ModelFile, config: Config, options: Options) -> np.ndarray:
@@ -660,7 +626,7 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     D = train_unet.Denoiser(torch_model(file, config), config, torch.arange(options.num_samples, device=device))
     shown = set(np.linspace(0, len(D.route) - 2, min(len(D.route) - 1, 20)).round().astype(int))
 
-    def add_frame(left: torch.Tensor, right: torch.Tensor) -> None:
+    def add_frame(left: Tensor, right: Tensor) -> None:
         halves = [grid_pixels(images.cpu(), enlarge=False) for images in (left, right)]
         both = Image.fromarray(np.concatenate([np.broadcast_to(half, (*half.shape[:2], 3)) for half in halves], axis=1))
         frames.append(both.quantize(32, dither=Image.Dither.NONE))  # noise takes space
@@ -675,13 +641,17 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     return buffer.getvalue()
 
 
-def picture_file(flag: str, path: str, channels: int, size: Callable[[Image.Image], tuple[int, int]], folder: str) -> str:
-    """A data file in this folder that holds one picture. flag: the one that names it; size: height and width that it gets."""
+def picture_file(flag: str, path: str, channels: int, config: Config, folder: str) -> str:
+    """A data file in this folder that holds one picture, in the size of the images. flag: the one that names it. A smaller picture to --cond of a
+    super-resolution model is what is to be enlarged, and is brought to the size that such pictures have."""
     if channels not in (1, 3):
         raise UserError(f"--{flag} {path}: a picture has 1 or 3 channels and this model's {'pictures' if flag == 'cond' else 'images'} {channels}")
+    (H, W), factor = config.image_size, config.picture_factor if flag == "cond" else 0
+    resample = Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS
     try:
         with files.open_file(path) as file, Image.open(file) as picture:
-            array = image_to_array(picture, size(picture), channels, Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS)
+            is_small = factor > 0 and (picture.width < W or picture.height < H)
+            array = image_to_array(picture, (H // factor, W // factor) if is_small else (H, W), channels, resample)
     except UnidentifiedImageError:
         raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
     except (DataError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
@@ -690,60 +660,46 @@ def picture_file(flag: str, path: str, channels: int, size: Callable[[Image.Imag
     return f"{folder}/{flag}.bin"
 
 
-def take_condition(options: Options, config: Config, folder: str) -> Config:
-    """config with --cond, and --mask, as data files in this folder. A picture that is smaller than the images of a super-resolution model is what is
-    to be enlarged; any other one is brought to the images' size, and the condition is made of it as in training."""
-    if not config.cond_channels:
+def take_pictures(options: Options, config: Config, folder: str) -> Config:
+    """config with --image or --cond, and --mask, as data files in this folder. Of a picture to --cond the condition is made as in training."""
+    if options.cond and not config.cond_channels:
         raise UserError(f"--cond {options.cond}: this model is not conditioned on pictures")
-    (H, W), factor = config.image_size, config.picture_factor
-
-    def size(picture: Image.Image) -> tuple[int, int]:
-        is_small = factor > 0 and (picture.width < W or picture.height < H)
-        return (H // factor, W // factor) if is_small else (H, W)
-
-    taken = {"cond_file": picture_file("cond", options.cond, config.in_channels if config.cond else config.cond_channels, size, folder)}
+    taken: dict[str, Any] = {}
+    if options.image:
+        taken["inpaint" if options.mask else "start_from"] = picture_file("image", options.image, config.in_channels, config, folder)
+        taken["S_churn"] = config.S_churn if "S_churn" in options.asked else 0.0  # a preset's is for images made of noise alone
+    if options.cond:
+        channels = config.in_channels if config.cond else config.cond_channels
+        taken["cond_file"] = picture_file("cond", options.cond, channels, config, folder)
     if options.mask:
-        taken["mask"] = picture_file("mask", options.mask, 1, lambda _: (H, W), folder)
+        taken["mask"] = picture_file("mask", options.mask, 1, config, folder)
     config = dataclasses.replace(config, sample=options.num_samples, **taken)
     validate(config)
     return config
 
 
-def beside_condition(config: Config, images: torch.Tensor) -> np.ndarray:
-    """What the images are conditioned on, four images in a row, and the truth, if the condition was made of it."""
-    condition = visible(train_unet.sample_pictures(config, 1), config.in_channels)[0]
+def beside(shown: dict[str, Tensor], name: str, images: Tensor, title: str) -> np.ndarray:
+    """A grid of images under this name, four in a row, each row beside what is shown, an image for each name."""
+    parts = images.split(4)
+    rows = {f"{4 * i} to {4 * i + len(part) - 1}" if len(images) > 1 else "0": [*shown.values(), *part] for i, part in enumerate(parts)}
+    return labelled_grid(rows, [*shown, name, *[""] * (len(parts[0]) - 1)], title)
+
+
+def beside_condition(config: Config, images: Tensor) -> np.ndarray:
+    """What the images are conditioned on, the truth, if the condition was made of it, and the images."""
+    shown = {"condition": visible(train_unet.sample_pictures(config, 1), config.in_channels)[0]}
     data = open_data(config.cond_file)
-    shows_truth = config.cond != "" and data.images.shape[1:] == (config.in_channels, *config.image_size)
-    truth = list(torch.from_numpy(data.read_floats(np.array([0])))) if shows_truth else []
-    parts = images.split(4)
-    rows = {f"{4 * i} to {4 * i + len(part) - 1}" if len(images) > 1 else "0": [condition, *truth, *part] for i, part in enumerate(parts)}
-    return labelled_grid(
-        rows, ["condition", *["truth"] * shows_truth, "result", *[""] * (len(parts[0]) - 1)], f"{config.sampler}, {config.cond or 'a picture'}"
-    )
+    if config.cond and data.images.shape[1:] == (config.in_channels, *config.image_size):
+        shown["truth"] = torch.from_numpy(data.read_floats(np.array([0])))[0]
+    return beside(shown, "result", images, f"{config.sampler}, {config.cond or 'a picture'}")
 
 
-def take_picture(options: Options, config: Config, folder: str) -> Config:
-    """config with --image, and --mask, as data files in this folder."""
-
-    def take(flag: str, path: str, channels: int) -> str:
-        return picture_file(flag, path, channels, lambda _: config.image_size, folder)
-
-    taken = {"inpaint" if options.mask else "start_from": take("image", options.image, config.in_channels)}
-    taken |= {"mask": take("mask", options.mask, 1)} if options.mask else {}
-    churn = config.S_churn if "S_churn" in options.asked else 0.0  # a preset's is for images made of noise alone
-    config = dataclasses.replace(config, sample=options.num_samples, S_churn=churn, **taken)
-    validate(config)
-    return config
-
-
-def before_and_after(config: Config, images: torch.Tensor) -> np.ndarray:
-    """The picture, its mask if there is one, and what was made of it, four in a row."""
-    known = [train_unet.read_images(config, name, 1) for name in ("start_from" if config.start_from else "inpaint", "mask")]
-    shown = [image[0].expand(config.in_channels, -1, -1) for image in known if image is not None]
-    parts = images.split(4)
-    rows = {f"{4 * i} to {4 * i + len(part) - 1}" if len(images) > 1 else "0": [*shown, *part] for i, part in enumerate(parts)}
-    told = f"{config.sampler}, {'painted where white' if config.mask else f'strength {config.strength:g}'}"
-    return labelled_grid(rows, ["before", "mask", "after", "", "", ""] if config.mask else ["before", "after", "", "", ""], told)
+def before_and_after(config: Config, images: Tensor) -> np.ndarray:
+    """The picture, its mask if there is one, and what was made of it."""
+    shown = {"before": train_unet.read_images(config, "start_from" if config.start_from else "inpaint", 1)[0]}
+    if config.mask:
+        shown["mask"] = train_unet.read_images(config, "mask", 1)[0].expand(config.in_channels, -1, -1)
+    return beside(shown, "after", images, f"{config.sampler}, {'painted where white' if config.mask else f'strength {config.strength:g}'}")
 
 
 # ======================================================================================================================
@@ -763,12 +719,11 @@ def make_pictures(file: ModelFile, config: Config, options: Options) -> None:
     print(f"{options.output}: {options.show} with {options.model_filename}")
 
 
-def read_latents(options: Options) -> torch.Tensor:
+def read_latents(options: Options) -> Tensor:
     images = open_data(options.data_file).images[: options.num_samples]
     if images.dtype != np.float32:
-        raise UserError(
-            f"--data_file {options.data_file}: holds pictures; latents are what prepare_data.py --encode and --sample N --output F.bin write"
-        )
+        told = "holds pictures; latents are what prepare_data.py --encode and --sample N --output F.bin write"
+        raise UserError(f"--data_file {options.data_file}: {told}")
     if not options.output.endswith((".png", ".bin")):
         raise UserError(f"--output {options.output}: must end in .png (one grid) or .bin (float images)")
     return torch.from_numpy(images.astype(np.float32))
@@ -792,7 +747,7 @@ def check_outputs(options: Options) -> None:
             files.check_output("--output", path, read, files.is_samples)
 
 
-def write_images(images: torch.Tensor, told: str, options: Options, captions: Sequence[str] = ()) -> None:
+def write_images(images: Tensor, told: str, options: Options, captions: Sequence[str] = ()) -> None:
     """The grid, with these captions, or the data file, and the images one by one."""
     save_samples(images, options.output, captions)
     print(f"{options.output}: {len(images)} images {told}")
@@ -856,13 +811,13 @@ def run(argv: list[str]) -> None:
         files.atomic_write(options.export_onnx, [onnx_bytes(file, config)])
         return print(f"{options.export_onnx}: the network of {options.model_filename}")
     if options.export_coreml:
-        save_coreml(coreml_model(file, config), options.export_coreml)
+        model = coreml_model(file, config)
+        files.write_folder(options.export_coreml, COREML_FILES, lambda folder: model.save(str(folder)))
         return print(f"{options.export_coreml}: the network of {options.model_filename}, for batches of {config.batch_size}")
     if options.show:
         return make_pictures(file, config, options)
     with tempfile.TemporaryDirectory() as folder:
-        config = take_picture(options, config, folder) if options.image else config
-        config = take_condition(options, config, folder) if options.cond else config
+        config = take_pictures(options, config, folder) if options.image or options.cond else config
         images = BACKENDS[options.backend](file, config, options.num_samples)
         shows_beside = (options.image or options.cond) and options.output.endswith(".png")
         if shows_beside:

@@ -8,93 +8,66 @@
     ... --crops 4                                                    four parts of each picture, cut out at random
     ... --cond_dir DIR2 --cond_output_name F2.bin                    a second file, of the picture with the same name in another folder
     ... --image_size 256 --encode VAE_DIR                            their latents, by an AutoencoderKL of diffusers on this disk
-    ... --values TABLE.csv                                           numbers of each picture, to condition on: a line for each, its name first
+    ... --values TABLE.csv                                           numbers of each picture, to condition on: a line for each, its name first;
+                                                                     a first line may name the numbers; of a .npy the rows are in reading order
 
-The file: a header of 256 little-endian int32, the images (NCHW), then int32 labels if there are classes, then float32 numbers of each image if there
-are any, and their names. The header:
-    0 magic 20261120 | 1 version 1 | 2 count | 3 channels | 4 height | 5 width | 6 number of classes (0 = none)
-    7 bytes a value (1 = uint8, 4 = float32 in [-1, 1]) | 8 crc32 of the header with this slot 0
-    9 crc32 of everything after the header | 10 numbers an image | 11 bytes of their names | the rest 0
-A file of more than 4 GiB has version 2, because nobody wants to wait until so much is read and checked before training begins: behind the
-labels lies the crc32 of each image, against which it is held whenever it is read, and slot 9 is the crc32 of what lies behind the images.
-common/data_files.py also reads unet.cu's files (magic 20240620): count, channels, height, width, then float32 images.
+docs/FORMATS.md describes the file byte by byte.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
-import math
-import re
+import dataclasses
 import signal
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from common import program
-from common.program import Parser, UserError
+from common.flags import finite_numbers, flag, format_value, parse_flags
+from common.program import UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
 
-def parse_image_size(text: str) -> tuple[int, int]:
-    """(height, width) from "64" or "48x64"."""
-    match = re.fullmatch(r"([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"'{text}' is no size; say 64, or 48x64 for height x width")
-    return int(match[1]), int(match[2] or match[1])
+@dataclass
+class Options:
+    """The flags. The first five say what is read."""
+
+    data_dir: str = flag("", "folder of images; its sub-folders are the classes")
+    zip: str = flag("", "the same in a zip; or EDM's data sets, labelled by their dataset.json")
+    idx: list[str] = flag((), "IMAGES LABELS: idx files, as MNIST has; .gz or not; LABELS may be left out")
+    cifar10: list[str] = flag((), "FILE...: binary CIFAR-10 batches (data_batch_1.bin ...)")
+    emoji: str = flag("", "colour-emoji font with bitmaps, such as Noto Color Emoji")
+    output_name: str = flag("", "data file to write")
+    image_size: tuple[int, int] = flag((), "64, or HxW such as 48x64; default: 64, 32 for CIFAR-10 and 28x28 idx images, EDM's data as they are")
+    encode: str = flag("", "write latents instead: the folder of an AutoencoderKL, or of a pipeline that has one")
+    values: str = flag("", "numbers of each picture, for --cond_dim: a .csv, each line a file's name and its numbers, or a .npy, a row for each")
+    channels: str = flag("", "1 = grey, 3 = RGB; default 3, for idx files 1", choices="1|3")
+    crops: int = flag(0, "parts of each picture of a folder or zip, from anywhere in it, as guided-diffusion's random_crop; 0: its centre", 1, 1000)
+    cond_dir: str = flag("", "folder of pictures that those of --data_dir, of the same path but for .png and such, are conditioned on (--cond_file)")
+    cond_output_name: str = flag("", "data file to write them to, in the same order and cut in the same way")
+    cond_channels: str = flag("", "as --channels, of those pictures; 4 = RGB and how opaque; default 3", choices="1|3|4")
 
 
-def parse_crops(text: str) -> int:
-    """From 1 to 1000."""
-    if not re.fullmatch(r"[1-9][0-9]{0,2}|1000", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is no number of crops from 1 to 1000")
-    return int(text)
+OPTIONS = {f.name: f for f in dataclasses.fields(Options)}
+SOURCES = list(OPTIONS)[:5]
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="prepare_data.py", description="Turns images into a data file for train_unet.", allow_abbrev=False)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data_dir", metavar="DIR", help="folder of images; its sub-folders are the classes")
-    source.add_argument("--zip", metavar="FILE.zip", help="the same in a zip; or EDM's data sets, labelled by their dataset.json")
-    source.add_argument("--idx", nargs="+", metavar="FILE", help="idx files of images and of labels (optional), as MNIST has; .gz or not")
-    source.add_argument("--cifar10", nargs="+", metavar="FILE", help="binary CIFAR-10 batches (data_batch_1.bin ...)")
-    source.add_argument("--emoji", metavar="FONT.ttf", help="colour-emoji font with bitmaps, such as Noto Color Emoji")
-    parser.add_argument("--output_name", required=True, metavar="F.bin", help="data file to write")
-    parser.add_argument(
-        "--image_size",
-        type=parse_image_size,
-        metavar="SIZE",
-        help="64, or HxW such as 48x64; default 64 for folders, zips and emoji, 32 for CIFAR-10 and 28x28 idx images, EDM's data as they are",
-    )
-    parser.add_argument("--encode", metavar="DIR", help="write latents instead: the folder of an AutoencoderKL, or of a pipeline that has one")
-    parser.add_argument(
-        "--values",
-        metavar="TABLE",
-        help="numbers of each picture, for --cond_dim: .csv, a line of its file's name and them for each, the first line names them; or .npy, a row "
-        "for each in the order in which they are read",
-    )
-    parser.add_argument("--channels", type=int, choices=(1, 3), help="1 = grey, 3 = RGB; default 3, for idx files 1")
-    parser.add_argument(
-        "--crops",
-        type=parse_crops,
-        metavar="N",
-        help="of each picture of a folder or zip N parts from anywhere in it, as guided-diffusion's random_crop; default: one, from its centre",
-    )
-    parser.add_argument(
-        "--cond_dir",
-        metavar="DIR",
-        help="folder of pictures that those of --data_dir are conditioned on (--cond_file of train_unet): the one with the same path, but for .png and such",
-    )
-    parser.add_argument("--cond_output_name", metavar="F.bin", help="data file to write them to, in the same order and cut in the same way")
-    parser.add_argument("--cond_channels", type=int, choices=(1, 3, 4), help="as --channels, of those pictures; 4 = RGB and how opaque; default 3")
-    return parser.parse_args(arguments)
+def parse_arguments(arguments: list[str]) -> Options:
+    args = Options(**parse_flags(arguments, OPTIONS, __doc__.strip()))
+    if sum(bool(getattr(args, name)) for name in SOURCES) != 1:
+        raise UserError(f"--{', --'.join(SOURCES)}: one of these says what is read, and only one")
+    if not args.output_name:
+        raise UserError("--output_name: is missing; name the data file to write")
+    if args.image_size and not 1 <= min(args.image_size) <= max(args.image_size) <= 4096:
+        raise UserError(f"--image_size {format_value('image_size', args.image_size)}: must be a number of pixels from 1 to 4096, or HxW")
+    return args
 
 
 if __name__ == "__main__":  # before packages that take a second
     program.begin("prepare_data", parse_arguments, program.PREPARING, signal.SIGTERM)
 
-import dataclasses
 import gzip
 import io
 import itertools
@@ -103,7 +76,7 @@ import os
 import zipfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -135,17 +108,17 @@ SKIN_TONES = {chr(code) for code in range(0x1F3FB, 0x1F400)}
 # last one.
 
 
-@dataclasses.dataclass
+@dataclass
 class Source:
     images: Iterator[np.ndarray]
     labels: list[int] | None = None
     num_classes: int = 0
-    class_names: list[str] = dataclasses.field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
     # Of files: their names, and of each image made so far which of them it is (broken ones are left out).
     names: list[str] | None = None
-    kept: list[int] = dataclasses.field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
     # --cond_dir: the pictures that belong to images made so far, until they are written.
-    conditions: deque[np.ndarray] = dataclasses.field(default_factory=deque)
+    conditions: deque[np.ndarray] = field(default_factory=deque)
 
 
 def decoded(paths: list[str], all_labels: list[int] | None, class_names: list[str], decode: Callable[[str, int], Iterable[np.ndarray]]) -> Source:
@@ -161,11 +134,6 @@ def decoded(paths: list[str], all_labels: list[int] | None, class_names: list[st
             yield image
 
     return Source(images(), labels, len(class_names) or max(all_labels) + 1, class_names, paths, kept)
-
-
-def open_folder(data_dir: str, cut: Cut, channels: int) -> Source:
-    """The pictures in a folder; its sub-folders are classes."""
-    return decoded(*list_images(data_dir), lambda path, index: cut.parts(read_picture(path, channels), index))
 
 
 def by_name(paths: list[str], folder: str) -> dict[str, str]:
@@ -244,7 +212,7 @@ def zip_labels(archive: zipfile.ZipFile, names: list[str]) -> list[int] | None:
     return [by_name[name] for name in names]
 
 
-def open_zip(path: str, image_size: tuple[int, int] | None, channels: int, crops: int | None) -> Source:
+def open_zip(path: str, image_size: tuple[int, int] | None, channels: int, crops: int) -> Source:
     """The pictures in a zip, read from where they lie. In a data set of EDM's, dataset.json holds the labels and the folders mean nothing; else
     sub-folders are classes, below those that all pictures share."""
     try:
@@ -346,11 +314,8 @@ def open_cifar10(files: list[str], image_size: tuple[int, int], channels: int) -
 
 
 def emoji_texts(font_file: str) -> tuple[list[str], int]:
-    """The texts for which a bitmap font has a picture, sorted, without skin tones; and the pictures' native size.
-
-    Single code points are in the font's cmap; flags, keycaps and the sequences that are joined to one picture are
-    ligatures in its GSUB table.
-    """
+    """The texts for which a bitmap font has a picture, sorted, without skin tones; and the pictures' native size. Single code points are in the font's
+    cmap; flags, keycaps and the sequences that are joined to one picture are ligatures in its GSUB table."""
     try:
         from fontTools.ttLib import TTFont, TTLibError
     except ImportError as error:
@@ -433,15 +398,6 @@ def encoded(images: Iterable[np.ndarray], vae_dir: str, batch_size: int = 8) -> 
 # --values: numbers of each image
 
 
-def numbers_of(cells: list[str]) -> list[float] | None:
-    """None: one of them is no finite number."""
-    try:
-        row = [float(cell) for cell in cells]
-    except ValueError:
-        return None
-    return row if all(map(math.isfinite, row)) else None
-
-
 def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
     """A .csv of a file's name and numbers in each line: the numbers' names, from the first line ([] if that has numbers, too), and the rows by file."""
     names: list[str] = []
@@ -453,14 +409,13 @@ def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
                 continue
             first, width = width == 0, width or len(cells)
             if len(cells) != width or width < 2:
-                raise DataError(
-                    f"{path}: the line of {cells[0]} has {len(cells)} columns; a line is a file's name and its numbers, {max(width, 2)} columns"
-                )
-            row = numbers_of(cells[1:])
-            if row is None and first:
+                told = f"has {len(cells)} columns; a line is a file's name and its numbers, {max(width, 2)} columns"
+                raise DataError(f"{path}: the line of {cells[0]} {told}")
+            row = finite_numbers(cells[1:])
+            if not row and first:
                 names = cells[1:]
                 continue
-            if row is None:
+            if not row:
                 raise DataError(f"{path}: the line of {cells[0]} holds something else than finite numbers: {','.join(cells[1:])[:60]}")
             if cells[0] in rows:
                 raise DataError(f"{path}: has two lines of {cells[0]}")
@@ -515,17 +470,13 @@ def read_values(path: str, source: Source, folder: str) -> tuple[np.ndarray, lis
 
 def take_values(images: Iterable[np.ndarray], source: Source, values: np.ndarray, path: str, taken: list[np.ndarray]) -> Iterator[np.ndarray]:
     """The source's images as they come; the row of each is appended to `taken` meanwhile."""
-    if source.names is not None:
-        for image in images:
-            taken.append(values[source.kept[-1]])
-            yield image
-        return
     for image in images:
-        if len(taken) == len(values):
+        row = len(taken) if source.names is None else source.kept[-1]
+        if row == len(values):
             raise DataError(f"--values {path}: has {len(values)} rows, and there are more images")
-        taken.append(values[len(taken)])
+        taken.append(values[row])
         yield image
-    if len(taken) != len(values):
+    if source.names is None and len(taken) != len(values):
         raise DataError(f"--values {path}: has {len(values)} rows, and there are {len(taken)} images")
 
 
@@ -542,15 +493,15 @@ def tell_values(values: np.ndarray, names: list[str]) -> None:
 # A run
 
 
-def input_files(args: argparse.Namespace) -> Iterator[str]:
+def input_files(args: Options) -> Iterator[str]:
     """Whatever is read, so that nothing of it is replaced."""
-    yield from [*(args.idx or []), *(args.cifar10 or []), *filter(None, [args.zip, args.emoji, args.values])]
+    yield from filter(None, [*args.idx, *args.cifar10, args.zip, args.emoji, args.values])
     for folder in filter(None, [args.data_dir, args.cond_dir, args.encode]):
         for path, _, names in os.walk(folder):
             yield from (os.path.join(path, name) for name in names)
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: Options) -> None:
     """UserError if flags do not go together, or an output can't be written."""
     if args.crops and not (args.data_dir or args.zip):
         raise UserError(f"--crops {args.crops}: is for pictures in a folder or a zip: --data_dir or --zip")
@@ -569,10 +520,10 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(f"--cond_output_name {args.cond_output_name}: is --output_name, too; two files are written")
 
 
-def open_source(args: argparse.Namespace) -> Source:
-    channels = args.channels or 3
+def open_source(args: Options) -> Source:
+    channels = int(args.channels or 3)
     if args.idx:
-        return open_idx(args.idx, args.image_size, args.channels or 1)
+        return open_idx(args.idx, args.image_size, int(args.channels or 1))
     if args.cifar10:
         return open_cifar10(args.cifar10, args.image_size or (32, 32), channels)
     if args.zip:
@@ -581,11 +532,11 @@ def open_source(args: argparse.Namespace) -> Source:
         return open_emoji(args.emoji, args.image_size or (64, 64), channels)
     cut = Cut(args.image_size or (64, 64), args.crops)
     if args.cond_dir:
-        return open_pairs(args.data_dir, args.cond_dir, cut, channels, args.cond_channels or 3)
-    return open_folder(args.data_dir, cut, channels)
+        return open_pairs(args.data_dir, args.cond_dir, cut, channels, int(args.cond_channels or 3))
+    return decoded(*list_images(args.data_dir), lambda path, index: cut.parts(read_picture(path, channels), index))
 
 
-def write_pairs(args: argparse.Namespace, source: Source, values: list[np.ndarray] | None, value_names: list[str]) -> int:
+def write_pairs(args: Options, source: Source, values: list[np.ndarray] | None, value_names: list[str]) -> int:
     """Both files of --cond_dir, or neither; returns the number of images in each."""
     with new_data_file(args.output_name) as images, new_data_file(args.cond_output_name) as conditions:
         for image in source.images:
@@ -608,14 +559,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
-        args = parse_arguments(arguments)
+        args = parse_arguments(list(sys.argv[1:] if arguments is None else arguments))
         check_flags(args)
         source = open_source(args)
         values: list[np.ndarray] | None = None
         value_names: list[str] = []
         if args.values:
             values = []
-            rows, value_names = read_values(args.values, source, args.data_dir or "")
+            rows, value_names = read_values(args.values, source, args.data_dir)
             source.images = take_values(source.images, source, rows, args.values, values)
         if args.encode:
             source.images = encoded(source.images, args.encode)

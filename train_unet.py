@@ -37,16 +37,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.augment import augment
 from common.conditions import enlarge, made_pictures
 from common.config import pick_device, pick_precision, space_timesteps, value_rows
 from common.data_files import Data, open_data, with_pictures
-from common.files import DataError
+from common.files import DataError, check_output, is_model
 from common.formats import check_conversion, convert, post_hoc_average, read_model
 from common.model import build_model, initial_weights, parameter_count, to_state_dict, train_in_fp8
-from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, check_model_output, write_model
+from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
 from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
@@ -59,7 +59,7 @@ from common.samples import beside_pictures, grid_pixels, png_bytes, save_samples
 # draws: which noise levels and which images a step has. They are functions of the seed and of the step (common/random_numbers.py).
 
 
-def noise_levels(config: Config, purpose: int, step: int, samples: torch.Tensor, probabilities: np.ndarray | None = None) -> torch.Tensor:
+def noise_levels(config: Config, purpose: int, step: int, samples: Tensor, probabilities: np.ndarray | None = None) -> Tensor:
     """(B): t (int64), or in float64 with --objective edm and ect sigma, whose logarithm is normal, and with flow t, in (0, 1), uniform or a normal's
     logistic function. probabilities (T): of each t, if they differ."""
     words = random_words(config.seed, purpose, step, samples, 2)
@@ -95,24 +95,17 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
 # data
 
 # What the model is told of the images besides, by the name of its argument: values (B, cond_dim or num_values), cond (B, cond_channels, H, W).
-Conditions = dict[str, torch.Tensor]
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", Conditions]  # x0, t, noise, labels
+Conditions = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor, Tensor, "Tensor | None", Conditions]  # x0, t, noise, labels
 
 
-def to_tensors(
-    config: Config, data: Data, index: np.ndarray, device: torch.device | str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor | None, Conditions]:
+def to_tensors(config: Config, data: Data, index: np.ndarray, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None, Conditions]:
     """x0 (B, C, H, W) of these images, float32 in [-1, 1], and labels (B), int64, and conditions, if the model wants them."""
     labels = torch.from_numpy(data.labels[index].astype(np.int64)).to(device) if config.class_cond else None
     conditions = {"values": torch.from_numpy(data.values[index]).to(device)} if config.cond_dim else {}
     if config.cond_channels and not config.cond:
-        conditions["cond"] = torch.from_numpy(data.read_pictures(index)).to(device)
+        conditions["cond"] = torch.from_numpy(data.pictures.read_finite(index)).to(device)
     return torch.from_numpy(data.read_floats(index)).to(device), labels, conditions
-
-
-def pictures_of(conditions: Conditions) -> list[torch.Tensor]:
-    """The pictures of a file that images are conditioned on, if there are any."""
-    return [conditions["cond"]] if "cond" in conditions else []
 
 
 def training_batch(config: Config, data: Data, step: int, device: torch.device | str = "cpu", probabilities: np.ndarray | None = None) -> Batch:
@@ -138,7 +131,8 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
         conditions["values"] = torch.where(dropped[:, None], 0, conditions["values"])
     if config.augment > 0:
         own = [conditions["values"]] if config.cond_dim else []
-        changed, told = augment(torch.cat([x0, *pictures_of(conditions)], dim=1), config.augment, config.seed, step, samples)
+        pictures = [conditions["cond"]] if "cond" in conditions else []
+        changed, told = augment(torch.cat([x0, *pictures], dim=1), config.augment, config.seed, step, samples)
         x0, changed_cond = changed.tensor_split([config.in_channels], dim=1)
         conditions["values"] = torch.cat([*own, told], dim=1)
         if "cond" in conditions:
@@ -159,15 +153,15 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
 class NoiseLevel:
     """What the network is shown and told, what it should answer, and what its answer means; float64 (B) each."""
 
-    t: torch.Tensor  # what the network is told
-    signal: torch.Tensor  # its input x = signal x0 + sigma noise
-    sigma: torch.Tensor
-    target_x0: torch.Tensor  # its target = target_x0 x0 + target_noise noise
-    target_noise: torch.Tensor
-    x0_x: torch.Tensor  # what it says about x0: x0_x x + x0_out output
-    x0_out: torch.Tensor
-    weight: torch.Tensor  # of the squared error
-    target_teacher: torch.Tensor | None = None  # ect: the target's share of the teacher's answer
+    t: Tensor  # what the network is told
+    signal: Tensor  # its input x = signal x0 + sigma noise
+    sigma: Tensor
+    target_x0: Tensor  # its target = target_x0 x0 + target_noise noise
+    target_noise: Tensor
+    x0_x: Tensor  # what it says about x0: x0_x x + x0_out output
+    x0_out: Tensor
+    weight: Tensor  # of the squared error
+    target_teacher: Tensor | None = None  # ect: the target's share of the teacher's answer
 
     def float32(self) -> NoiseLevel:
         """As both programs compute with it, beside images."""
@@ -194,7 +188,7 @@ class Diffusion:
         small[0], mean_x0 = small[1], betas * np.sqrt(before) / (1 - self.alpha_bar)
         self.tables = torch.tensor(np.stack([self.alpha_bar, np.log(small), np.log(betas), mean_x0]), device=device)
 
-    def ddpm_level(self, alpha_bar: torch.Tensor, t: torch.Tensor) -> NoiseLevel:
+    def ddpm_level(self, alpha_bar: Tensor, t: Tensor) -> NoiseLevel:
         """Where the signal's variance is alpha_bar: the three predictions, and Min-SNR's weights for them."""
         signal, sigma, snr = alpha_bar.sqrt(), (1 - alpha_bar).sqrt(), alpha_bar / (1 - alpha_bar)
         zero, one = torch.zeros_like(signal), torch.ones_like(signal)
@@ -211,7 +205,7 @@ class Diffusion:
         weight = snr.clamp(max=gamma) / relative if gamma > 0 else one
         return NoiseLevel(told, signal, sigma, target_x0, target_noise, x0_x, x0_out, weight)
 
-    def edm_level(self, sigma: torch.Tensor) -> NoiseLevel:
+    def edm_level(self, sigma: Tensor) -> NoiseLevel:
         """Table 1 of Karras et al. 2022: their loss is the squared error of the network's own output."""
         data = self.config.sigma_data
         total = (sigma**2 + data**2).sqrt()
@@ -219,12 +213,12 @@ class Diffusion:
         weight = total**2 / (sigma * data) ** 2 * c_out**2
         return NoiseLevel(c_noise, c_in, c_in * sigma, sigma / (data * total), -c_skip * sigma / c_out, c_skip / c_in, c_out, weight)
 
-    def flow_level(self, t: torch.Tensor) -> NoiseLevel:
+    def flow_level(self, t: Tensor) -> NoiseLevel:
         """Rectified flow (Liu et al. 2022): on the line x_t = (1 - t) x0 + t noise the network answers with the velocity noise - x0."""
         one = torch.ones_like(t)
         return NoiseLevel(1000 * t, 1 - t, t, -one, one, one, -t, one)
 
-    def level(self, t: torch.Tensor) -> NoiseLevel:
+    def level(self, t: Tensor) -> NoiseLevel:
         """Of what noise_levels draws."""
         frame = self.config.frame
         if frame == "ddpm":
@@ -233,14 +227,14 @@ class Diffusion:
             return self.edm_level(t)
         return self.flow_level(t / (1 + t) if self.config.objective == "ect" else t)  # ect draws sigma
 
-    def teacher_sigma(self, t: torch.Tensor, step: int | None = None) -> torch.Tensor:
+    def teacher_sigma(self, t: Tensor, step: int | None = None) -> Tensor:
         """Geng et al. 2024: (B) r of the students' t, at this step (0-based) or in the run's last one."""
         config = self.config
         a = 1 + (config.max_steps - 1 if step is None else step) // config.ect_stage
         n = 1 + config.ect_k * (-config.ect_b * t).sigmoid()
         return (t * (1 - n / config.ect_q**a)).clamp(min=0)
 
-    def pair(self, t: torch.Tensor, step: int | None = None) -> tuple[NoiseLevel, NoiseLevel]:
+    def pair(self, t: Tensor, step: int | None = None) -> tuple[NoiseLevel, NoiseLevel]:
         """Student and teacher. The student's target makes its image the teacher's, of which x0 and noise are parts, too: so what both see alike
         cancels here, in float64. At r = 0 the teacher is the image itself."""
         r = self.teacher_sigma(t, step)
@@ -264,7 +258,7 @@ class Diffusion:
         t = np.interp(np.log(sigma), np.log(self.sigmas), np.arange(self.steps))
         return self.ddpm_level(1 / (1 + one**2), torch.tensor([t]))
 
-    def quarters(self, t: torch.Tensor) -> list[int]:
+    def quarters(self, t: Tensor) -> list[int]:
         """In which quarter of the noise levels that are drawn each lies, from little noise to much."""
         config, flow = self.config, self.config.objective == "flow"
         if config.objective == "ddpm":
@@ -274,9 +268,7 @@ class Diffusion:
         mean, std, value = (config.t_mean, config.t_std, t.logit()) if flow else (config.P_mean, config.P_std, t.log())
         return torch.bucketize((value - mean) / max(std, 1e-30), torch.tensor([-0.67448975, 0, 0.67448975], device=t.device).double()).tolist()
 
-    def tuning_losses(
-        self, model: Callable, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: Any, conditions: Conditions, step: int | None
-    ) -> torch.Tensor:
+    def tuning_losses(self, model: Callable, x0: Tensor, t: Tensor, noise: Tensor, labels: Any, conditions: Conditions, step: int | None) -> Tensor:
         """(B) consistency tuning (Geng et al. 2024), in double: the pseudo-Huber distance of the images that a model makes of x0 with much and with
         less of the same noise. The second one, with the same dropout, is what the first should be, and has no gradient."""
         student, teacher = (level.float32() for level in self.pair(t, step))
@@ -292,13 +284,13 @@ class Diffusion:
     def losses(
         self,
         model: Callable,
-        x0: torch.Tensor,
-        t: torch.Tensor,
-        noise: torch.Tensor,
+        x0: Tensor,
+        t: Tensor,
+        noise: Tensor,
         labels: Any,
         conditions: Conditions | None = None,
         step: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """(B) each sample's loss, in double: the weighted squared error, and what learns the variance. step: of the schedule that ect has; None: the
         run's last one."""
         conditions = conditions or {}
@@ -315,7 +307,7 @@ class Diffusion:
         bits = self.steps / math.log(2) * self.bound(error if config.use_kl else error.detach(), out[:, self.channels :], x0, t)
         return bits if config.use_kl else losses + config.vlb_weight * bits
 
-    def bound(self, error: torch.Tensor, v: torch.Tensor, x0: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def bound(self, error: Tensor, v: Tensor, x0: Tensor, t: Tensor) -> Tensor:
         """(B) the variational bound's term of each sample, in nats a value, in double. v (B, C or 0, H, W): the variance, from the smaller (-1)
         to the larger one (1) (Nichol & Dhariwal 2021, eq. 15)."""
         level, (small, large, mean_x0) = self.level(t), (table[t][:, None, None, None] for table in self.tables[1:])
@@ -385,10 +377,10 @@ class Denoiser:
         self,
         model: nn.Module,
         config: Config,
-        numbers: torch.Tensor,
-        labels: torch.Tensor | None = None,
+        numbers: Tensor,
+        labels: Tensor | None = None,
         rows: list[list[float]] | None = None,
-        pictures: torch.Tensor | None = None,
+        pictures: Tensor | None = None,
     ):
         self.model, self.config, self.numbers, self.labels, self.asked = model, config, numbers, labels, 0
         self.diffusion, self.image, self.mask = Diffusion(config), None, None
@@ -404,7 +396,7 @@ class Denoiser:
             pictures = sample_pictures(config, len(numbers)) if pictures is None else pictures
             self.conditions["cond"] = pictures.to(numbers.device)[numbers % len(pictures)]
 
-    def without_condition(self) -> tuple[torch.Tensor | None, Conditions]:
+    def without_condition(self) -> tuple[Tensor | None, Conditions]:
         """Labels and conditions for guidance: without all that the model has learnt to do without."""
         config, labels = self.config, self.labels
         if config.null_class:
@@ -412,17 +404,17 @@ class Denoiser:
         learnt = {"values": config.class_dropout > 0, "cond": config.cond_dropout > 0}
         return labels, {name: torch.zeros_like(value) if learnt[name] else value for name, value in self.conditions.items()}
 
-    def normals(self, purpose: int, step: int) -> torch.Tensor:
+    def normals(self, purpose: int, step: int) -> Tensor:
         seed = self.config.noise_seed if self.config.noise_seed >= 0 else self.config.seed
         return normals(seed, purpose, step, self.numbers, (self.config.in_channels, *self.config.image_size))
 
-    def start(self) -> torch.Tensor:
+    def start(self) -> Tensor:
         return self.normals(SAMPLE_START, 0) * (1.0 if self.config.sampler in ("ddpm", "ddim") else self.route[0].sigma)
 
-    def noise(self) -> torch.Tensor:
+    def noise(self) -> Tensor:
         return self.normals(SAMPLE_NOISE, self.asked - 1) if self.asked else self.normals(SAMPLE_START, 1)
 
-    def keep_known(self, x: torch.Tensor, here: Noise, then: Noise) -> torch.Tensor:
+    def keep_known(self, x: Tensor, here: Noise, then: Noise) -> Tensor:
         """RePaint (Lugmayr et al. 2022, algorithm 1): x with what is known; and back to the noise of the step that follows, if that is an earlier one."""
         if self.mask is None:
             return x
@@ -431,7 +423,7 @@ class Denoiser:
             x = x + math.sqrt(then.sigma**2 - here.sigma**2) * self.normals(BACK_NOISE, self.asked - 1)
         return x * then.signal
 
-    def __call__(self, x: torch.Tensor, sigma: float) -> torch.Tensor:
+    def __call__(self, x: Tensor, sigma: float) -> Tensor:
         config, level, C = self.config, self.diffusion.level_at(sigma), self.config.in_channels
         shown, t = level.signal.item() * x, torch.full((len(x),), level.t.item(), device=x.device)
         out = self.model(shown, t, self.labels, **self.conditions)
@@ -456,7 +448,7 @@ class Denoiser:
 # --sigma_max.
 
 
-def ddpm(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def ddpm(D: Denoiser, x: Tensor, here: Noise, there: Noise, before: Any) -> tuple[Tensor, Tensor]:
     """Ho et al. 2020, eq. 6 and 7, with either of their variances or a learned one (Nichol & Dhariwal 2021, eq. 15)."""
     ab, ab_next = here.signal**2, there.signal**2
     beta = 1 - ab / ab_next
@@ -471,7 +463,7 @@ def ddpm(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -
     return x0, mean + deviation * D.noise()
 
 
-def ddim(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def ddim(D: Denoiser, x: Tensor, here: Noise, there: Noise, before: Any) -> tuple[Tensor, Tensor]:
     """Song et al. 2021, eq. 12 and 16."""
     ab, ab_next = here.signal**2, there.signal**2
     x0 = D(x / here.signal, here.sigma)
@@ -481,7 +473,7 @@ def ddim(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -
     return x0, x_next + sigma * D.noise() if sigma > 0 else x_next
 
 
-def add_churn(D: Denoiser, x: torch.Tensor, sigma: float) -> tuple[torch.Tensor, float]:
+def add_churn(D: Denoiser, x: Tensor, sigma: float) -> tuple[Tensor, float]:
     """Karras et al. 2022, algorithm 2, lines 4 to 6: x with noise added, and its sigma."""
     config = D.config
     gamma = min(config.S_churn / (len(D.route) - 1), math.sqrt(2) - 1) if config.S_min <= sigma <= config.S_max else 0.0
@@ -491,14 +483,14 @@ def add_churn(D: Denoiser, x: torch.Tensor, sigma: float) -> tuple[torch.Tensor,
     return x + math.sqrt(sigma_hat**2 - sigma**2) * config.S_noise * D.noise(), sigma_hat
 
 
-def euler(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def euler(D: Denoiser, x: Tensor, here: Noise, there: Noise, before: Any) -> tuple[Tensor, Tensor]:
     """Karras et al. 2022, algorithm 2, without the correction."""
     x, sigma = add_churn(D, x, here.sigma)
     x0 = D(x, sigma)
     return x0, x0 + there.sigma / sigma * (x - x0)
 
 
-def heun(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def heun(D: Denoiser, x: Tensor, here: Noise, there: Noise, before: Any) -> tuple[Tensor, Tensor]:
     """Karras et al. 2022, algorithm 2 (without churn, algorithm 1). With s and s' the slopes at both ends and h the difference of sigmas, its
     x + h (s + s') / 2 is Euler's x + h s and half of h (s' - s), in which only what the network says differs."""
     x, sigma = add_churn(D, x, here.sigma)
@@ -509,7 +501,7 @@ def heun(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -
     return x0, x_next
 
 
-def dpmpp_2m(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def dpmpp_2m(D: Denoiser, x: Tensor, here: Noise, there: Noise, before: Any) -> tuple[Tensor, Tensor]:
     """Lu et al. 2022, "DPM-Solver++", algorithm 2, in lambda = -log(sigma)."""
     x0 = mixed = D(x, here.sigma)
     if before and there.sigma > 0:
@@ -519,7 +511,7 @@ def dpmpp_2m(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: An
     return x0, there.sigma / here.sigma * x + (1 - there.sigma / here.sigma) * mixed
 
 
-def consistency(D: Denoiser, x: torch.Tensor, here: Noise, there: Noise, before: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def consistency(D: Denoiser, x: Tensor, here: Noise, there: Noise, before: Any) -> tuple[Tensor, Tensor]:
     """Song et al. 2023, "Consistency Models", algorithm 1: every answer is an image, and fresh noise makes it the next input."""
     x0 = D(x, here.sigma)
     return x0, x0 + there.sigma * D.noise() if there.sigma > 0 else x0
@@ -529,7 +521,7 @@ SAMPLERS: dict[str, Callable] = {"ddim": ddim, "ddpm": ddpm, "euler": euler, "he
 
 
 @torch.no_grad()
-def sampler_steps(D: Denoiser, x: torch.Tensor, first: int = 0) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+def sampler_steps(D: Denoiser, x: Tensor, first: int = 0) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """(step, x, what the network says about x_0 in it, the next x), from the sampler's x at step `first`."""
     before, D.asked = None, first * (2 if D.config.sampler == "heun" else 1)
     take_step = D.config.meaning("sampler", SAMPLERS)
@@ -540,7 +532,7 @@ def sampler_steps(D: Denoiser, x: torch.Tensor, first: int = 0) -> Iterator[tupl
         x, before = x_next, (x0, D.route[step].sigma) if then == step + 1 else None
 
 
-def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
+def read_images(config: Config, name: str, most: int) -> Tensor | None:
     """The images (up to most, C, H, W) of --start_from, --inpaint, --mask or --cond_file, in [-1, 1]; None: the flag isn't given."""
     path = getattr(config, name)
     if not path:
@@ -548,14 +540,10 @@ def read_images(config: Config, name: str, most: int) -> torch.Tensor | None:
     data = open_data(path)
     channels = {"mask": 1, "cond_file": config.cond_channels}.get(name, config.in_channels)
     data.check(dataclasses.replace(config, class_cond=False, cond_dim=0, cond_channels=0, in_channels=channels))
-    images = torch.from_numpy(data.read_floats(np.arange(min(len(data.images), most))))
-    for i, image in enumerate(images):
-        if not torch.isfinite(image).all():
-            raise DataError(f"--{name} {path}: image {i} holds a value that is not finite; make the file again")
-    return images
+    return torch.from_numpy(data.read_finite(np.arange(min(len(data.images), most)), f"--{name} "))
 
 
-def sample_pictures(config: Config, most: int) -> torch.Tensor:
+def sample_pictures(config: Config, most: int) -> Tensor:
     """The pictures (up to most, cond_channels, H, W) of --sample, from --cond_file. With --cond they are made of its images, unless it holds such
     pictures already: small ones are enlarged, grey ones taken as they are."""
     if not config.cond_file:
@@ -590,8 +578,8 @@ def sample(
     n: int,
     progress: bool = False,
     rows: list[list[float]] | None = None,
-    pictures: torch.Tensor | None = None,
-) -> torch.Tensor:
+    pictures: Tensor | None = None,
+) -> Tensor:
     """n images (n, C, H, W) in [-1, 1], on the CPU, of a model that it leaves in eval mode. Image i depends on (seed, i) alone, not on batch_size.
     rows, pictures: see Denoiser; None: those of --values and --cond_file."""
     from tqdm import tqdm  # which who only trains or times the network does without
@@ -664,12 +652,12 @@ class LossHistory:
         even = 0.001  # of the probability all t have in equal parts
         return weights * ((1 - even) / total) + even / len(weights) if total > 0 else None
 
-    def importance(self, t: torch.Tensor) -> torch.Tensor:
+    def importance(self, t: Tensor) -> Tensor:
         """(B) of the losses: what they count, so that their mean is that of a uniform t."""
         p = self.probabilities()
         return torch.ones(len(t), device=t.device) if p is None else (1 / (len(p) * torch.from_numpy(p).to(t.device)[t])).float()
 
-    def remember(self, t: torch.Tensor, losses: torch.Tensor) -> None:
+    def remember(self, t: Tensor, losses: Tensor) -> None:
         if self.rows is None:
             return
         for k, loss in zip(t.tolist(), losses.tolist()):
@@ -706,9 +694,7 @@ class Trainer:
         updates = torch.tensor(float(self.state.updates), device=self.device if fused else "cpu")
         self.moments = self.optimizer.state[self.weights] = {"step": updates, "exp_avg": m, "exp_avg_sq": v}
 
-    def compute_gradients(
-        self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None, conditions: Conditions
-    ) -> torch.Tensor:
+    def compute_gradients(self, x0: Tensor, t: Tensor, noise: Tensor, labels: Tensor | None, conditions: Conditions) -> Tensor:
         """Leaves the gradient of the mean loss in the model's parameters (and, flat, in weights.grad); returns the samples' losses (B)."""
         B, config, losses, importance = len(x0), self.config, [], self.history.importance(t)
         self.model.train()
@@ -724,9 +710,7 @@ class Trainer:
             losses.append(loss.detach())
         return torch.cat(losses)
 
-    def train_step(
-        self, x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None = None, conditions: Conditions | None = None
-    ) -> StepResult:
+    def train_step(self, x0: Tensor, t: Tensor, noise: Tensor, labels: Tensor | None = None, conditions: Conditions | None = None) -> StepResult:
         """One step on a batch from training_batch(config, data, state.step)."""
         config, state, raw = self.config, self.state, self.compute_gradients(x0, t, noise, labels, conditions or {})
         norm = torch.linalg.vector_norm(self.weights.grad, dtype=torch.float64)
@@ -827,14 +811,14 @@ def grid_rows(config: Config, data: Data) -> list[list[float]]:
     return value_rows(config) if config.values else data.values[: config.num_samples].tolist()
 
 
-def grid_pictures(config: Config, data: Data) -> torch.Tensor | None:
+def grid_pictures(config: Config, data: Data) -> Tensor | None:
     """What a grid's images are conditioned on: the first pictures of the data."""
     if not config.cond_channels:
         return None
     first = np.arange(min(len(data.images), config.num_samples))
     if config.cond:
         return made_pictures(config, torch.from_numpy(data.read_floats(first)), 0, torch.from_numpy(first))
-    return torch.from_numpy(data.read_pictures(first))
+    return torch.from_numpy(data.pictures.read_finite(first))
 
 
 def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data) -> None:
@@ -848,7 +832,7 @@ def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data
     if pictures is not None:
         truth = torch.from_numpy(data.read_floats(np.arange(len(pictures))))
         images, parts = beside_pictures(images, pictures, truth), 3
-    screen.tell_any(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=captions, parts=parts))))
+    screen.tell(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=captions, parts=parts))))
 
 
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> int:
@@ -885,7 +869,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 told = "nothing was trained"
                 if state.step > first_step:
                     keeper.finish(state.step, save_rest, stop)
-                    screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
+                    screen.tell(folder.write_or_wait("loss.png", plot_loss(log)))
                     told = "that is saved, and --resume_checkpoint latest goes on from there"
                 screen.print("\n" * screen.terminal, end="")
                 raise DataError(f"{e}; stopped after step {state.step}: {told}") from None
@@ -898,10 +882,10 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             save = last or (keeper.is_due(step, config.save_interval, keeper.saved) and not result.objection)
             validate = val_data and (step % config.val_interval == 0 or last or (config.keep_best and save))
             keeper.val_loss = val_loss = trainer.validation_loss(val_data) if validate else None
-            screen.tell_any(folder.check(step))
-            screen.tell_any(log.write(result, 1000 * elapsed, val_loss))
+            screen.tell(folder.check(step))
+            screen.tell(log.write(result, 1000 * elapsed, val_loss))
             if folder.files_wait and time.monotonic() - folder.tried > 1:
-                screen.tell_any(folder.write_waiting())
+                screen.tell(folder.write_waiting())
             if result.objection:
                 screen.tell(f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
                 if state.bad_in_row >= config.max_bad_steps:
@@ -918,7 +902,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             if draw:
                 draw_samples(trainer, folder, screen, val_data or data)
             if not log.rows and (last or draw):
-                screen.tell_any(folder.write_or_wait("loss.png", plot_loss(log)))
+                screen.tell(folder.write_or_wait("loss.png", plot_loss(log)))
         keeper.finish(state.step, save_rest, stop)
         if stopped:
             told = f"stopped by {stopped} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
@@ -927,7 +911,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             with contextlib.suppress(DataError):  # one step more, only to see whether the last checkpoint is good
                 if keeper.waits() and not trainer.train_step(*next_batch(trainer, data)).objection:
                     keeper.prove()
-        screen.tell_any(folder.write_waiting())
+        screen.tell(folder.write_waiting())
         screen.tell(told)
     return 128 + signal.Signals[stopped] if stopped else 0
 
@@ -937,7 +921,10 @@ def run(argv: list[str]) -> int:
     flags = parse_flags(argv, FLAGS, INTRO)
     check_alone()
     if "convert" in flags:
-        source, target = flags.pop("convert")
+        named = flags.pop("convert")
+        if len(named) != 2 or not all(named):
+            raise UserError(f"--convert {named[0]}: needs two files, as in --convert model.bin model.pt")
+        source, target = named
         check_conversion(source, target)
         file = post_hoc_average(source, flags["ema_sigma_rel"]) if "ema_sigma_rel" in flags else read_model(source, flags)
         print(convert(file, target, flags))
@@ -951,7 +938,7 @@ def run(argv: list[str]) -> int:
     for title, shown in (f"preset {config.preset}", preset), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
-        check_model_output("--init_model_filename", config.init_model_filename, [config.data_file])
+        check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_model)
         write_model(config.init_model_filename, ModelFile(config, initial_weights(config)))
         print(f"{config.init_model_filename}: initial weights, {parameter_count(config) / 1e6:.2f} M parameters")
     elif config.sample:

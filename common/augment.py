@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common.random_numbers import AUGMENT, random_words, to_normals
 
@@ -15,18 +16,18 @@ SYM6 += [0.3379294217276218, -0.07263752278646252, -0.021060292512300564, 0.0447
 MARGIN = len(SYM6) // 2  # of an image at twice the resolution, on each side
 
 
-def rotation(angle: torch.Tensor) -> torch.Tensor:
+def rotation(angle: Tensor) -> Tensor:
     """(B, 2, 2)"""
     return torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).view(-1, 2, 2)
 
 
-def draw_changes(p: float, words: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw_changes(p: float, words: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of random words (B, 16): the nine numbers (B, 9), of which the first two are flips; and the way from a pixel of the changed image, counted from
     the centre, back to where it comes from in the flipped one: a matrix (B, 2, 2), and what is added (B, 2). In float64."""
     u, z = words.double() * 2.0**-32, to_normals(words[:, 12:16]).double()
     angles = (2 * u - 1) * math.pi
 
-    def drawn(value: torch.Tensor, coin: int, probability: float = p) -> torch.Tensor:
+    def drawn(value: Tensor, coin: int, probability: float = p) -> Tensor:
         return torch.where(u[:, coin] < probability, value, 0)
 
     flip_x, flip_y = (words[:, 0] & 1).double(), drawn((words[:, 1] & 1).double(), 2)
@@ -40,13 +41,13 @@ def draw_changes(p: float, words: torch.Tensor, height: int, width: int) -> tupl
     return torch.stack(told, -1), matrix, -(matrix @ shift[:, :, None])[:, :, 0]
 
 
-def mirrored(index: torch.Tensor, size: int) -> torch.Tensor:
+def mirrored(index: Tensor, size: int) -> Tensor:
     """Where the pixels of a row are that is continued by its mirror image at both ends."""
     index = index.remainder(2 * size - 2)
     return torch.where(index < size, index, 2 * size - 2 - index)
 
 
-def doubled(image: torch.Tensor) -> torch.Tensor:
+def doubled(image: Tensor) -> Tensor:
     """(C, H, W) -> (C, 2 H, 2 W): zeros between the pixels, and the filter over them."""
     filter_ = torch.tensor(SYM6, dtype=image.dtype, device=image.device).flip(0)[None, None]
     for axis in (2, 1):
@@ -58,7 +59,7 @@ def doubled(image: torch.Tensor) -> torch.Tensor:
     return image
 
 
-def halved(fine: torch.Tensor) -> torch.Tensor:
+def halved(fine: Tensor) -> Tensor:
     """(C, 2 H + 12, 2 W + 12) -> (C, H, W): the filter once more, and every other pixel."""
     filter_ = torch.tensor(SYM6, dtype=fine.dtype, device=fine.device)[None, None]
     for axis in (2, 1):
@@ -68,7 +69,7 @@ def halved(fine: torch.Tensor) -> torch.Tensor:
     return fine
 
 
-def change(image: torch.Tensor, told: torch.Tensor, matrix: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+def change(image: Tensor, told: Tensor, matrix: Tensor, added: Tensor) -> Tensor:
     """An image (C, H, W), in float64, as these say: at twice the resolution, read between four pixels."""
     _, H, W = image.shape
     image = image.flip([axis for axis, flip in ((2, told[0]), (1, told[1])) if flip])
@@ -89,7 +90,7 @@ def change(image: torch.Tensor, told: torch.Tensor, matrix: torch.Tensor, added:
     return halved((upper * (1 - part_y) + lower * part_y).view(-1, *x.shape))
 
 
-def augment(x0: torch.Tensor, p: float, seed: int, step: int, samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def augment(x0: Tensor, p: float, seed: int, step: int, samples: Tensor) -> tuple[Tensor, Tensor]:
     """Images (B, C, H, W), each changed with probability p in each of six ways, and the numbers (B, 9) that say how."""
     told, matrices, added = draw_changes(p, random_words(seed, AUGMENT, step, samples, 16), *x0.shape[2:])
     images = [change(*parts) for parts in zip(x0.double(), told, matrices, added)]

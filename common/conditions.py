@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common.flags import Config
 from common.random_numbers import COND_NOISE, HOLES_OF_MASK, normals, philox, random_words
@@ -12,44 +13,37 @@ HOLES = 4  # of --cond mask, at most
 NOISE_STRENGTH = 0xFFFFFFFF  # the block of random words that the noise's strength is drawn from
 
 
-def shrink(x0: torch.Tensor, factor: int) -> torch.Tensor:
-    """(B, C, H, W) -> (B, C, H / factor, W / factor): means of squares."""
-    return F.avg_pool2d(x0, factor)
-
-
-def enlarge(small: torch.Tensor, factor: int) -> torch.Tensor:
+def enlarge(small: Tensor, factor: int) -> Tensor:
     """As guided-diffusion's SuperResModel does it."""
     return F.interpolate(small, scale_factor=factor, mode="bilinear", align_corners=False)
 
 
-def noise_strengths(seed: int, step: int, samples: torch.Tensor) -> torch.Tensor:
+def noise_strengths(seed: int, step: int, samples: Tensor) -> Tensor:
     """(B) in [0, 1): each picture's part of the largest standard deviation."""
     word = philox(NOISE_STRENGTH, samples, step, COND_NOISE, seed)[0]
     return (word >> 8).float() * 2.0**-24
 
 
-def coarse(config: Config, x0: torch.Tensor, step: int, samples: torch.Tensor, noise: float) -> torch.Tensor:
-    small = shrink(x0, config.picture_factor)
+def coarse(config: Config, x0: Tensor, step: int, samples: Tensor, noise: float) -> Tensor:
+    small = F.avg_pool2d(x0, config.picture_factor)
     if noise > 0:
         strength = noise * noise_strengths(config.seed, step, samples)
         small = small + strength[:, None, None, None] * normals(config.seed, COND_NOISE, step, samples, tuple(small.shape[1:]))
     return enlarge(small, config.picture_factor)
 
 
-def grey(x0: torch.Tensor) -> torch.Tensor:
+def grey(x0: Tensor) -> Tensor:
     """ITU-R BT.601."""
     weights = torch.tensor([0.299, 0.587, 0.114], dtype=x0.dtype, device=x0.device)
     return (x0 * weights[:, None, None]).sum(1, keepdim=True)
 
 
-def with_holes(x0: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def with_holes(x0: Tensor, hidden: Tensor) -> Tensor:
     """(B, C + 1, H, W): images with zeros where they are hidden (B, 1, H, W), and where that is."""
     return torch.cat([torch.where(hidden, 0, x0), torch.where(hidden, 1.0, -1.0).to(x0.dtype)], dim=1)
 
 
-def in_stroke(
-    y: torch.Tensor, x: torch.Tensor, y0: torch.Tensor, x0: torch.Tensor, y1: torch.Tensor, x1: torch.Tensor, radius: torch.Tensor
-) -> torch.Tensor:
+def in_stroke(y: Tensor, x: Tensor, y0: Tensor, x0: Tensor, y1: Tensor, x1: Tensor, radius: Tensor) -> Tensor:
     """Which pixels are no further than a radius from the line between two points. In whole numbers."""
     along_y, along_x = y1 - y0, x1 - x0
     length2, radius2 = along_y**2 + along_x**2, radius**2
@@ -60,7 +54,7 @@ def in_stroke(
     return torch.where(ahead <= 0, from_start <= radius2, near_line)
 
 
-def draw_holes(seed: int, step: int, samples: torch.Tensor, H: int, W: int) -> torch.Tensor:
+def draw_holes(seed: int, step: int, samples: Tensor, H: int, W: int) -> Tensor:
     """(B, 1, H, W), bool: up to four rectangles and strokes between two random points."""
     words = random_words(seed, HOLES_OF_MASK, step, samples, 8 * HOLES).view(len(samples), HOLES, 8, 1, 1)
     y, x = torch.arange(H, device=samples.device)[:, None], torch.arange(W, device=samples.device)[None]
@@ -75,9 +69,7 @@ def draw_holes(seed: int, step: int, samples: torch.Tensor, H: int, W: int) -> t
     return hidden[:, None]
 
 
-def made_pictures(
-    config: Config, x0: torch.Tensor, step: int, samples: torch.Tensor, noise: float = 0.0, masks: torch.Tensor | None = None
-) -> torch.Tensor:
+def made_pictures(config: Config, x0: Tensor, step: int, samples: Tensor, noise: float = 0.0, masks: Tensor | None = None) -> Tensor:
     """(B, cond_channels, H, W), of images (B, C, H, W). masks (B, 1, H, W), bool: where holes are; None: they are drawn."""
     if config.meaning("picture_kind", {"lowres": False, "gray": False, "mask": True}):
         return with_holes(x0, draw_holes(config.seed, step, samples, *x0.shape[2:]) if masks is None else masks)

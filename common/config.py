@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.flags import (
-    DEFAULT_CHANNEL_MULT, FLAGS, LARGEST_GAP_DIVISOR, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, Config, check_value, float32, format_value, preset_flags,
+    DEFAULT_CHANNEL_MULT, FLAGS, LARGEST_GAP_DIVISOR, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, Config, check_value, finite_numbers, float32, format_value, preset_flags,
     without_aliases,
 )  # fmt: skip
 from common.program import UserError
@@ -183,15 +183,6 @@ def check_sampling(config: Config) -> None:
         check(config, config.diffusion_steps > 20, "diffusion_steps", "must be above 20 with the linear schedule")
 
 
-def numbers_of(text: str) -> list[float]:
-    """Of "0.3,1,0"; [] if it is something else, or not finite."""
-    try:
-        row = [float32(float(word)) for word in text.split(",")]
-    except ValueError:
-        return []
-    return row if all(map(math.isfinite, row)) else []
-
-
 def read_value_table(config: Config) -> list[list[float]]:
     """The rows of --values F.csv. A first line that holds no numbers names the columns, and a column more than there are numbers names the images, as
     in a table for prepare_data.py: both are left out."""
@@ -202,7 +193,7 @@ def read_value_table(config: Config) -> list[list[float]]:
         raise UserError(f"--values {config.values}: can't be opened ({e.strerror})") from None
     rows: list[list[float]] = []
     for number, line in enumerate(lines, 1):
-        row = numbers_of(line.partition(",")[2] if line.count(",") == config.cond_dim else line)
+        row = finite_numbers(line.split(",")[line.count(",") == config.cond_dim :])
         if len(row) == config.cond_dim:
             rows.append(row)
         elif line and number > 1:
@@ -218,7 +209,7 @@ def value_rows(config: Config) -> list[list[float]]:
     check(config, config.values != "", "values", f"must be the {count} numbers of the images, such as 0.3,1, or a .csv file of them")
     if config.values.endswith(".csv"):
         return read_value_table(config)
-    row = numbers_of(config.values)
+    row = finite_numbers(config.values.split(","))
     check(config, len(row) == count, "values", f"must be {count} numbers with commas, or a .csv file of rows of them")
     return [row]
 
@@ -314,13 +305,9 @@ def default_preset(flags: dict[str, Any], data: Any = None) -> str:
     height = data.images.shape[2] if "data_file" in flags and data else None
     if flags.get("data_dir"):
         height = 64  # a folder becomes 64x64 RGB, as in prepare_data.py
-    if height == 64:
-        return "quick64" if on_gpu else "emoji64"
-    if height is None:
-        return "quick64" if on_gpu else "quick32"
     if on_gpu:
-        return "unet64"
-    return "quick32" if height == 32 else "fashion32"
+        return "quick64" if height in (64, None) else "unet64"
+    return {None: "quick32", 32: "quick32", 64: "emoji64"}.get(height, "fashion32")
 
 
 def pick_device(name: str) -> torch.device:

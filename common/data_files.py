@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from common.files import DATA_MAGIC, HEADER_BYTES, UNET_CU_DATA_MAGIC, DataError, atomic_file, open_regular
 from common.flags import Config
@@ -81,16 +82,16 @@ class Data:
             told = f"its pictures have {self.pictures.images.shape[1]} channels and the model takes --cond_channels {config.cond_channels}"
             raise UserError(f"{self.pictures.path}: {told}")
 
-    def read_pictures(self, index: np.ndarray) -> np.ndarray:
-        """The pictures that these images are conditioned on, as float32."""
-        pictures = self.pictures.read_floats(index)
-        for i, picture in zip(index.tolist(), pictures):
-            if not np.isfinite(picture).all():
-                raise DataError(f"{self.pictures.path}: image {i} holds a value that is not finite; make the file again")
-        return pictures
+    def read_finite(self, index: np.ndarray, flag: str = "") -> np.ndarray:
+        """The same; DataError if a value is not finite. flag: the one that names the file, for the sentence."""
+        images = self.read_floats(index)
+        for i, image in zip(index.tolist(), images):
+            if not np.isfinite(image).all():
+                raise DataError(f"{flag}{self.path}: image {i} holds a value that is not finite; make the file again")
+        return images
 
 
-def values_block(values: Sequence[np.ndarray] | np.ndarray, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
+def values_block(values: ArrayLike, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
     """What a data file holds of the numbers (count, K) of its images: the bytes, K, and how many of the bytes are the names, a line for each."""
     numbers = np.asarray(values, np.float32)
     if numbers.ndim != 2 or len(numbers) != count or not 1 <= numbers.shape[1] <= MOST_VALUES:
@@ -144,13 +145,7 @@ class DataWriter:
         self.image_crcs.append(zlib.crc32(data))
         self.written += 1
 
-    def finish(
-        self,
-        labels: Sequence[int] | np.ndarray | None = None,
-        num_classes: int = 0,
-        values: Sequence[np.ndarray] | np.ndarray | None = None,
-        value_names: Sequence[str] = (),
-    ) -> int:
+    def finish(self, labels: ArrayLike | None = None, num_classes: int = 0, values: ArrayLike | None = None, value_names: Sequence[str] = ()) -> int:
         """Labels, numbers and the header; returns how many images there are."""
         if self.shape is None or self.dtype is None:
             raise DataError(f"there are no images to write to {self.path}")
@@ -198,17 +193,13 @@ def new_data_file(path: str) -> Iterator[DataWriter]:
 def write_data(
     path: str,
     images: Iterable[np.ndarray],
-    labels: Sequence[int] | np.ndarray | None = None,
+    labels: ArrayLike | None = None,
     num_classes: int = 0,
-    values: Sequence[np.ndarray] | np.ndarray | None = None,
+    values: ArrayLike | None = None,
     value_names: Sequence[str] = (),
 ) -> int:
-    """Writes a data file, whole or not at all, and returns the number of images in it.
-
-    images: an array (N, C, H, W) or an iterator over (C, H, W), uint8 or float32 in [-1, 1]. They go to the disk one by
-    one, so an iterator may yield more than fits in memory; `labels` and `values` (N, K) are not looked at before its end
-    and may be lists that grow meanwhile.
-    """
+    """Writes a data file, whole or not at all, and returns the number of images in it. images: (C, H, W) each, uint8 or float32 in [-1, 1]. They go to
+    the disk one by one; `labels` and `values` (N, K) are not looked at before their end, and may be lists that grow meanwhile."""
     if (labels is None) != (num_classes == 0):
         raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
     with new_data_file(path) as writer:
@@ -243,12 +234,6 @@ def check_images(data: Data) -> int:
     return crc
 
 
-def read_data(path: str) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """A data file, ours or unet.cu's: (images as a memory map (N, C, H, W), int32 labels or None, classes). See open_data_file."""
-    data = open_data_file(path)
-    return data.images, data.labels, data.num_classes
-
-
 def check_field(path: str, field: str, value: int, low: int, high: int) -> None:
     """DataError if a field of a header is no number from low to high."""
     if not low <= value <= high:
@@ -256,10 +241,7 @@ def check_field(path: str, field: str, value: int, low: int, high: int) -> None:
 
 
 def open_data_file(path: str) -> Data:
-    """Opens a data file, ours or unet.cu's.
-
-    Header, size and checksums are checked, those of the images if there are at most 4 GiB; whatever is wrong comes as a DataError that names the file.
-    """
+    """A data file, ours or unet.cu's; DataError for whatever is wrong. Checksums of images are checked if they are at most 4 GiB."""
     file = open_regular(path)
     start, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     if start[:2] == b"\x1f\x8b":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common import files, model_files
 from common.config import pick_device
@@ -204,7 +205,7 @@ def their_name(modules: dict[str, str], name: str) -> str:
     return ".".join(filter(None, (modules[module], LEAVES[rest] if rest else "", kind)))
 
 
-def resampling(config: Config) -> dict[str, torch.Tensor]:
+def resampling(config: Config) -> dict[str, Tensor]:
     """Their convolutions between levels, as the mean of 2x2 pixels on the way down and as nothing but a copy on the way up."""
     kernels, levels = {}, len(config.channel_mult)
     for k in range(levels - 1):
@@ -215,7 +216,7 @@ def resampling(config: Config) -> dict[str, torch.Tensor]:
     return kernels
 
 
-def reorder_qkv(config: Config, qkv: torch.Tensor, to_theirs: bool) -> torch.Tensor:
+def reorder_qkv(config: Config, qkv: Tensor, to_theirs: bool) -> Tensor:
     """Rows (heads, q k v, channels), the older order, to (q k v, heads, channels), or back."""
     if config.use_new_attention_order:
         return qkv
@@ -223,7 +224,7 @@ def reorder_qkv(config: Config, qkv: torch.Tensor, to_theirs: bool) -> torch.Ten
     return qkv.unflatten(0, (heads, 3, -1) if to_theirs else (3, heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def to_theirs(config: Config, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_theirs(config: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """UNet2DModel's state_dict from ours."""
     modules = their_modules(config)
     result = {} if config.conv_resample or config.resblock_updown else resampling(config)
@@ -237,7 +238,7 @@ def to_theirs(config: Config, tensors: dict[str, torch.Tensor]) -> dict[str, tor
     return result
 
 
-def to_ours(config: Config, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_ours(config: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our state_dict from UNet2DModel's, which has the names and shapes that to_theirs makes."""
     modules, result = their_modules(config), {}
     for name, shape in parameter_shapes(config).items():
@@ -301,10 +302,8 @@ def read_json(path: str) -> dict[str, Any]:
 def same(a: Any, b: Any) -> bool:
     """Numbers to float32's rounding."""
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (a, b))
-    if not numbers:
-        return a == b
     try:
-        return math.isclose(a, b, rel_tol=1e-6)
+        return math.isclose(a, b, rel_tol=1e-6) if numbers else a == b
     except OverflowError:  # of a whole number beyond float64
         return False
 
@@ -320,7 +319,7 @@ def check_settings(path: str, given: dict[str, Any], ours: dict[str, Any]) -> No
             raise ModelFileError(f"{path}: its {name} is {json.dumps(value):.60}, which no model here has")
 
 
-def check_tensors(path: str, given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def check_tensors(path: str, given: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """ModelFileError if the names or shapes differ."""
     for name, tensor in wanted.items():
         if name not in given or given[name].shape != tensor.shape:
@@ -403,7 +402,7 @@ class Autoencoder:
         self.vae, self.config = vae.eval().requires_grad_(False).to(self.device), vae.config
         self.factor = 2 ** (len(vae.config.block_out_channels) - 1)  # pixels to a latent, each way
 
-        def by_channel(values: Any) -> torch.Tensor:
+        def by_channel(values: Any) -> Tensor:
             return torch.tensor(values, device=self.device, dtype=torch.float32).view(1, -1, 1, 1)
 
         moved_by = "latents_mean" if vae.config.latents_mean else "shift_factor"
@@ -421,7 +420,7 @@ class Autoencoder:
             raise UserError(f"{self.path}: its {name} is {json.dumps(said):.60}, which scales no latents of {channels} channels")
         return list(values)
 
-    def encode(self, images: torch.Tensor) -> torch.Tensor:
+    def encode(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) in [-1, 1] to latents: the means of what it draws from, so that the same images give the same file."""
         N, C, H, W = images.shape
         if C != self.config.in_channels or H % self.factor or W % self.factor:
@@ -439,7 +438,7 @@ class Autoencoder:
             why = str(e).strip().partition("\n")[0][:200]
             raise UserError(f"{self.path}: can't decode latents of {channels}x{height}x{width} ({why})") from None
 
-    def decode(self, latents: torch.Tensor, batch_size: int = 8) -> torch.Tensor:
+    def decode(self, latents: Tensor, batch_size: int = 8) -> Tensor:
         """Images (N, C, H, W) of latents whose shape check() has seen."""
         parts = (self.vae.decode(part.to(self.device) * self.std + self.mean).sample.cpu() for part in latents.split(batch_size))
         return torch.cat(list(parts))

@@ -12,6 +12,7 @@ import difflib
 import math
 import re
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,15 @@ T = TypeVar("T")
 def float32(value: float) -> float:
     """The number as files and the C++ program hold it."""
     return ctypes.c_float(value).value
+
+
+def finite_numbers(words: list[str]) -> list[float]:
+    """The numbers that these words are, as float32; [] if one of them is something else, or not finite."""
+    try:
+        row = [float32(float(word)) for word in words]
+    except ValueError:
+        return []
+    return row if all(map(math.isfinite, row)) else []
 
 
 # ======================================================================================================================
@@ -80,18 +90,18 @@ def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str]]:
 
 # What to do instead of flags that other programs have.
 CLASSIFIERS = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale"
-BASE_SAMPLES = "here it is --cond_file, a data file of the small images"
-SAMPLING_PROGRAM = "python generate.py takes it; here it is --sample N --init FILE with --sampler"
-ELSEWHERE = dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS) | {"base_samples": BASE_SAMPLES}
-ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], SAMPLING_PROGRAM)
+ELSEWHERE = {"base_samples": "here it is --cond_file, a data file of the small images"}
+ELSEWHERE |= dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS)
+ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], "python generate.py takes it; here it is --sample N --init FILE with --sampler")
 ELSEWHERE |= dict.fromkeys(["bench", "profile"], "python dev/benchmarks/bench_torch.py times PyTorch, make profile the program")
 
 
 def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str = "") -> dict[str, Any]:
     """What a command line (--name value or --name=value) sets, as {name: value}. Prints and leaves on --help."""
     given: dict[str, Any] = {}
-    words = iter(argv)
-    for word in words:
+    words = deque(argv)
+    while words:
+        word = words.popleft()
         if word in ("--help", "-h"):
             print_help(flags, intro)
             sys.exit(0)
@@ -104,11 +114,13 @@ def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str
             raise UserError(f"--{name}: {instead or f'there is no such flag{nearest}; --help lists those there are'}")
         if name in given:
             raise UserError(f"--{name}: is given twice; once is enough")
-        text = text if equals else next(words, None)
-        if text is None:
+        if not equals and not words:
             raise UserError(f"--{name}: its value is missing")
-        if name == "convert":
-            given[name] = (text, next(words, ""))
+        text = text if equals else words.popleft()
+        if flags[name].type == "list[str]":  # up to the next flag
+            given[name] = [text]
+            while words and not words[0].startswith("--"):
+                given[name].append(words.popleft())
             continue
         given[name] = parse_value(name, flags[name].type, "0" if name == "microbatch" and text == "-1" else text)  # guided-diffusion's "all at once"
         check_value(flags[name], given[name])
@@ -123,8 +135,8 @@ def parse_value(name: str, type_: str, text: str) -> Any:
         if type_ in ("int", "float"):
             return int(text) if type_ == "int" else float(text)
         if name == "image_size":
-            height, _, width = text.partition("x")
-            return int(height), int(width or height)
+            height, x, width = text.partition("x")
+            return int(height), int(width if x else height)
         if type_.startswith("tuple"):
             return tuple((float if "float" in type_ else int)(v) for v in text.split(",")) if text else ()
         return text
@@ -135,7 +147,7 @@ def parse_value(name: str, type_: str, text: str) -> Any:
 
 def format_value(name: str, value: Any) -> str:
     """The text that parse_value reads."""
-    if name == "image_size":
+    if name == "image_size" and value:
         return f"{value[0]}" if value[0] == value[1] else f"{value[0]}x{value[1]}"
     if isinstance(value, tuple):
         return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
@@ -161,6 +173,8 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
         words = f"({'|'.join(f.metadata['words'])})" if f.metadata["words"] else ""
         told = (f.metadata["help"], words, f"[{format_value(name, f.default) or chr(34) * 2}]")
         print(f"  --{name:25s} {' '.join(filter(None, told))}")
+    if "preset" not in flags:
+        return
     print("\nPresets: without --preset quick32; for a --data_file of images of 32x32 quick32, of 64x64 emoji64, of other sizes fashion32; for a")
     print("--data_dir emoji64. On a GPU quick64, or for images of another size than 64x64 unet64.")
     for preset, text in PRESETS.items():
@@ -212,7 +226,7 @@ class Own:
 
     init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
     init_model_filename: str = flag("unet_init.bin", "where to")
-    convert: tuple[str, str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors, or DIR/ of diffusers), and stop")
+    convert: list[str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors, or DIR/ of diffusers), and stop")
     device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...")
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
     ema_sigma_rel: float = flag(0.0, "with --convert IN OUT: of the average that OUT holds, over a run up to the snapshot IN, ema_STEP.bin", 0, 0.28)

@@ -1,6 +1,6 @@
 """Model files of all kinds: read any, convert it to another, average those of a run."""
 
-from __future__ import annotations  # noqa: I001 (names side by side)
+from __future__ import annotations
 
 import dataclasses
 import os
@@ -11,12 +11,9 @@ from typing import Any
 import numpy as np
 
 from common import diffusers_files
-from common.files import MODEL_MAGIC
+from common.files import MODEL_MAGIC, check_output, is_model, open_file
 from common.flags import POWER_EMAS, SAVED_FLAGS, format_value
-from common.model_files import (
-    FREE_FLAGS, ModelFile, ModelFileError, bin_chunks, check_folder, check_model_output, pt_chunks, read_file, read_header, reader_or_writer,
-    safetensors_chunks, write_model,
-)  # fmt: skip
+from common.model_files import FREE_FLAGS, READERS, ModelFile, ModelFileError, check_folder, kind_of, read_header, write_model
 from common.program import UserError
 
 
@@ -27,7 +24,8 @@ def read_model(path: str, flags: dict[str, Any] | None = None) -> ModelFile:
         if os.path.isdir(path):
             file = diffusers_files.read_folder(path.rstrip("/"), flags or {})
         else:
-            file = read_file(path, flags or {})
+            open_file(path).close()  # says what is wrong with the path itself
+            file = READERS[kind_of(path)](path, flags or {})
     except OSError as e:
         raise ModelFileError(f"{e.filename or path}: can't be opened ({e.strerror}); name a model file that is there") from None
     file.path = path
@@ -45,12 +43,10 @@ def convert(file: ModelFile, target: str, flags: dict[str, Any]) -> str:
 
 def check_conversion(source: str, target: str) -> None:
     """Before anything is read: UserError if --convert can't write its target, or would replace what somebody may miss."""
-    if not target:
-        raise UserError(f"--convert {source}: needs two files, as in --convert model.bin model.pt")
     if target.endswith("/"):
         return check_folder("--convert", target, source)
-    reader_or_writer(target, bin_chunks, pt_chunks, safetensors_chunks)
-    check_model_output("--convert", target, [source, *map(str, Path(source).parent.glob("ema_*.bin"))])
+    kind_of(target)
+    check_output("--convert", target, [source, *map(str, Path(source).parent.glob("ema_*.bin"))], is_model)
 
 
 # ======================================================================================================================

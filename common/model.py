@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.flags import Config
@@ -18,7 +18,7 @@ from common.random_numbers import DROPOUT, INIT, random_words, to_normals
 class GroupNorm32(nn.GroupNorm):
     """Statistics in float32 even where activations are bf16."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         wide = x.float() if x.dtype == torch.bfloat16 else x
         # not F.group_norm, which refuses one image of 1x1 with a channel a group: its output is then the bias
         return torch.group_norm(wide, self.num_groups, self.weight, self.bias, self.eps).to(x.dtype)
@@ -34,7 +34,7 @@ class PhiloxDropout(nn.Module):
         self.threshold = int(float(np.float32(p)) * 2**32)
         self.scale = float(np.float32(1) / (np.float32(1) - np.float32(p)))
 
-    def forward(self, x: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, draw: Tensor) -> Tensor:
         if not self.training or self.threshold == 0:
             return x
         B, C, H, W = x.shape
@@ -56,7 +56,7 @@ class ResBlock(nn.Module):
         self.out_layers = nn.Sequential(GroupNorm32(32, out), nn.SiLU(), PhiloxDropout(config.dropout), nn.Conv2d(out, out, 3, padding=1))
         self.skip_connection = nn.Identity() if out == channels else nn.Conv2d(channels, out, 1)
 
-    def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, emb: Tensor, draw: Tensor) -> Tensor:
         norm, silu, conv = self.in_layers
         h = conv(self.resample(silu(norm(x))))
         emb = self.emb_layers(emb).to(h.dtype)[:, :, None, None]
@@ -80,7 +80,7 @@ class AttentionBlock(nn.Module):
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         B, C, H, W = x.shape
         qkv = self.qkv(self.norm(x).reshape(B, C, H * W))
         if self.use_new_attention_order:  # rows: q, k, v, then heads
@@ -96,7 +96,7 @@ class AttentionBlock(nn.Module):
 class EmbedSequential(nn.Sequential):
     """Layers in a row; residual blocks also see the embedding and the dropout draw."""
 
-    def forward(self, x: torch.Tensor, emb: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, emb: Tensor, draw: Tensor) -> Tensor:
         for layer in self:
             x = layer(x, emb, draw) if isinstance(layer, ResBlock) else layer(x)
         return x
@@ -156,19 +156,19 @@ class UNetModel(nn.Module):
         for k, dropout in enumerate(module for module in self.modules() if isinstance(module, PhiloxDropout)):
             dropout.layer = k
 
-    def timestep_embedding(self, t: torch.Tensor) -> torch.Tensor:
+    def timestep_embedding(self, t: Tensor) -> Tensor:
         angles = t[:, None].double() * self.frequencies.double()
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.time_embed[0].weight.dtype)
 
     def forward(
         self,
-        x: torch.Tensor,
-        timesteps: torch.Tensor,
-        y: torch.Tensor | None = None,
-        values: torch.Tensor | None = None,
-        cond: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        def run(block: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        x: Tensor,
+        timesteps: Tensor,
+        y: Tensor | None = None,
+        values: Tensor | None = None,
+        cond: Tensor | None = None,
+    ) -> Tensor:
+        def run(block: nn.Module, h: Tensor) -> Tensor:
             """With --use_checkpoint backward() computes it once more; dropout is a function of the draw, so no generator's state is kept."""
             if self.use_checkpoint and self.training:
                 return checkpoint(block, h, emb, self.dropout_draw, use_reentrant=False, preserve_rng_state=False)
@@ -201,17 +201,12 @@ FP8_SPARED = 4  # of how many 3x3 convolutions at each end of the network the fo
 # Training multiplies by these factors before it rounds. (Samples have factors of their own: fp8_factor and fp8_weight.)
 FP8_X_FACTOR = 16.0  # what a norm has written: up to 28 fits in e4m3
 FP8_WEIGHT_FACTOR = 128.0  # weights: up to 3.5 fits
-FP8_GRADIENT_MAX = 57344.0  # of e5m2
 
 
-def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to the nearest number of e4m3; what is larger than FP8_MAX becomes FP8_MAX."""
-    return x.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype)
-
-
-def to_fp8_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to the nearest number of e5m2; what is larger than FP8_GRADIENT_MAX becomes FP8_GRADIENT_MAX."""
-    return x.float().clamp(-FP8_GRADIENT_MAX, FP8_GRADIENT_MAX).to(torch.float8_e5m2).to(x.dtype)
+def to_fp8(x: Tensor, format: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Rounded to the nearest number of this format (gradients: of e5m2); what is larger than its largest number becomes that."""
+    largest = torch.finfo(format).max
+    return x.float().clamp(-largest, largest).to(format).to(x.dtype)
 
 
 def fp8_layers(model: UNetModel) -> list[nn.Sequential]:
@@ -245,7 +240,7 @@ def fp8_factor(norm: GroupNorm32) -> float:
     return 2.0 ** (math.frexp(FP8_MAX / 32 / size)[1] - 1) if size else 1.0
 
 
-def fp8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (Cout, ...) in FP8, and what each output channel's were divided by (Cout)."""
     largest = weight.abs().amax(dim=tuple(range(1, weight.dim())))
     scale = torch.where(largest > 0, largest / FP8_MAX, 1)
@@ -263,14 +258,8 @@ class Fp8Conv(nn.Module):
         self.register_buffer("scale", (scale / self.factor)[:, None, None])
         self.register_buffer("bias", conv.bias.detach()[:, None, None])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return (F.conv2d(to_fp8(x * self.factor), self.weight, padding=1) * self.scale + self.bias).to(x.dtype)
-
-
-def sample_in_fp8(model: UNetModel) -> None:
-    """Rounds the weights of the convolutions that multiply in FP8."""
-    for layers in fp8_layers(model):
-        layers[-1] = Fp8Conv(layers[0], layers[-1])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -288,11 +277,11 @@ class Fp8Products(torch.autograd.Function):
     have the operands that they have without FP8."""
 
     @staticmethod
-    def rounded_weight(weight: torch.Tensor) -> torch.Tensor:
+    def rounded_weight(weight: Tensor) -> Tensor:
         return to_fp8(weight * FP8_WEIGHT_FACTOR) / FP8_WEIGHT_FACTOR
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gradient_factor: float, rounds_forward: bool) -> torch.Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, gradient_factor: float, rounds_forward: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gradient_factor = gradient_factor
         if not rounds_forward:
@@ -301,9 +290,9 @@ class Fp8Products(torch.autograd.Function):
         return F.conv2d(rounded_x, Fp8Products.rounded_weight(weight), bias, padding=1)
 
     @staticmethod
-    def backward(ctx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rounded_dout = to_fp8_gradient(dout * ctx.gradient_factor) / ctx.gradient_factor
+        rounded_dout = to_fp8(dout * ctx.gradient_factor, torch.float8_e5m2) / ctx.gradient_factor
         # With autocast, dout is bf16, and x and weight may be fp32. Then the products are bf16's, as in the forward pass.
         rounded_weight = Fp8Products.rounded_weight(weight).to(dout.dtype)
         dx = torch.nn.grad.conv2d_input(x.shape, rounded_weight, rounded_dout, padding=1)
@@ -319,7 +308,7 @@ class Fp8TrainedConv(nn.Module):
         super().__init__()
         self.weight, self.bias, self.gradient_factor, self.rounds_forward = conv.weight, conv.bias, gradient_factor, rounds_forward
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return F.conv2d(x, self.weight, self.bias, padding=1)
         return Fp8Products.apply(x, self.weight.to(x.dtype), self.bias.to(x.dtype), self.gradient_factor, self.rounds_forward)
@@ -346,7 +335,7 @@ def parameter_count(config: Config) -> int:
     return sum(shape.numel() for shape in parameter_shapes(config).values())
 
 
-def to_state_dict(config: Config, flat: np.ndarray | torch.Tensor) -> dict[str, torch.Tensor]:
+def to_state_dict(config: Config, flat: np.ndarray | Tensor) -> dict[str, Tensor]:
     """state_dict of a flat array (a view)."""
     shapes = parameter_shapes(config)
     parts = torch.as_tensor(flat).split([s.numel() for s in shapes.values()])
@@ -376,7 +365,7 @@ def initial_weights(config: Config) -> np.ndarray:
     return torch.cat(tensors).numpy()
 
 
-def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torch.device | str = "cpu", precision: str = "fp32") -> UNetModel:
+def build_model(config: Config, weights: np.ndarray | Tensor, device: torch.device | str = "cpu", precision: str = "fp32") -> UNetModel:
     """A model in eval mode whose parameters are views of weights, a flat array (if that is on the device already). With fp8 it is for samples alone:
     train_in_fp8 is for training."""
     model = UNetModel(config).to(device)
@@ -385,5 +374,6 @@ def build_model(config: Config, weights: np.ndarray | torch.Tensor, device: torc
     for p, part in zip(model.parameters(), to_state_dict(config, flat).values()):
         p.data = part
     if precision == "fp8":
-        sample_in_fp8(model)
+        for layers in fp8_layers(model):
+            layers[-1] = Fp8Conv(layers[0], layers[-1])
     return model.eval()

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common import files
 from common.config import make_config, validate
@@ -64,7 +65,6 @@ def header_type() -> np.dtype:
 
 
 HEADER = header_type()
-
 
 TUNES = "--objective ect: tunes models of --objective edm and flow, and {} was made with ddpm"
 
@@ -342,10 +342,10 @@ def trusted(path: str, make: Callable, values: Any) -> Any:
 
 def is_plain(tensor: Any) -> bool:
     """Whether this is a tensor of real numbers in memory: files may hold others."""
-    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
-def from_state_dict(config: Config, tensors: dict[str, torch.Tensor], path: str) -> np.ndarray:
+def from_state_dict(config: Config, tensors: dict[str, Tensor], path: str) -> np.ndarray:
     """The flat array of a state_dict; ModelFileError names the first key that does not fit the configuration."""
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not is_plain(tensor):
@@ -398,7 +398,7 @@ def saved_config(values: Any) -> Config:
     return valid({"timestep_respacing": "", "vlb_weight": 0.0} | typed(values, FLAGS))
 
 
-def from_sections(path: str, sections: dict[str, Any], metadata: Any, history: torch.Tensor | None, flags: dict[str, Any]) -> ModelFile:
+def from_sections(path: str, sections: dict[str, Any], metadata: Any, history: Tensor | None, flags: dict[str, Any]) -> ModelFile:
     """A ModelFile from state_dicts and what metadata() says; without a configuration they are bare weights, whose shape flags give."""
     states = {f.name: f for f in dataclasses.fields(TrainingState)}
     if "config" in metadata:
@@ -436,7 +436,7 @@ def read_pt(path: str, flags: dict[str, Any]) -> ModelFile:
         raise damaged
     if "config" not in saved:  # somebody else's: a state_dict, perhaps under a name
         tensors = next((saved[k] for k in ("model", "state_dict") if isinstance(saved.get(k), dict)), saved)
-        saved = {"model": {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
+        saved = {"model": {k: v for k, v in tensors.items() if isinstance(v, Tensor)}}
     saved["weights"] = saved.pop("model", {})
     sections = {name: saved[name] for name in SECTIONS if name in saved}
     history = saved.get(HISTORY)
@@ -456,7 +456,7 @@ def safetensors_chunks(file: ModelFile) -> list[Any]:
     return [safetensors.numpy.save(tensors, {key: json.dumps(value) for key, value in file.metadata().items()})]
 
 
-def safetensors_content(path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def safetensors_content(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, and those of its metadata that metadata() wrote."""
     import safetensors
 
@@ -471,7 +471,7 @@ def safetensors_content(path: str) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
-    sections: dict[str, dict[str, torch.Tensor]] = {}
+    sections: dict[str, dict[str, Tensor]] = {}
     tensors, metadata = safetensors_content(path)
     for key, tensor in tensors.items():
         name = next((n for n, prefix in SECTIONS.items() if prefix and key.startswith(prefix)), "weights")
@@ -486,33 +486,26 @@ def read_safetensors(path: str, flags: dict[str, Any]) -> ModelFile:
 # files by their names
 
 
-def read_file(path: str, flags: dict[str, Any]) -> ModelFile:
-    """What formats.read_model does with a file."""
-    files.open_file(path).close()  # says what is wrong with the path itself
-    return reader_or_writer(path, read_bin, read_pt, read_safetensors)(path, flags)
+READERS: dict[str, Callable] = {".bin": read_bin, ".pt": read_pt, ".pth": read_pt, ".safetensors": read_safetensors}
+WRITERS: dict[str, Callable] = {".bin": bin_chunks, ".pt": pt_chunks, ".pth": pt_chunks, ".safetensors": safetensors_chunks}
+
+
+def kind_of(path: str) -> str:
+    """The end of a model file's name; ModelFileError if it is none."""
+    if Path(path).suffix not in READERS:
+        raise ModelFileError(f"{path}: is of no known kind; model files end in .bin, .pt or .safetensors, and folders of diffusers' in /")
+    return Path(path).suffix
 
 
 def write_model(path: str, file: ModelFile) -> None:
     """Writes .bin, .pt or .safetensors, whole or not at all."""
-    files.atomic_write(path, reader_or_writer(path, bin_chunks, pt_chunks, safetensors_chunks)(file))
-
-
-def reader_or_writer(path: str, for_bin: Callable, for_pt: Callable, for_safetensors: Callable) -> Callable:
-    kinds = {".bin": for_bin, ".pt": for_pt, ".pth": for_pt, ".safetensors": for_safetensors}
-    if Path(path).suffix not in kinds:
-        raise ModelFileError(f"{path}: is of no known kind; model files end in .bin, .pt or .safetensors, and folders of diffusers' in /")
-    return kinds[Path(path).suffix]
+    files.atomic_write(path, WRITERS[kind_of(path)](file))
 
 
 def checkpoints(folder: str) -> dict[int, str]:
     """step -> file, of the checkpoints in a folder, oldest first."""
     found = ((re.fullmatch(r"model_(\d+)\.bin", p.name), str(p)) for p in Path(folder).glob("model_*.bin"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
-
-
-def check_model_output(flag: str, path: str, inputs: Iterable[str]) -> None:
-    """UserError if a model file can't be written, or would replace more than one that was written so before."""
-    files.check_output(flag, path, inputs, files.is_model)
 
 
 def check_folder(flag: str, path: str, source: str) -> None:

@@ -28,9 +28,9 @@ def say(text: str, file: TextIO) -> None:
     tqdm.write(printable(text), file=file)
 
 
-def progress(items: Iterable, total: int | None = None) -> Iterable:
+def progress(items: Iterable) -> Iterable:
     """The items under a progress bar; without one if stderr is not a terminal."""
-    return tqdm(items, total=total, unit=" images", disable=None)
+    return tqdm(items, unit=" images", disable=None)
 
 
 def flat_image(image: Image.Image, channels: int) -> Image.Image:
@@ -55,17 +55,11 @@ def flat_array(image: Image.Image) -> np.ndarray:
     return np.ascontiguousarray(array[None] if array.ndim == 2 else array.transpose(2, 0, 1))
 
 
-def centre_crop(image: Image.Image, image_size: tuple[int, int], resample: Image.Resampling = Image.Resampling.LANCZOS) -> Image.Image:
-    """The most of a picture around its centre that has the aspect ratio of (height, width), in that size."""
-    height, width = image_size
-    return ImageOps.fit(image, (width, height), method=resample)
-
-
 def image_to_array(
     image: Image.Image, image_size: tuple[int, int], channels: int, resample: Image.Resampling = Image.Resampling.LANCZOS
 ) -> np.ndarray:
     """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized."""
-    return flat_array(centre_crop(flat_image(image, channels), image_size, resample))
+    return flat_array(ImageOps.fit(flat_image(image, channels), image_size[::-1], method=resample))  # Pillow's sizes are (width, height)
 
 
 def random_crop(image: Image.Image, image_size: tuple[int, int], draw: random.Random) -> Image.Image:
@@ -92,12 +86,12 @@ class Cut:
     """What parts of a picture become images: one at its centre, or, with crops, so many from anywhere in it."""
 
     image_size: tuple[int, int]  # (height, width)
-    crops: int | None = None
+    crops: int = 0
 
     def parts(self, picture: Image.Image, index: int) -> list[np.ndarray]:
         """uint8 (C, H, W) each. They are the same for every picture of an index and a size, and whenever the command runs."""
-        if self.crops is None:
-            return [flat_array(centre_crop(picture, self.image_size))]
+        if not self.crops:
+            return [flat_array(ImageOps.fit(picture, self.image_size[::-1], method=Image.Resampling.LANCZOS))]
         draws = [random.Random(f"crop {crop} of picture {index}") for crop in range(self.crops)]
         return [flat_array(random_crop(picture, self.image_size, draw)) for draw in draws]
 
@@ -109,12 +103,8 @@ def read_picture(path: str, channels: int, open_picture: Callable[[str], BinaryI
 
 
 def list_images(data_dir: str) -> tuple[list[str], list[int] | None, list[str]]:
-    """All images below a folder in sorted order, their labels or None, and the names of the classes.
-
-    The class of an image is the first folder below data_dir on its path. Hidden files and folders are left out; links
-    are followed, each folder once. If images also lie in data_dir itself, nothing says their class, and there are no
-    labels.
-    """
+    """All images below a folder in sorted order, their labels or None, and the names of the classes (see label_by_folder). Hidden files and folders
+    are left out; links are followed, each folder once."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -139,15 +129,13 @@ def list_images(data_dir: str) -> tuple[list[str], list[int] | None, list[str]]:
 
 
 def label_by_folder(found: list[tuple[str, ...]]) -> tuple[list[int] | None, list[str]]:
-    """Labels or None, and the names of the classes, of pictures whose paths have these parts."""
+    """Labels and the names of the classes, which are the first folders on paths of these parts. None and [] if there are none, or if a picture is in
+    no folder, so that nothing says its class."""
     class_names = sorted({parts[0] for parts in found if len(parts) > 1})
     loose = [parts[0] for parts in found if len(parts) == 1]
     if class_names and loose:
-        say(
-            f"prepare_data: no labels, because {len(loose)} images (the first is {loose[0]}) lie beside "
-            f"the {len(class_names)} sub-folders and belong to none of them",
-            sys.stderr,
-        )
+        told = f"{len(loose)} images (the first is {loose[0]}) lie beside the {len(class_names)} sub-folders and belong to none of them"
+        say(f"prepare_data: no labels, because {told}", sys.stderr)
         class_names = []
     if not class_names:
         return None, []
@@ -177,10 +165,7 @@ def decode_images(paths: list[str], kept: list[int], decode: Callable[[str, int]
 
 
 def load_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> tuple[np.ndarray, np.ndarray | None, list[str]]:
-    """All images below a folder, in memory: uint8 (N, C, H, W), int32 labels or None, and the names of the classes.
-
-    Same images, order and labels as `--data_dir` writes. image_size is (height, width), channels 1 (grey) or 3 (RGB).
-    """
+    """What `--data_dir` writes of a folder, in memory: uint8 (N, C, H, W), int32 labels or None, and the names of the classes."""
     paths, labels, class_names = list_images(data_dir)
     images = np.empty((len(paths), channels, *image_size), np.uint8)
     kept: list[int] = []

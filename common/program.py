@@ -6,9 +6,7 @@ in the command line need no PyTorch. This module needs Python alone.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import difflib
 import importlib.util
 import math
 import os
@@ -18,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 
 class UserError(Exception):
@@ -41,11 +39,10 @@ SAMPLING = ("numpy", "torch", "PIL", "tqdm")  # generate.py
 def how_to_install(missing: str, names: str = "") -> str:
     """A sentence with the command that installs a missing package, and others that will be needed."""
     names = names or {"PIL": "pillow"}.get(missing, missing)
-    command = f"{sys.executable} -m pip install {names}"
+    told = f"Python's package {missing} is missing; install it with"
     if sys.prefix == sys.base_prefix:  # Debian's Python, for one, takes packages in virtual environments only
-        command = f"python3 -m venv .venv && .venv/bin/pip install {names}"
-        return f"Python's package {missing} is missing; install it with `{command}`, and use .venv/bin/python"
-    return f"Python's package {missing} is missing; install it with `{command}`"
+        return f"{told} `python3 -m venv .venv && .venv/bin/pip install {names}`, and use .venv/bin/python"
+    return f"{told} `{sys.executable} -m pip install {names}`"
 
 
 def need_packages(packages: tuple[str, ...]) -> None:
@@ -170,16 +167,6 @@ def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
     return code
 
 
-class Parser(argparse.ArgumentParser):
-    """Of programs whose flags are not train_unet.py's: a mistake is a UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.fullmatch("unrecognized arguments: (--[^ =]*).*", message, re.DOTALL)
-        nearest = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
-        message += "".join(f"; did you mean {flag}?" for flag in nearest)
-        raise UserError(f"{printable(message)} (--help lists the flags)")
-
-
 class Screen:
     """What a run tells; on a terminal its status is one line, drawn anew. stop: the list that ends the run, also when nobody reads (| head)."""
 
@@ -194,12 +181,9 @@ class Screen:
             self.stop.append("SIGPIPE")
 
     def tell(self, text: str) -> None:
-        self.print("\n" * self.terminal + text)
-
-    def tell_any(self, text: str) -> None:
-        """What may be nothing."""
+        """text: a sentence, or "": there is nothing to tell."""
         if text:
-            self.tell(text)
+            self.print("\n" * self.terminal + text)
 
     def status(self, line: str) -> None:
         """line: its parts stand between | and |; those that matter least go where there is no room."""

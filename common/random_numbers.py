@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 INIT, TIMESTEP, NOISE, FLIP, ORDER, DROPOUT, SAMPLE_START, SAMPLE_NOISE, VAL_TIMESTEP, VAL_NOISE, CLASS_DROPOUT, KNOWN_NOISE, BACK_NOISE = range(13)
 AUGMENT = 13  # a training image's change
@@ -29,21 +30,21 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, seed: Any) -> tuple[Any, Any, Any
     return c0, c1, c2, c3
 
 
-def random_words(seed: Any, purpose: int, step: Any, samples: torch.Tensor, count: int) -> torch.Tensor:
+def random_words(seed: Any, purpose: int, step: Any, samples: Tensor, count: int) -> Tensor:
     """(len(samples), count) words: element e of a sample is word e % 4 of its quartet e / 4."""
     quartets = torch.arange((count + 3) // 4, device=samples.device).split(2**16)  # whose words stay in the cache
     words = [torch.stack(philox(part, samples[:, None], step, purpose, seed), dim=-1).flatten(1) for part in quartets]
     return torch.cat(words, dim=1)[:, :count]
 
 
-def to_normals(words: torch.Tensor) -> torch.Tensor:
+def to_normals(words: Tensor) -> Tensor:
     """Standard normals from words (..., 2n), pair by pair (Box & Muller 1958), in double, rounded to float."""
     u = ((words >> 9).double() + 0.5) * 2.0**-23
     radius, angle = (-2 * u[..., 0::2].log()).sqrt(), 2 * math.pi * u[..., 1::2]
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2).float()
 
 
-def normals(seed: int, purpose: int, step: int, samples: torch.Tensor, chw: tuple[int, int, int]) -> torch.Tensor:
+def normals(seed: int, purpose: int, step: int, samples: Tensor, chw: tuple[int, int, int]) -> Tensor:
     """Normals (B, C, H, W) for these samples; elements are counted over (H, W, C)."""
     C, H, W = chw
     count = C * H * W

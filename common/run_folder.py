@@ -29,7 +29,6 @@ from common.flags import Config, preset_flags
 from common.formats import SNAPSHOT_NAME, read_model, snapshot_number
 from common.model_files import HAS_EMA, HAS_TRAINING, HEADER, ModelFile, bin_chunks, checkpoints
 from common.program import UserError
-from common.samples import check_samples
 
 LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds"
 
@@ -88,9 +87,6 @@ class RunFolder:
     def name(self, file: str) -> str:
         return f"{self.path}/{file}"
 
-    def open(self, file: str, how: int) -> int:
-        return os.open(file, how | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.descriptor)
-
     def has_its_name(self) -> bool:
         """False: it was moved or removed."""
         try:
@@ -127,7 +123,7 @@ class RunFolder:
 
     def best_step(self) -> int | None:
         """The step of best.bin, the checkpoint that --keep_best keeps; None: there is none."""
-        if not files.is_there(BEST, self.descriptor):
+        if not os.access(BEST, os.F_OK, dir_fd=self.descriptor):
             return None
         try:
             with files.open_file(BEST, self.descriptor) as f:
@@ -195,7 +191,7 @@ class Log:
     def __init__(self, folder: RunFolder, step: int):
         self.folder, self.path, kept = folder, folder.name("log.csv"), []
         self.rows, self.error = b"", ""  # rows: those that the file still lacks, because of this error
-        if step > 0 and files.is_there("log.csv", folder.descriptor):
+        if step > 0 and os.access("log.csv", os.F_OK, dir_fd=folder.descriptor):
             with self.reader() as f:
                 kept = [complete_row(row) for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
         self.began = time.perf_counter() - seconds_of(kept)  # when the run would have begun if it had never paused
@@ -203,7 +199,7 @@ class Log:
             folder.write("log.csv", [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
         except OSError as e:
             raise UserError(f"{self.path}: can't be written ({e.strerror}); choose a folder that exists and is yours") from None
-        self.descriptor = folder.open("log.csv", os.O_WRONLY | os.O_APPEND)
+        self.descriptor = os.open("log.csv", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.descriptor)
 
     def reader(self) -> IO[str]:
         try:
@@ -496,7 +492,8 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     start = open_start(flags)
     if flags.get("sample"):
         config = make_config(flags, None, start, resume)
-        check_samples(config, start.path if start else "")
+        read = [start.path if start else "", config.data_file, config.start_from, config.inpaint, config.mask, config.values, config.cond_file]
+        files.check_output("--output", config.output, read, files.is_samples)
         return config, None, start
     if resume and not named:
         path = find_data(start.config.data_file, start.path)
@@ -522,9 +519,8 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     if resume and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
         raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with --data_file")
     if resume and not names_pictures and data.pictures and data.pictures.crc != start.state.cond_crc:
-        raise UserError(
-            f"{data.pictures.path}: does not hold the pictures that {start.path} was trained with; name them, or this file, with --cond_file"
-        )
+        told = f"does not hold the pictures that {start.path} was trained with"
+        raise UserError(f"{data.pictures.path}: {told}; name them, or this file, with --cond_file")
     if not config.init_model_only:
         check_output_dir(config, start)
     return config, data, start

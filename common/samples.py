@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common import files
 from common.data_files import write_data
-from common.flags import Config
 from common.program import UserError
 
 
-def to_pixels(images: torch.Tensor) -> np.ndarray:
+def to_pixels(images: Tensor) -> np.ndarray:
     """(..., C, H, W) in [-1, 1] to uint8 (..., H, W, 3 or 1). Of other than 3 channels, the first is shown in grey."""
     shown = images if images.shape[-3] == 3 else images[..., :1, :, :]
     return ((shown + 1) * 127.5).clamp(0, 255).add(0.5).to(torch.uint8).movedim(-3, -1).numpy()
@@ -57,18 +57,18 @@ def value_captions(rows: list[list[float]], count: int) -> list[str]:
     return ["".join(f"{v:.2g} " for v in rows[i % len(rows)]) for i in range(count)] if rows else []
 
 
-def visible(pictures: torch.Tensor, channels: int) -> torch.Tensor:
+def visible(pictures: Tensor, channels: int) -> Tensor:
     """(N, channels, H, W) of pictures (N, K, H, W) that images are conditioned on: of one with fewer channels the first is shown."""
     return pictures[:, :channels] if pictures.shape[1] >= channels else pictures[:, :1].expand(-1, channels, -1, -1)
 
 
-def beside_pictures(images: torch.Tensor, pictures: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+def beside_pictures(images: Tensor, pictures: Tensor, truth: Tensor) -> Tensor:
     """(N, C, H, 3 W): what each image is conditioned on, the image, and the image of the data that belongs to it; pictures and truth take turns."""
     index = torch.arange(len(images)) % len(pictures)
     return torch.cat([visible(pictures, images.shape[1])[index], images, truth[index]], dim=3)
 
 
-def grid_pixels(images: torch.Tensor, enlarge: bool = True, captions: Sequence[str] = (), parts: int = 1) -> np.ndarray:
+def grid_pixels(images: Tensor, enlarge: bool = True, captions: Sequence[str] = (), parts: int = 1) -> np.ndarray:
     """uint8 (H, W, 3 or 1) of a square grid of images (N, C, H, W) in [-1, 1], small ones enlarged. captions: what stands below each, in numbers.
     parts: how many pictures lie side by side in an image, each W / parts wide."""
     pixels, gap = to_pixels(images), 2
@@ -88,22 +88,16 @@ def grid_pixels(images: torch.Tensor, enlarge: bool = True, captions: Sequence[s
     return grid
 
 
-def check_finite(images: torch.Tensor, path: str) -> None:
+def check_finite(images: Tensor, path: str) -> None:
     """UserError if these are no images: before they are written to path."""
     if not torch.isfinite(images).all():
         raise UserError(f"{path}: is not written, because the samples are not finite numbers; these weights are broken")
 
 
-def save_samples(images: torch.Tensor, path: str, captions: Sequence[str] = ()) -> None:
+def save_samples(images: Tensor, path: str, captions: Sequence[str] = ()) -> None:
     """Images in [-1, 1] as a grid (.png) with these captions, or as a data file of float32 images (.bin)."""
     check_finite(images, path)
     if path.endswith(".bin"):
         write_data(path, images.numpy())
     else:
         save_png(grid_pixels(images, captions=captions), path)
-
-
-def check_samples(config: Config, *inputs: str) -> None:
-    """UserError if --output can't be written, or would replace more than older samples. inputs: what else is read."""
-    read = [*inputs, config.data_file, config.start_from, config.inpaint, config.mask, config.values, config.cond_file]
-    files.check_output("--output", config.output, read, files.is_samples)

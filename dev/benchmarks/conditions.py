@@ -26,7 +26,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from common import program
+from command_line import Parser
+
 from common.program import UserError, run_program
 
 TASKS = ["lowres", "gray", "mask", "numbers"]
@@ -39,7 +40,7 @@ ROWS = 6  # of a picture
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--only", default=",".join(TASKS), help=f"some of {', '.join(TASKS)}, with commas (default: all)")
     parser.add_argument("--data_file", default=str(ROOT / "data/emoji64.bin"), help="uint8 colour images (default: data/emoji64.bin)")
     parser.add_argument("--program", default=str(ROOT / "train_unet"), help="what trains and samples (default: ./train_unet)")

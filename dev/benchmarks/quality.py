@@ -38,6 +38,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from command_line import Parser
+
 from common import program
 from common.program import UserError, run_program
 
@@ -46,7 +48,7 @@ WEIGHTS = "weights-inception-2015-12-05-6726825d.pth, which https://github.com/t
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--split", metavar="DIR", help="write DIR/train.bin and DIR/held_out.bin, and stop")
     what.add_argument("--samples", nargs="+", metavar="F.bin", help="files of samples to judge")

@@ -27,6 +27,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from command_line import Parser
+
 from common import program
 from common.program import UserError, run_program
 
@@ -37,7 +39,7 @@ COPY = 16  # so near to a training image, in 255ths, is a copy of it
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--data_file", default=str(ROOT / "data/emoji64.bin"), help="uint8 images (default: data/emoji64.bin)")
     told = 'of ./train_unet, such as "--objective edm" (default: one recipe without flags; --recipes alone: none of ours)'
     parser.add_argument("--recipes", nargs="*", default=[""], metavar="FLAGS", help=told)

@@ -17,7 +17,7 @@ from conftest import ROOT, TINY, flags
 
 import train_unet
 from common import model_files
-from common.data_files import read_data, write_data
+from common.data_files import open_data_file, write_data
 
 SOURCES = [
     "train_unet.cu",
@@ -69,8 +69,8 @@ def test_readers(run: Callable[..., Any], tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (11, 1, 8, 8), np.uint8)
     labels = np.arange(11) % 3
     doc["write_data"](tmp_path / "data.bin", images, labels, 3)
-    for read in (doc["read_data"], read_data):
-        again, again_labels, classes, *_ = read(str(tmp_path / "data.bin"))
+    ours = open_data_file(str(tmp_path / "data.bin"))
+    for again, again_labels, classes, *_ in (doc["read_data"](tmp_path / "data.bin"), (ours.images, ours.labels, ours.num_classes)):
         assert classes == 3 and np.array_equal(images, again) and np.array_equal(labels, again_labels)
     values = np.random.default_rng(1).standard_normal((11, 2)).astype(np.float32)
     write_data(str(tmp_path / "numbers.bin"), images, labels, 3, values, ["a", "bcd e"])

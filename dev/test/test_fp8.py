@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import train_unet as twin
 from common.config import make_config
 from common.model import (
-    FP8_GRADIENT_MAX,
     FP8_MAX,
     Fp8TrainedConv,
     UNetModel,
@@ -25,7 +25,6 @@ from common.model import (
     fp8_gradient_layers,
     fp8_layers,
     to_fp8,
-    to_fp8_gradient,
     to_state_dict,
 )
 
@@ -42,7 +41,7 @@ CLASSES = dict(class_cond=True, num_classes=3, class_dropout=0.3)
 
 FORMATS = {  # function, PyTorch's type, bits of the mantissa, smallest number, largest number
     "e4m3": (to_fp8, torch.float8_e4m3fn, 3, 2.0**-9, FP8_MAX),
-    "e5m2": (to_fp8_gradient, torch.float8_e5m2, 2, 2.0**-16, FP8_GRADIENT_MAX),
+    "e5m2": (partial(to_fp8, format=torch.float8_e5m2), torch.float8_e5m2, 2, 2.0**-16, 57344.0),
 }
 
 

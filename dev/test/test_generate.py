@@ -361,7 +361,7 @@ def test_names_of_exported_files(model: Path, tmp_path: Path) -> None:
     refused([*given, "--precision", "fp8", "--backend", "onnx"], "--precision fp8", "--backend torch and native")
     (tmp_path / "mine.mlpackage/mine").mkdir(parents=True)
     with pytest.raises(twin.UserError, match="holds no Manifest.json"):
-        generate.save_coreml(None, str(tmp_path / "mine.mlpackage"))
+        generate.files.write_folder(str(tmp_path / "mine.mlpackage"), generate.COREML_FILES, lambda _: None)
 
 
 def run_mil(path: Path, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list]:

@@ -168,7 +168,7 @@ def test_runs_and_samples(
     # a file of the same samples is judged alike
     file = twin.read_model(names[0])
     config = make_config({"sampler": "ddim", "eta": 1.0, "timestep_respacing": "1", "batch_size": 128}, None, file)
-    twin.save_samples(generate.generate_native(file, config, 128), "x.bin")
+    twin.save_samples(generate.BACKENDS["native"](file, config, 128), "x.bin")
     quality.run(["--samples", "x.bin", "--data_file", str(fashion)])
     assert capsys.readouterr().out.splitlines()[-1].split()[2:] == lines[3].split()[1:]
 
