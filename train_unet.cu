@@ -4,122 +4,126 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    215  Part I. The program
-//    218     1. Types at the interface: what operations are called with
-//    664     2. The interface: all that the program asks of a device
-//   1002     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1101     4. Configuration: flags, presets, help, what can work and what cannot
-//   1842     5. The network: a list of layers, made of guided-diffusion's flags
-//   2793     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3087     7. Forward and backward: two walks over the list
-//   3209     8. Diffusion: noise schedules, objectives, samplers
-//   3491         the level of a training sample, drawn, and its share of the loss
-//   3948         samplers
-//   4500     9. Data: .bin files that may be larger than memory, the order of their images
-//   5027    10. Model files: weights and checkpoints, initial weights
-//   5467    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5482         the learning rate, the verdict on a step, averages of the weights
-//   5569         what a trainer holds
-//   5708         a step
-//   6013    12. A run: log, guard, checkpoints, resume, samples
-//   6038         the log in memory, as the page shows it
-//   6150         what a run holds
-//   6218         the log and the status line
-//   6408         checkpoints, snapshots and grids
-//   6674         the start of a run: new, from a file's weights, or resumed
-//   6900         the loop over the steps
-//   7016         a run from its first to its last line
-//   7186         samples, without a run
-//   7345    13. main: the command line, then a run or samples
-//   7626         what ranks must have in common
-//   7697         main
-//   7820  Part II. The device
-//   7823    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7903    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7973    16. The GPU: what all kernels share
-//   8038         Launches, which may overlap
-//   8082         Decisions: what kernels are chosen with
-//   8131         Single instructions: shared memory, mbarriers, clusters
-//   8216         Activations: pieces of 16 bytes
-//   8536         each_kernel: a thread for an element
-//   8550         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8713         Swizzle: how rows lie in shared memory
-//   8731         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   8982         building blocks of Hopper's kernels (sm_90a)
-//   9281    17. Small operations: resampling, embeddings, diffusion
-//   9284         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9485         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9842         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10351    18. Group norm
-//  10354         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10905         groupnorm_backward_whole: an image's slab in shared memory
-//  11290    19. Attention
-//  11396         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11941         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12079         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12760    20. Convolution
-//  12802         ConvOut: results, 4 channels of a pixel at a time
-//  13040         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13103         conv_halo: 3x3, stride 1, any GPU
-//  13509         conv_gather: any kernel size and stride, any GPU
-//  13772         conv_few: the first and the last layer
-//  13944         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14524         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14646         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15118         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15564         conv_weight_tma: weight gradients (sm_90a)
-//  15855         FP8 in training: weights and gradients are rounded
-//  15955    21. The optimiser
-//  15958         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16192    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16195         groupnorm_backward
-//  16350         attention: forward and, where a has dout, backward
-//  16412         convolution: forward and input gradient
-//  16909         convolution: weight gradients
-//  17258    23. The GPU: memory, copies, repeated work
-//  17481    24. Between ranks: from device to device
+//    219  Part I. The program
+//    222     1. Types at the interface: what operations are called with
+//    671     2. The interface: all that the program asks of a device
+//   1009     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1108     4. Configuration: flags, presets, help, what can work and what cannot
+//   1849     5. The network: a list of layers, made of guided-diffusion's flags
+//   2810     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3198     7. Forward and backward: two walks over the list
+//   3320     8. Diffusion: noise schedules, objectives, samplers
+//   3603         the level of a training sample, drawn, and its share of the loss
+//   4060         samplers
+//   4612     9. Data: .bin files that may be larger than memory, the order of their images
+//   5139    10. Model files: weights and checkpoints, initial weights
+//   5487    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5502         the learning rate, the verdict on a step, averages of the weights
+//   5589         what a trainer holds
+//   5728         a step
+//   6033    12. A run: log, guard, checkpoints, resume, samples
+//   6058         the log in memory, as the page shows it
+//   6170         what a run holds
+//   6238         the log and the status line
+//   6428         checkpoints, snapshots and grids
+//   6694         the start of a run: new, from a file's weights, or resumed
+//   6920         the loop over the steps
+//   7036         a run from its first to its last line
+//   7206         samples, without a run
+//   7365    13. main: the command line, then a run or samples
+//   7646         what ranks must have in common
+//   7717         main
+//   7840  Part II. The device
+//   7843    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7923    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7993    16. The GPU: what all kernels share
+//   8058         Launches, which may overlap
+//   8102         Decisions: what kernels are chosen with
+//   8151         Single instructions: shared memory, mbarriers, clusters
+//   8236         Activations: pieces of 16 bytes
+//   8556         each_kernel: a thread for an element
+//   8570         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8733         Swizzle: how rows lie in shared memory
+//   8751         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9002         building blocks of Hopper's kernels (sm_90a)
+//   9301    17. Small operations: resampling, embeddings, diffusion
+//   9304         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9505         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9862         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10371    18. Group norm
+//  10374         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10925         groupnorm_backward_whole: an image's slab in shared memory
+//  11310    19. Attention
+//  11416         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11961         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12099         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12780    20. Convolution
+//  12822         ConvOut: results, 4 channels of a pixel at a time
+//  13060         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13123         conv_halo: 3x3, stride 1, any GPU
+//  13529         conv_gather: any kernel size and stride, any GPU
+//  13792         conv_few: the first and the last layer
+//  13964         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14544         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14666         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15138         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15584         conv_weight_tma: weight gradients (sm_90a)
+//  15875         FP8 in training: weights and gradients are rounded
+//  15975    21. The optimiser
+//  15978         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16212    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16215         groupnorm_backward
+//  16370         attention: forward and, where a has dout, backward
+//  16432         convolution: forward and input gradient
+//  16929         convolution: weight gradients
+//  17278    23. The GPU: memory, copies, repeated work
+//  17501    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7816, run_program 7756, train 7142, run_step 6950, train_step 5947, load_batch 4984;
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17389):
-//     step_gradients 5841: draw_levels 9856, forward_and_loss 5754, q_sample_forward 10047, unet_forward 3114,
-//     forward_layer 3100 (a function of the layer's kind), loss_forward_backward 10158, unet_backward 3180,
-//     conv_backward_weights 17251 (weight gradients, on the side stream); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 16005;
-//     judge_step 16052, update_slice 5912, adamw_update 16164, next_step 16058, record_step 16064;
-//     later collect_steps 6904
-//   pictures, from noise: sample_batch 4415, plan_route 4180, device_step 4224, euler_step 3978 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16763 draws all of its roads):
-//     forward_conv 2272; conv_forward 16799, with conv_product above it;
-//     on Hopper pick_conv_tiles_3x3 16713 above that; conv_tiles 15103, with conv_tiles_kernel above it;
-//     Accumulators 9213; Wgmma 8795;
-//     on any other GPU pick_conv_halo_bf16 16486; conv_halo 13496, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8601
-//   why several GPUs compute the bits of one: step_gradients 5841
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 376, Silu 7866, with_nonlinearity 7876 (a case);
-//     BEHIND_NORMS, in front of add_norm 2499, chooses it
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3420
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 491, and beside each other edm_question 3263,
-//     ask 3298, frame_of 3308, sigma_draws 3314, has_steps_of_t 3320; the head of their section lists the changes
-//   a kind of layer: forward_linear 2192 and what stands beside it, with a list of all places in front of
-//     LayerKind 2164; add_resblock 2550 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7836, run_program 7776, train 7162, run_step 6970, train_step 5967, load_batch 5096 (read_image 4692);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17409):
+//     step_gradients 5861: draw_levels 9876 (the formulas: draw_level 3671), forward_and_loss 5774,
+//     q_sample_forward 10067, unet_forward 3225, forward_layer 3211 (a function of the layer's kind),
+//     loss_forward_backward 10178, unet_backward 3291, conv_backward_weights 17271 (weight gradients, on the side
+//     stream), finish_gradients 11258 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16025;
+//     judge_step 16072 (the verdict: judge_batch 5562), update_slice 5932, adamw_update 16184 (adamw_kernel 16142),
+//     next_step 16078, record_step 16084; later collect_steps 6924
+//   pictures, from noise: sample_batch 4527, plan_route 4292, device_step 4336, euler_step 4090 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16783 draws all of its roads):
+//     forward_conv 2281; conv_forward 16819, with conv_product above it, which asks conv_is_wgmma 16439;
+//     on Hopper, large images: pick_conv_tiles_3x3 16733; conv_tiles 15123, with conv_tiles_kernel above it;
+//     Accumulators 9222 (its function multiply); Wgmma 8815;
+//     on Hopper, small images: pick_conv_small 16590; conv_small 15570, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8815;
+//     on any other GPU pick_conv_halo_bf16 16506; conv_halo 13516, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8621
+//   why several GPUs compute the bits of one: step_gradients 5861
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 383, Silu 7886, with_nonlinearity 7896 (a case);
+//     BEHIND_NORMS, in front of add_norm 2508, chooses it. The embedding has SiLU as a layer: silu_forward 9782
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3532
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 498, and beside each other edm_question 3375,
+//     ask 3410, frame_of 3420, sigma_draws 3426, has_steps_of_t 3432; the head of their section lists the changes
+//   a kind of layer: forward_linear 2201 and what stands beside it, with a list of all places in front of
+//     LayerKind 2173; add_resblock 2559 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 279, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2734 chooses the convolutions, plan_fp8 2804 and plan_fp8_gradients 2821 plan
-//     what they read. make_fp8_weights 5353 rounds the weights for samples; in training round_weights 15927 does, at
-//     the beginning of step_gradients, and make_fp8_training 5392 makes the factors. groupnorm_forward_kernel 10616
-//     and the kernels of the norm's backward pass round what they write (pack_fp8 8300), and round_gradient 15942
-//     rounds other gradients. forward_conv 2272 and backward_conv 2283 choose between the forms;
-//     conv_backward_input_fp8 16860 makes an input gradient a forward convolution; conv_product_fp8 16792 picks the
-//     kernel, multiply_fp8 9233 and WgmmaFp8 8831 multiply; print_fp8 6850 says whether it pays
-//   an error message, to its cause: search for its words. They stand where the error is found: in a call of die, refuse
-//     or must (host/files.h), of wrong 1315 (a flag's value), or of a function beside it whose name ends in _unless.
-//     unknown_word 1229 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1235.
-//     Two functions print a message while the run goes on: report_bad_step 6662 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6452 that a file could not be written yet.
-//     stop_run 6426 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//   an element type beside bf16: Element 286, with a list of all places in front of it
+//   FP8 (--precision fp8): choose_fp8 2751 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2821 and plan_fp8_gradients 2838 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2879 for samples, make_fp8_training 2918 for training; add_fp8_args 2057
+//     hands them to the layers. forward_conv 2281 and backward_conv 2292 choose between bf16 and FP8;
+//     conv_backward_input_fp8 16880 makes an input gradient a forward convolution; conv_product_fp8 16812 picks the
+//     kernel, multiply_fp8 9253 and WgmmaFp8 8851 multiply; print_fp8 6870 says whether it pays
+//   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
+//     refuse or must (host/files.h), of wrong 1322 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5300 and check_unused (host/files.h): look at their
+//     callers.
+//     unknown_word 1236 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1242.
+//     Two functions print a message while the run goes on: report_bad_step 6682 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6472 that a file could not be written yet.
+//     stop_run 6446 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -276,6 +280,9 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              true once Hopper's kernels know the type: conv_tiles and conv_small have the element as
 //                              a template parameter, and all others are written for bf16
 //   pick_conv_gather           Only bf16 has its widest tile
+//   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
+//                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it
+//   take_aliases               --use_fp16 means bf16 today
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
     const char* name; // its word for --precision, if it has one
@@ -352,7 +359,7 @@ struct Fp8Copy {
 
 // --precision fp8, in training: the factors of values and weights, before they are rounded to FP8 (e4m3). They are
 // powers of 2, so multiplying by them rounds nothing. A value larger than 28, and a weight larger than 3.5, becomes the
-// largest number of FP8. gradient_factor returns the factor of gradients.
+// largest number of FP8. choose_gradient_factor returns the factor of gradients.
 constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
@@ -2147,8 +2154,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
 // (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. There are a few
 // exceptions, for what only a convolution or a norm needs. There the code asks for the kind itself, as in
-// `kind == &CONV` (check_conv_params, choose_fp8, plan_fp8, plan_waits, plan_fusions, plan_lifetimes, WeightGradients,
-// unet_backward).
+// `kind == &CONV` (check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
+// WeightGradients, unet_backward).
 //
 // A new kind must keep three promises. Its backward_reads names every tensor that its backward function reads, or their
 // memory is used again too early. Its backward function adds the addends (add1, add2) to each gradient that it writes,
@@ -2156,7 +2163,9 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //
 // To add a kind, change these places:
 //
-//   1. here: its functions and its LayerKind
+//   1. here: its functions and its LayerKind. If a group norm may read its output, its forward function also writes
+//      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). A
+//      parameter of its own is a member of Layer, and one of LayerArgs, which layer_args fills
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in add_resblock or its like
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
 static double no_flops(const LayerArgs&) { return 0; }
@@ -2727,10 +2736,18 @@ constexpr int FP8_SPARED = 4;
 //                  are of size 1, about, so one factor is right for them, and the norm itself can write FP8.
 //                  (make_fp8_weights and make_fp8_training look for that norm.)
 //   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
-//                  right for the gradients of all layers (gradient_factor). At the ends of the network, too, this did
-//                  no damage (docs/LEARNT.md). But the first convolution has no input gradient, and the last one has
-//                  few output channels, whose gradient is fp32.
-// All other tensors keep their element, and so do the convolutions' results.
+//                  right for the gradients of all layers (choose_gradient_factor). At the ends of the network, too,
+//                  this did no damage (docs/LEARNT.md). But the first convolution has no input gradient, and the last
+//                  one has few output channels, whose gradient is fp32.
+// All other tensors keep their element, and so do the convolutions' results. What is rounded in training:
+//
+//   what                  format   its factor               rounded by                         undone by
+//   output of a norm: x   e4m3     FP8_X_FACTOR             store_out, in the norm's kernel    factors
+//   weights               e4m3     FP8_WEIGHT_FACTOR        round_weights, once a step         factors, dx_factors
+//   gradients: dout       e5m2     choose_gradient_factor   store_gradient_fp8, in the norm's  dx_factors
+//                                                           kernels; else round_gradient
+//
+// The sums of the products are multiplied by factors (in the forward pass) or by dx_factors (make_fp8_training).
 static void choose_fp8(UNet* net) {
     std::vector<Layer*> convs; // all 3x3 ones, from the first to the last
     for (Layer& l : net->layers)
@@ -2796,8 +2813,8 @@ static UNet build_unet(const Config& c) {
 // batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of
 // layer i.
 //
-// In the order in which they run: plan_memory calls plan_fp8, plan_gradients, plan_waits, plan_fusions, plan_lifetimes
-// and place_buffers.
+// In the order in which they run: plan_memory calls plan_fp8, plan_gradients, plan_fp8_gradients, plan_waits,
+// plan_fusions, plan_lifetimes and place_buffers. Between them stand the functions that make FP8's factors.
 
 // --precision fp8: plans the inputs of the convolutions that read FP8. When sampling, the norm writes nothing but FP8.
 // In training it writes both forms, because the weight gradient reads the usual one.
@@ -2834,6 +2851,100 @@ static void plan_fp8_gradients(UNet* net) {
             }
         }
     }
+}
+
+// --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to
+// FP8. weight, bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard
+// deviation of 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32
+// times the largest of these estimates still fits in FP8. Larger values become e4m3's largest number, 448. (The 32 also
+// leaves room for the embedding's scale, which is not known here.) Small values keep their precision, because FP8 is a
+// floating-point format: its largest number is almost 2^15 times its smallest normal number. The factor is a power of
+// 2, so multiplying by it rounds nothing.
+static float fp8_factor(const float* weight, const float* bias, int n) {
+    float size = 0;
+    for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
+    if (size == 0) return 1;
+    int exponent;
+    std::frexp(E4M3.largest / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
+    return (float)std::ldexp(1.0, exponent - 1);
+}
+
+// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in
+// which parameters have the same places as in a flat array:
+//   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
+//             |weight| of the channel becomes FP8's largest number
+//   factors   only the part of a flat array that is read in fp32. The place of a norm's first weight holds the norm's
+//             factor (fp8_factor). The place of a bias of a convolution holds scale / factor, which turns the sums of
+//             that output channel into values
+static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
+    if (net.config.precision != "fp8") return {};
+    std::vector<uint8_t> weights(net.flat_size);
+    std::vector<float> factors(net.plain_size);
+    for (const Layer& conv : net.layers) {
+        if (!conv.fp8) continue;
+        const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
+        const Param* const norm_params = &net.params[norm.weight]; // [0]: the norm's weight, [1]: its bias
+        const Param* const conv_params = &net.params[conv.weight]; // [0]: the weight, [1]: the bias
+        const int channels = norm_params->shape[0];
+        const float factor = fp8_factor(&flat[norm_params[0].offset], &flat[norm_params[1].offset], channels);
+        factors[norm_params->offset] = factor;
+
+        const int outputs = conv_params->shape[0];
+        const size_t inputs = conv_params->size / outputs; // the number of weights of an output channel, over all taps
+        for (int c = 0; c < outputs; c++) {
+            const size_t row = conv_params->offset + c * inputs;
+            float largest = 0;
+            for (size_t i = row; i < row + inputs; i++) largest = std::max(largest, std::fabs(flat[i]));
+            const float scale = largest > 0 ? largest / E4M3.largest : 1;
+            for (size_t i = row; i < row + inputs; i++) weights[i] = fp8_bits(flat[i] / scale);
+            factors[conv_params[1].offset + c] = scale / factor;
+        }
+    }
+    return {device_copy(weights), device_copy(factors)};
+}
+
+// Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
+// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power
+// of 2 from 128 n to 256 n. (With it, e5m2's largest number, 57344, stands for a gradient of 224 / n or more.) It
+// depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
+// Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
+static float choose_gradient_factor(const Config& c) {
+    const double n = (double)c.batch_size * c.H * c.W * c.in_channels;
+    return (float)std::ldexp(1.0, 8 + std::ilogb(n));
+}
+
+// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and their factors. Each step
+// fills the memory (round_weights). The factors have the places that make_fp8_weights describes.
+static Fp8Weights make_fp8_training(const UNet& net) {
+    if (net.config.precision != "fp8") return {};
+    std::vector<float> factors(net.plain_size);
+    int most = 0; // the largest number of input channels
+    for (const Layer& conv : net.layers) {
+        if (conv.fp8_gradient) most = std::max(most, net.tensors[conv.x1].C);
+        if (!conv.fp8) continue;
+        const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
+        factors[net.params[norm.weight].offset] = FP8_X_FACTOR;
+        const Param& bias = net.params[conv.weight + 1];
+        std::fill_n(&factors[bias.offset], bias.size, 1 / (FP8_X_FACTOR * FP8_WEIGHT_FACTOR));
+    }
+    const float factor = choose_gradient_factor(net.config);
+    const std::vector<float> dx_factors(most, 1 / (factor * FP8_WEIGHT_FACTOR));
+    return {.weights = device_alloc<uint8_t>(net.flat_size),
+            .factors = device_copy(factors),
+            .turned = device_alloc<uint8_t>(net.flat_size),
+            .gradient_factor = device_copy(std::vector<float>{factor}),
+            .dx_factors = device_copy(dx_factors)};
+}
+
+// Returns the works of round_weights. (Each convolution that multiplies in FP8 also has its input gradient in FP8.)
+static std::vector<WeightRounding> weights_to_round(const UNet& net) {
+    std::vector<WeightRounding> works;
+    for (const Layer& conv : net.layers) {
+        if (!conv.fp8_gradient) continue;
+        const size_t offset = net.params[conv.weight].offset;
+        works.push_back({offset, net.tensors[conv.out].C, net.tensors[conv.x1].C, !conv.fp8});
+    }
+    return works;
 }
 
 // A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
@@ -3228,10 +3339,11 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      own need a row of their own. If it shares parameters of edm (sigma_data, P_mean, P_std), add its word to
 //      OBJECTIVES(of_edm, "edm|ect"). Nothing warns whoever forgets this: slot_is_used is then false, model files do
 //      not get the value, and samples are drawn with the flag's default
+//      if --objective ect may tune its models: its word in the row of `ect_frame`, and in take_model_file's message
 //   2. Frame (section 1): its word
 //   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; whether
 //      log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws and
-//      draw_level); which sigmas its samplers use (has_steps_of_t)
+//      draw_level); which sigmas its samplers use (has_steps_of_t); a weight of the loss that is not 1 (make_level)
 //
 // To let the network predict another quantity, with the levels of ddpm, change two places: the row of `predict` in
 // common/flags.h, and ddpm_level.
@@ -5187,8 +5299,8 @@ struct ModelFile : InputFile {
 // Ends the program if the value of a header's field does not lie between low and high.
 static void check_field(const std::string& path, const char* field, int64_t value, int64_t low, int64_t high) {
     if (value < low || value > high)
-        die("%s: its header is damaged (%s: %ld, where %ld to %ld is possible): move it away and use an earlier "
-            "checkpoint",
+        die("%s: its header is damaged (%s: %ld, where %ld to %ld is possible): "
+            "move it away and use an earlier checkpoint",
             path.c_str(), field, value, low, high);
 }
 
@@ -5224,7 +5336,8 @@ static ModelFile open_model(const std::string& path) {
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
     must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
 
-    // Check the numbers that the file's size depends on.
+    // Check the numbers that the file's size depends on. The checksum comes later, so if one of these numbers is wrong,
+    // bytes of the file were damaged.
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
     const bool training = contents & HAS_TRAINING;
@@ -5242,6 +5355,7 @@ static ModelFile open_model(const std::string& path) {
     zeroed.slot[SLOT_CRC] = 0;
     const uint32_t crc = m.crc(crc32(0, zeroed.slot, 1024), 1024);
     must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
+    // From here on, the file holds what was written. If a number is wrong, the program that wrote the file was wrong.
     check_lists(m);
     return m;
 }
@@ -5325,100 +5439,6 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
         byte += p.size * sizeof(float);
     }
     return flat;
-}
-
-// --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to
-// FP8. weight, bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard
-// deviation of 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32
-// times the largest of these estimates still fits in FP8. Larger values become e4m3's largest number, 448. (The 32 also
-// leaves room for the embedding's scale, which is not known here.) Small values keep their precision, because FP8 is a
-// floating-point format: its largest number is almost 2^15 times its smallest normal number. The factor is a power of
-// 2, so multiplying by it rounds nothing.
-static float fp8_factor(const float* weight, const float* bias, int n) {
-    float size = 0;
-    for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
-    if (size == 0) return 1;
-    int exponent;
-    std::frexp(E4M3.largest / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
-    return (float)std::ldexp(1.0, exponent - 1);
-}
-
-// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in
-// which parameters have the same places as in a flat array:
-//   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
-//             |weight| of the channel becomes FP8's largest number
-//   factors   only the part of a flat array that is read in fp32. The place of a norm's first weight holds the norm's
-//             factor (fp8_factor). The place of a bias of a convolution holds scale / factor, which turns the sums of
-//             that output channel into values
-static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
-    if (net.config.precision != "fp8") return {};
-    std::vector<uint8_t> weights(net.flat_size);
-    std::vector<float> factors(net.plain_size);
-    for (const Layer& conv : net.layers) {
-        if (!conv.fp8) continue;
-        const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
-        const Param* const norm_params = &net.params[norm.weight]; // [0]: the norm's weight, [1]: its bias
-        const Param* const conv_params = &net.params[conv.weight]; // [0]: the weight, [1]: the bias
-        const int channels = norm_params->shape[0];
-        const float factor = fp8_factor(&flat[norm_params[0].offset], &flat[norm_params[1].offset], channels);
-        factors[norm_params->offset] = factor;
-
-        const int outputs = conv_params->shape[0];
-        const size_t inputs = conv_params->size / outputs; // the number of weights of an output channel, over all taps
-        for (int c = 0; c < outputs; c++) {
-            const size_t row = conv_params->offset + c * inputs;
-            float largest = 0;
-            for (size_t i = row; i < row + inputs; i++) largest = std::max(largest, std::fabs(flat[i]));
-            const float scale = largest > 0 ? largest / E4M3.largest : 1;
-            for (size_t i = row; i < row + inputs; i++) weights[i] = fp8_bits(flat[i] / scale);
-            factors[conv_params[1].offset + c] = scale / factor;
-        }
-    }
-    return {device_copy(weights), device_copy(factors)};
-}
-
-// Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
-// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power
-// of 2 from 128 n to 256 n. (With it, e5m2's largest number, 57344, stands for a gradient of 224 / n or more.) It
-// depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
-// Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
-static float gradient_factor(const Config& c) {
-    const double n = (double)c.batch_size * c.H * c.W * c.in_channels;
-    return (float)std::ldexp(1.0, 8 + std::ilogb(n));
-}
-
-// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and their factors. Each step
-// fills the memory (round_weights). The factors have the places that make_fp8_weights describes.
-static Fp8Weights make_fp8_training(const UNet& net) {
-    if (net.config.precision != "fp8") return {};
-    std::vector<float> factors(net.plain_size);
-    int most = 0; // the largest number of input channels
-    for (const Layer& conv : net.layers) {
-        if (conv.fp8_gradient) most = std::max(most, net.tensors[conv.x1].C);
-        if (!conv.fp8) continue;
-        const Layer& norm = *std::ranges::find(net.layers, conv.x1, &Layer::out);
-        factors[net.params[norm.weight].offset] = FP8_X_FACTOR;
-        const Param& bias = net.params[conv.weight + 1];
-        std::fill_n(&factors[bias.offset], bias.size, 1 / (FP8_X_FACTOR * FP8_WEIGHT_FACTOR));
-    }
-    const float factor = gradient_factor(net.config);
-    const std::vector<float> dx_factors(most, 1 / (factor * FP8_WEIGHT_FACTOR));
-    return {.weights = device_alloc<uint8_t>(net.flat_size),
-            .factors = device_copy(factors),
-            .turned = device_alloc<uint8_t>(net.flat_size),
-            .gradient_factor = device_copy(std::vector<float>{factor}),
-            .dx_factors = device_copy(dx_factors)};
-}
-
-// Returns the works of round_weights. (Each convolution that multiplies in FP8 also has its input gradient in FP8.)
-static std::vector<WeightRounding> weights_to_round(const UNet& net) {
-    std::vector<WeightRounding> works;
-    for (const Layer& conv : net.layers) {
-        if (!conv.fp8_gradient) continue;
-        const size_t offset = net.params[conv.weight].offset;
-        works.push_back({offset, net.tensors[conv.out].C, net.tensors[conv.x1].C, !conv.fp8});
-    }
-    return works;
 }
 
 // Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
@@ -5817,7 +5837,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 // 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
 //    the same number of images. So its gradient is the same whichever rank computes it. The loss is divided by the size
 //    of the whole batch before the backward pass, and no later factor depends on N. (With --precision fp8, numbers are
-//    rounded with factors that are constants, or depend on the whole batch's size: gradient_factor.)
+//    rounded with factors that are constants, or depend on the whole batch's size: choose_gradient_factor.)
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
 //    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
@@ -5845,7 +5865,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const int images = c.batch_size / N; // the number of this rank's images
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
-    mark({"draw t, noise; q_sample"});
+    mark({"draw t, noise; q_sample"}); // only dev/bench listens to `mark`
     const int64_t* const step = &tr->state->step;
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
     int* const labels = (int*)(batch.device + tr->data.labels_at(images));
@@ -14547,7 +14567,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //
 // In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
 // instruction is wgmma.m64nNk32, and the function that starts it is multiply_fp8. An FP8 number is a value times a
-// factor. In training the factors are FP8_X_FACTOR, FP8_WEIGHT_FACTOR and, for gradients, gradient_factor
+// factor. In training the factors are FP8_X_FACTOR, FP8_WEIGHT_FACTOR and, for gradients, choose_gradient_factor's
 // (make_fp8_training). In samples x has a factor for each norm, and the weights of each output channel have one
 // (make_fp8_weights). So a sum of products is too large by two factors. ConvTma::factors holds 1 / (the product of the
 // two). The sums are multiplied by it before anything is added to them. An input gradient in FP8 is a forward

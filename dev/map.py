@@ -61,7 +61,8 @@ def roads(lines: list[str]) -> list[str]:
         places = [number for number, line in enumerate(lines, 1) if match[1] in line and is_definition(lines, number - 1, match[1])]
         if not places:
             missing.append(f"{SOURCE.name}: a road at its head leads to {match[1]}, which is defined nowhere")
-        return f"{match[1]} {places[-1] if places else 0}"
+        structs = [number for number in places if re.match(r"\s*(template <.*> )?(struct|class|enum)\b", lines[number - 1])]  # not its constructors
+        return f"{match[1]} {(structs or places or [0])[-1]}"
 
     renewed = [re.sub(r"\b([A-Za-z_]\w*) (\d+)", renew, line) for line in lines[first:last]]
     if missing:
