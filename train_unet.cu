@@ -4,126 +4,128 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    219  Part I. The program
-//    222     1. Types at the interface: what operations are called with
-//    671     2. The interface: all that the program asks of a device
-//   1009     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1108     4. Configuration: flags, presets, help, what can work and what cannot
-//   1849     5. The network: a list of layers, made of guided-diffusion's flags
-//   2810     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3198     7. Forward and backward: two walks over the list
-//   3320     8. Diffusion: noise schedules, objectives, samplers
-//   3603         the level of a training sample, drawn, and its share of the loss
-//   4060         samplers
-//   4612     9. Data: .bin files that may be larger than memory, the order of their images
-//   5139    10. Model files: weights and checkpoints, initial weights
-//   5487    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5502         the learning rate, the verdict on a step, averages of the weights
-//   5589         what a trainer holds
-//   5728         a step
-//   6033    12. A run: log, guard, checkpoints, resume, samples
-//   6058         the log in memory, as the page shows it
-//   6170         what a run holds
-//   6238         the log and the status line
-//   6428         checkpoints, snapshots and grids
-//   6694         the start of a run: new, from a file's weights, or resumed
-//   6920         the loop over the steps
-//   7036         a run from its first to its last line
-//   7206         samples, without a run
-//   7365    13. main: the command line, then a run or samples
-//   7646         what ranks must have in common
-//   7717         main
-//   7840  Part II. The device
-//   7843    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7923    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7993    16. The GPU: what all kernels share
-//   8058         Launches, which may overlap
-//   8102         Decisions: what kernels are chosen with
-//   8151         Single instructions: shared memory, mbarriers, clusters
-//   8236         Activations: pieces of 16 bytes
-//   8556         each_kernel: a thread for an element
-//   8570         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8733         Swizzle: how rows lie in shared memory
-//   8751         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9002         building blocks of Hopper's kernels (sm_90a)
-//   9301    17. Small operations: resampling, embeddings, diffusion
-//   9304         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9505         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9862         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10371    18. Group norm
-//  10374         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10925         groupnorm_backward_whole: an image's slab in shared memory
-//  11310    19. Attention
-//  11416         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11961         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12099         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12780    20. Convolution
-//  12822         ConvOut: results, 4 channels of a pixel at a time
-//  13060         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13123         conv_halo: 3x3, stride 1, any GPU
-//  13529         conv_gather: any kernel size and stride, any GPU
-//  13792         conv_few: the first and the last layer
-//  13964         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14544         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14666         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15138         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15584         conv_weight_tma: weight gradients (sm_90a)
-//  15875         FP8 in training: weights and gradients are rounded
-//  15975    21. The optimiser
-//  15978         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16212    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16215         groupnorm_backward
-//  16370         attention: forward and, where a has dout, backward
-//  16432         convolution: forward and input gradient
-//  16929         convolution: weight gradients
-//  17278    23. The GPU: memory, copies, repeated work
-//  17501    24. Between ranks: from device to device
+//    221  Part I. The program
+//    224     1. Types at the interface: what operations are called with
+//    673     2. The interface: all that the program asks of a device
+//   1011     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1110     4. Configuration: flags, presets, help, what can work and what cannot
+//   1851     5. The network: a list of layers, made of guided-diffusion's flags
+//   2812     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2822         FP8: buffers, factors, weights for samples
+//   2955         gradients, and buffers
+//   3204     7. Forward and backward: two walks over the list
+//   3326     8. Diffusion: noise schedules, objectives, samplers
+//   3609         the level of a training sample, drawn, and its share of the loss
+//   4066         samplers
+//   4618     9. Data: .bin files that may be larger than memory, the order of their images
+//   5145    10. Model files: weights and checkpoints, initial weights
+//   5493    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5508         the learning rate, the verdict on a step, averages of the weights
+//   5595         what a trainer holds
+//   5734         a step
+//   6039    12. A run: log, guard, checkpoints, resume, samples
+//   6064         the log in memory, as the page shows it
+//   6176         what a run holds
+//   6244         the log and the status line
+//   6434         checkpoints, snapshots and grids
+//   6700         the start of a run: new, from a file's weights, or resumed
+//   6926         the loop over the steps
+//   7042         a run from its first to its last line
+//   7212         samples, without a run
+//   7371    13. main: the command line, then a run or samples
+//   7652         what ranks must have in common
+//   7723         main
+//   7846  Part II. The device
+//   7849    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7929    15. The CPU: the device is the host; operations are in dev/reference.h
+//   7999    16. The GPU: what all kernels share
+//   8064         Launches, which may overlap
+//   8108         Decisions: what kernels are chosen with
+//   8157         Single instructions: shared memory, mbarriers, clusters
+//   8242         Activations: pieces of 16 bytes
+//   8562         each_kernel: a thread for an element
+//   8576         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8739         Swizzle: how rows lie in shared memory
+//   8757         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9008         building blocks of Hopper's kernels (sm_90a)
+//   9307    17. Small operations: resampling, embeddings, diffusion
+//   9310         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9511         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9868         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10377    18. Group norm
+//  10380         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10931         groupnorm_backward_whole: an image's slab in shared memory
+//  11316    19. Attention
+//  11422         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  11967         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12105         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12786    20. Convolution
+//  12828         ConvOut: results, 4 channels of a pixel at a time
+//  13066         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13129         conv_halo: 3x3, stride 1, any GPU
+//  13535         conv_gather: any kernel size and stride, any GPU
+//  13798         conv_few: the first and the last layer
+//  13970         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14550         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14672         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15144         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15590         conv_weight_tma: weight gradients (sm_90a)
+//  15881         FP8 in training: weights and gradients are rounded
+//  15981    21. The optimiser
+//  15984         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16218    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16221         groupnorm_backward
+//  16376         attention: forward and, where a has dout, backward
+//  16438         convolution: forward and input gradient
+//  16935         convolution: weight gradients
+//  17284    23. The GPU: memory, copies, repeated work
+//  17507    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7836, run_program 7776, train 7162, run_step 6970, train_step 5967, load_batch 5096 (read_image 4692);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17409):
-//     step_gradients 5861: draw_levels 9876 (the formulas: draw_level 3671), forward_and_loss 5774,
-//     q_sample_forward 10067, unet_forward 3225, forward_layer 3211 (a function of the layer's kind),
-//     loss_forward_backward 10178, unet_backward 3291, conv_backward_weights 17271 (weight gradients, on the side
-//     stream), finish_gradients 11258 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16025;
-//     judge_step 16072 (the verdict: judge_batch 5562), update_slice 5932, adamw_update 16184 (adamw_kernel 16142),
-//     next_step 16078, record_step 16084; later collect_steps 6924
-//   pictures, from noise: sample_batch 4527, plan_route 4292, device_step 4336, euler_step 4090 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16783 draws all of its roads):
-//     forward_conv 2281; conv_forward 16819, with conv_product above it, which asks conv_is_wgmma 16439;
-//     on Hopper, large images: pick_conv_tiles_3x3 16733; conv_tiles 15123, with conv_tiles_kernel above it;
-//     Accumulators 9222 (its function multiply); Wgmma 8815;
-//     on Hopper, small images: pick_conv_small 16590; conv_small 15570, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8815;
-//     on any other GPU pick_conv_halo_bf16 16506; conv_halo 13516, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8621
-//   why several GPUs compute the bits of one: step_gradients 5861
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 383, Silu 7886, with_nonlinearity 7896 (a case);
-//     BEHIND_NORMS, in front of add_norm 2508, chooses it. The embedding has SiLU as a layer: silu_forward 9782
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3532
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 498, and beside each other edm_question 3375,
-//     ask 3410, frame_of 3420, sigma_draws 3426, has_steps_of_t 3432; the head of their section lists the changes
-//   a kind of layer: forward_linear 2201 and what stands beside it, with a list of all places in front of
-//     LayerKind 2173; add_resblock 2559 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7842, run_program 7782, train 7168, run_step 6976, train_step 5973, load_batch 5102 (read_image 4698);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17415):
+//     step_gradients 5867: draw_levels 9882 (the formulas: draw_level 3677), forward_and_loss 5780,
+//     q_sample_forward 10073, unet_forward 3231, forward_layer 3217 (a function of the layer's kind),
+//     loss_forward_backward 10184, unet_backward 3297, conv_backward_weights 17277 (weight gradients, on the side
+//     stream), finish_gradients 11264 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16031;
+//     judge_step 16078 (the verdict: judge_batch 5568), update_slice 5938, adamw_update 16190 (adamw_kernel 16148),
+//     next_step 16084, record_step 16090; later collect_steps 6930
+//   pictures, from noise: sample_batch 4533, plan_route 4298, device_step 4342, euler_step 4096 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16789 draws all of its roads):
+//     forward_conv 2283; conv_forward 16825, with conv_product above it, which asks conv_is_wgmma 16445;
+//     on Hopper, large images: pick_conv_tiles_3x3 16739; conv_tiles 15129, with conv_tiles_kernel above it;
+//     Accumulators 9228 (its function multiply); Wgmma 8821;
+//     on Hopper, small images: pick_conv_small 16596; conv_small 15576, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8821;
+//     on any other GPU pick_conv_halo_bf16 16512; conv_halo 13522, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8627
+//   why several GPUs compute the bits of one: step_gradients 5867
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 385, Silu 7892, with_nonlinearity 7902 (a case);
+//     BEHIND_NORMS, in front of add_norm 2510, chooses it. The embedding has SiLU as a layer: silu_forward 9788
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3538
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 500, and beside each other edm_question 3381,
+//     ask 3416, frame_of 3426, sigma_draws 3432, has_steps_of_t 3438; the head of their section lists the changes
+//   a kind of layer: forward_linear 2203 and what stands beside it, with a list of all places in front of
+//     LayerKind 2175; add_resblock 2561 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 286, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2751 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2821 and plan_fp8_gradients 2838 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2879 for samples, make_fp8_training 2918 for training; add_fp8_args 2057
-//     hands them to the layers. forward_conv 2281 and backward_conv 2292 choose between bf16 and FP8;
-//     conv_backward_input_fp8 16880 makes an input gradient a forward convolution; conv_product_fp8 16812 picks the
-//     kernel, multiply_fp8 9253 and WgmmaFp8 8851 multiply; print_fp8 6870 says whether it pays
+//   an element type beside bf16: Element 288, with a list of all places in front of it
+//   FP8 (--precision fp8): choose_fp8 2753 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2825 and plan_fp8_gradients 2842 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2883 for samples, make_fp8_training 2922 for training; add_fp8_args 2059
+//     hands them to the layers. forward_conv 2283 and backward_conv 2294 choose between bf16 and FP8;
+//     conv_backward_input_fp8 16886 makes an input gradient a forward convolution; conv_product_fp8 16818 picks the
+//     kernel, multiply_fp8 9259 and WgmmaFp8 8857 multiply; print_fp8 6876 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1322 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5300 and check_unused (host/files.h): look at their
+//     refuse or must (host/files.h), of wrong 1324 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5306 and check_unused (host/files.h): look at their
 //     callers.
-//     unknown_word 1236 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1242.
-//     Two functions print a message while the run goes on: report_bad_step 6682 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6472 that a file could not be written yet.
-//     stop_run 6446 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     unknown_word 1238 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1244.
+//     Two functions print a message while the run goes on: report_bad_step 6688 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6478 that a file could not be written yet.
+//     stop_run 6452 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2814,8 +2816,10 @@ static UNet build_unet(const Config& c) {
 // layer i.
 //
 // In the order in which they run: plan_memory calls plan_fp8, plan_gradients, plan_fp8_gradients, plan_waits,
-// plan_fusions, plan_lifetimes and place_buffers. Between them stand the functions that make FP8's factors.
+// plan_fusions, plan_lifetimes and place_buffers.
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --- FP8: buffers, factors, weights for samples
 // --precision fp8: plans the inputs of the convolutions that read FP8. When sampling, the norm writes nothing but FP8.
 // In training it writes both forms, because the weight gradient reads the usual one.
 static void plan_fp8(UNet* net, bool training) {
@@ -2947,6 +2951,8 @@ static std::vector<WeightRounding> weights_to_round(const UNet& net) {
     return works;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --- gradients, and buffers
 // A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
 // reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
 // layer adds the tensor as its residual, that layer contributes the gradient of its output. This gradient is unchanged,
